@@ -31,6 +31,7 @@ LAYERS = {
     "launch": 1,
     "migrate": 1,
     "monitor": 1,
+    "profiling": 1,
     "doctor": 2,
     "report": 2,
     "torch": 2,
@@ -57,6 +58,8 @@ ALLOWED = {
     ("cli", "bench"),
     ("launch", "core"),
     ("monitor", "core"),
+    ("profiling", "core"),
+    ("profiling", "faults"),
     ("launch", "engine"),
     ("launch", "faults"),
     # Ranks of a benchmark measure the optimizer of hvdkit.keras.

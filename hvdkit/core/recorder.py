@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import logging
 import math
 import os
 import signal
 import socket
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +49,8 @@ class Recorder:
         self._library = library
         # faulthandler writes to the descriptor of the last file, so the files stay open.
         self._stacks: list[IO[bytes]] = []
+        # Starts to write records again, as the last call of `watch` did.
+        self._watch_again: Callable[[], None] = self.unwatch
 
     def describe(self, name: str, text: str) -> None:
         """Set the text for a collective in verdicts, such as the parameters of a bucket.
@@ -73,8 +78,8 @@ class Recorder:
         """
         stall = stall_seconds(environ)
         folder = environ.get(FOLDER_VARIABLE)
-        call = self._function("write_records")
-        if not folder or call is None:
+        self._watch_again = self.unwatch
+        if not folder or self._function("write_records") is None:
             return
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -82,7 +87,42 @@ class Recorder:
         except OSError as error:
             _log.warning("%s: %s. No records are written.", folder, error.strerror)
             return
-        call(
+        self._write_to(Path(folder), rank, size, stall, limit, stacks)
+        self._watch_again = functools.partial(
+            self._write_to, Path(folder), rank, size, stall, limit, stacks
+        )
+
+    def read(self, rank: int, timeout: float = 10.0) -> str | None:
+        """Return the record of this rank as text, see `hvdkit.faults.records`; None without one.
+
+        It takes about half a second. Meanwhile, no record of a stall is written.
+
+        Args:
+            rank: the rank.
+            timeout: the seconds to wait for the record.
+        """
+        if self._function("write_records") is None:
+            return None
+        with tempfile.TemporaryDirectory(prefix="hvdkit-record-") as name:
+            folder = Path(name)
+            try:
+                # With a size of 1, the record has all entries also in a large job.
+                self._write_to(folder, rank, 1, 0.0, 0.0, -1)
+                (folder / "request").touch()
+                path, deadline = folder / f"rank-{rank}.json", time.monotonic() + timeout
+                while time.monotonic() < deadline:
+                    if path.exists():
+                        return path.read_text(encoding="utf-8")
+                    time.sleep(0.02)
+                return None
+            finally:
+                self._watch_again()
+
+    def _write_to(
+        self, folder: Path, rank: int, size: int, stall: float, limit: float, stacks: int
+    ) -> None:
+        """Write records to a folder."""
+        self._library.horovod_hvdkit_write_records(
             os.fsencode(folder),
             rank,
             size,
@@ -96,6 +136,7 @@ class Recorder:
     def unwatch(self) -> None:
         """Stop writing records. Collectives are still recorded."""
         # The signal's handler stays: without it, a signal that arrives late would end the process.
+        self._watch_again = self.unwatch
         if call := self._function("unwatch"):
             call()
 

@@ -205,16 +205,20 @@ def _seconds_waited(wait: _Wait, records: Mapping[int, Record]) -> float:
 
 
 def describe_call(call: Call, record: Record) -> str:
+    """Return a text for a call of a collective: its name, and the number of the call."""
+    return name_call(call, record) + (f", call {call.number:,}" if call.number > 1 else "")
+
+
+def name_call(call: Call, record: Record) -> str:
     """Return a text for a collective, such as a bucket with its parameters."""
     label = record.label(call.name)
-    number = f", call {call.number:,}" if call.number > 1 else ""
     if label is not None:
-        return f"{label}{number}"
+        return label
     if own := next((t for pattern, t in _OWN.items() if pattern.search(call.name)), None):
-        return f"{own} ({call.name}){number}"
+        return f"{own} ({call.name})"
     size = f", {call.bytes:,} bytes of {call.dtype}" if call.bytes else ""
     name = call.name.removeprefix(f"{call.operation}.")
-    return f"the {call.operation} {name!r}{size}{number}"
+    return f"the {call.operation} {name!r}{size}"
 
 
 def _describe(rank: int, record: Record | None, state: str | None) -> str:

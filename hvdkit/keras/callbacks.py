@@ -22,6 +22,7 @@ from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive
 from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras.profiling import ProfileCallback
 from hvdkit.keras.training import ReducesMetrics
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "MonitorCallback",
+    "ProfileCallback",
     "additive",
 ]
 

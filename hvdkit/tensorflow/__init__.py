@@ -100,6 +100,7 @@ from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelpe
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
 from hvdkit.tensorflow.process_sets import add_process_set, remove_process_set
+from hvdkit.tensorflow.profiling import profile
 from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -170,6 +171,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "process_set_included_op",
+    "profile",
     "rank",
     "rank_op",
     "reducescatter",

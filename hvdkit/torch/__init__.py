@@ -86,6 +86,7 @@ from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, patch_torch_grad_scaler
+from hvdkit.torch.autotune import autotune
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
@@ -98,8 +99,10 @@ from hvdkit.torch.functions import (
 )
 from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
+from hvdkit.torch.noise_scale import GradientNoiseScale
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.process_sets import add_process_set, remove_process_set
+from hvdkit.torch.profiling import profile
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
@@ -116,6 +119,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedSampler",
     "GradScaler",
+    "GradientNoiseScale",
     "GradientsChanged",
     "HorovodInternalError",
     "Int8",
@@ -145,6 +149,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "autotune",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -184,6 +189,7 @@ __all__ = [
     "nccl_built",
     "no_sync",
     "poll",
+    "profile",
     "rank",
     "reducescatter",
     "reducescatter_async",

@@ -8,13 +8,14 @@ the base. (A second reduction of the base would be wrong for `Sum`, and would ro
 
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
 from hvdkit.core.consistency import are_equal
 from hvdkit.core.reduction import Reduction
@@ -89,6 +90,7 @@ class OptimizerGradients:
         synchronizers: see `LocalGradients`.
         invalid_reason: why the gradients cannot be used; empty if they can.
         awaits_step: whether there are reduced gradients that no step has used.
+        after_round: called when the gradients are reduced, before the script can change them.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class OptimizerGradients:
         self.synchronizers: list[TorchSynchronizer] = []
         self.invalid_reason = ""
         self.awaits_step = False
+        self.after_round: Callable[[], None] | None = None
         self._backends: list[TorchBackend] = []
         self._layouts: list[list[_Layout]] = []
         # The planned parameters by number, and the synchronizer and index of each.
@@ -170,8 +173,6 @@ class OptimizerGradients:
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
-        index = {p: i for i, p in enumerate(parameters)}
-        groups = [[index[p] for p in group if p in index] for group in self._groups]
         backend = TorchBackend(parameters, self._collectives)
         self._backends.append(backend)
         self.synchronizers.append(
@@ -179,7 +180,7 @@ class OptimizerGradients:
                 [spec(self._owner._name_of(p), p) for p in parameters],
                 backend,
                 self._collectives,
-                replace(self._reduction, groups=[group for group in groups if group]),
+                replace(self._reduction, groups=self._groups_of(parameters)),
                 self._window,
                 self._owner._consistency_lines(),
             )
@@ -200,6 +201,48 @@ class OptimizerGradients:
             made.clear()
         for part in parts:
             self._plan(part)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The largest bucket of several gradients."""
+        return self._reduction.bucket_bytes
+
+    def set_bucket_bytes(self, size: int) -> None:
+        """Make new buckets of another size, before the next round. Not a collective.
+
+        A state that is restored but not used yet is kept.
+        """
+        restored = [None if each.planned else each.state for each in self.synchronizers]
+        self._reduction = replace(self._reduction, bucket_bytes=size)
+        self.replan()
+        for synchronizer, state in zip(self.synchronizers, restored, strict=True):
+            synchronizer.resume(state)
+
+    def distinct_bucket_bytes(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes that make different buckets: of equal ones, the first."""
+        if self._reduction.format.tensor_by_tensor:
+            return list(sizes[:1])
+        plans: dict[tuple[str, ...], int] = {}
+        for size in sizes:
+            kind = self._reduction.format.kind
+            key = tuple(
+                bucketing.plan(each.specs, size, groups=self._groups_of(part), kind=kind).digest
+                for each, part in zip(self.synchronizers, self._parts(), strict=True)
+            )
+            plans.setdefault(key, size)
+        return list(plans.values())
+
+    def reduction_lines(self) -> list[str]:
+        """Return lines that describe the gradients and the settings, without the bucket size."""
+        lines = replace(self._reduction, bucket_bytes=1).describe()
+        for synchronizer in self.synchronizers:
+            lines += bucketing.describe(synchronizer.specs)
+        return lines
+
+    def _groups_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[list[int]]:
+        index = {p: i for i, p in enumerate(parameters)}
+        groups = ([index[p] for p in group if p in index] for group in self._groups)
+        return [group for group in groups if group]
 
     def _parts(self) -> Iterator[list[torch.nn.Parameter]]:
         """Yield the parameters of each synchronizer."""
@@ -443,6 +486,8 @@ class OptimizerGradients:
         self._after_round = [_snapshot(p.grad) for p in self._parameters]
         self._changed = False
         self.awaits_step = True
+        if self.after_round is not None:
+            self.after_round()
 
     def is_busy(self) -> bool:
         """Return whether a backward pass is adding to the gradients."""

@@ -41,4 +41,7 @@ def join(device: int = -1) -> int:
         device = torch.cuda.current_device()
     last = int(mpi_ops.join(device))
     runtime.begin_generation()
+    for optimizer in wrapped_optimizers():
+        if optimizer.tuner is not None:
+            optimizer.tuner.cancel()
     return last

@@ -37,6 +37,7 @@ from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
 from hvdkit.core.stragglers import BACKWARD, FORWARD, UPDATE
+from hvdkit.core.tuning import BucketTuner
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
@@ -121,6 +122,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         #: The 2-norm of the reduced gradients at the last `clip_grad_norm_`; None without one.
         self.grad_norm: torch.Tensor | None = None
+        #: Chooses the bucket size in the first steps; None without `hvd.autotune`.
+        self.tuner: BucketTuner | None = None
         self._no_sync = False
         # Whether the modules that hold the parameters were checked; see `wrapped_modules`.
         self._modules_checked = False
@@ -420,6 +423,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.end_step()
         self._stepped = True if found is None else found
         self.steps += 1
+        if self.tuner is not None:
+            self.tuner.after_step()
         return result
 
     # Otherwise torch wraps this method to run step hooks. The plain class's step runs them already.
@@ -548,6 +553,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Not a collective: every rank has started the requests.
         """
         self.rounds.complete_deferred()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The largest bucket of several gradients, in bytes."""
+        return self._gradients.bucket_bytes
+
+    def set_bucket_bytes(self, size: int) -> None:
+        """Change the size of the buckets, between two steps. Every rank must call this."""
+        self.complete_deferred()
+        self._gradients.set_bucket_bytes(size)
+
+    def distinct_bucket_bytes(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes that make different buckets: of equal ones, the first."""
+        return self._gradients.distinct_bucket_bytes(sizes)
+
+    def reduction_lines(self) -> list[str]:
+        """Return lines that describe the gradients and how they are reduced, without their size."""
+        return self._gradients.reduction_lines()
 
     def reduction_states(self) -> list[ReductionState | None]:
         """Return the state needed to resume with bit-identical sums, for each synchronizer."""

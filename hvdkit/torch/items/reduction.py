@@ -28,6 +28,7 @@ class ReductionItem:
                     "gradients": state.gradients,
                     "order": list(state.order),
                     "channels": [list(numbers) for numbers in state.codecs],
+                    **_tuned(optimizer),
                 }
                 for state in optimizer.reduction_states()
             ]
@@ -41,6 +42,9 @@ class ReductionItem:
     def restore(self, tree: Tree) -> None:
         """Restore the states. Optimizers ignore incompatible state."""
         for name, optimizer in self._optimizers.items():
+            tuned = [state["tuned"] for state in tree.get(name, []) if state and "tuned" in state]
+            if tuned and optimizer.tuner is not None:
+                optimizer.tuner.use(int(tuned[0]))
             optimizer.resume_reduction(
                 [
                     state
@@ -52,3 +56,9 @@ class ReductionItem:
                     for state in tree.get(name, [])
                 ]
             )
+
+
+def _tuned(optimizer: WrappedOptimizer) -> Tree:
+    """Return the bucket size that `hvd.autotune` has chosen; empty if it has chosen none."""
+    tuner = optimizer.tuner
+    return {"tuned": tuner.bucket_bytes} if tuner is not None and tuner.tuned else {}

@@ -80,6 +80,14 @@ def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     assert "a deadlock" in done.stderr
 
 
+@pytest.mark.long
+def test_a_profile_on_one_rank_only_is_named(tmp_path):
+    done = run(tmp_path, "hvd.profile().__enter__()", 1, 2)
+    assert done.returncode == 1
+    assert "for hvd.profile, which every rank must call" in done.stderr
+    assert "a deadlock" in done.stderr
+
+
 def test_a_lost_rank_leads_to_records(tmp_path):
     done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, 2)
     assert done.returncode == 137
@@ -123,6 +131,35 @@ hvd.shutdown()
     record = json.loads((tmp_path / "records" / "rank-0.json").read_text())
     assert record["reason"] == "signal"
     assert [call["name"] for call in record["done"]][-1:] == ["allreduce.x"]
+    assert "Current thread" in record["stacks"]
+
+
+@pytest.mark.long
+def test_a_record_for_a_profile(tmp_path):
+    """`Recorder.read` returns it; afterwards records go to the folder as before."""
+    skip_where_unsupported(Configuration("torch", "gloo", 1))
+    code = """
+import json, os, time
+import torch, hvdkit.torch as hvd
+from hvdkit.torch import runtime
+hvd.init()
+hvd.allreduce(torch.ones(3), name="x")
+record = json.loads(runtime.recorder.read(0))
+assert [call["name"] for call in record["done"]][-1:] == ["allreduce.x"]
+folder = os.environ["HVDKIT_RECORD_DIR"]
+assert not os.path.exists(folder + "/rank-0.json")
+open(folder + "/request", "w").close()
+for _ in range(100):
+    if os.path.exists(folder + "/rank-0.json"):
+        break
+    time.sleep(0.1)
+hvd.shutdown()
+assert runtime.recorder.read(0)
+"""
+    env = dict(os.environ) | {"HVDKIT_RECORD_DIR": str(tmp_path / "records")}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True)
+    record = json.loads((tmp_path / "records" / "rank-0.json").read_text())
+    assert record["reason"] == "request"
     assert "Current thread" in record["stacks"]
 
 

@@ -1,0 +1,71 @@
+"""A callback that profiles some batches of `model.fit` on all ranks."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.training import LastCallback, in_local_fit
+from hvdkit.profiling.profile import BaseProfile
+
+_adapter: Any = importlib.import_module(f"hvdkit.{backend.NAME}.profiling")
+
+
+class ProfileCallback(LastCallback):
+    """Record some batches of `fit` on all ranks, and write one trace.
+
+    Pass one to `fit` on every rank. The trace has the operations of the profiler of TensorFlow or
+    PyTorch, the batches, and all collectives of each rank, on the clock of rank 0. Rank 0 writes
+    it, for https://ui.perfetto.dev and chrome://tracing. See docs/performance.md.
+
+    A step is a batch; with `steps_per_execution`, the batches that are executed together.
+
+        model.fit(data, callbacks=[hvd.callbacks.ProfileCallback("trace.json.gz")])
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] = "trace.json.gz", *, steps: int = 5, wait: int = 10
+    ) -> None:
+        """
+        Args:
+            path: the file for the trace, which is compressed with gzip. Each `fit` replaces it.
+            steps: the batches to record.
+            wait: the batches of `fit` before them.
+
+        Raises:
+            UsageError: an argument is invalid.
+        """
+        super().__init__()
+        self._make = lambda: _adapter.profile(path, steps=steps, wait=wait)
+        self._profile: BaseProfile | None = None
+        self._make()  # checks the arguments
+
+    @property
+    def summary(self) -> str:
+        """A text about the trace of the last `fit`; empty before the trace is written."""
+        return self._profile.summary if self._profile else ""
+
+    def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002
+        """Compare the settings of all ranks. A collective."""
+        if in_local_fit() and backend.hvd.size() > 1:
+            raise UsageError(
+                "ProfileCallback records all ranks, but fit trains on this rank only, in "
+                "hvd.local_fit(): omit the callback there"
+            )
+        if self._profile is not None:
+            # Keras does not tell callbacks that an exception has ended `fit`.
+            self._profile.abandon()
+        self._profile = self._make()
+        self._profile.__enter__()
+
+    def batch_ends(self, batch: int) -> None:  # noqa: ARG002
+        """Begin or end the recording if it is time. A collective then."""
+        assert self._profile is not None
+        self._profile.step()
+
+    def fit_ends(self) -> None:
+        """Write the trace if `fit` had fewer batches. A collective then."""
+        assert self._profile is not None
+        self._profile.__exit__(None, None, None)

@@ -1,0 +1,161 @@
+"""Measure the offset between the clock of a rank and that of the first rank.
+
+No rank leaves a collective before all ranks have entered it. So with times of their own clocks,
+
+    entered(i) - left(j)  <=  offset(i) - offset(j)  <=  left(i) - entered(j)
+
+holds for each collective and each pair of ranks. The bounds are tight if the last rank that enters
+is j for the upper one, and i for the lower one. Therefore a rank that is late in a round enters
+after all others, and the ranks are late in turns. The tightest bounds of all rounds hold together.
+The middle between them is the estimate, and half of their distance bounds its error. As in NTP
+(RFC 5905), the shortest round trip decides; but nothing is assumed about the two directions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.core.collectives import Collectives
+from hvdkit.errors import HvdkitError
+
+# In a round, every rank whose number has this remainder is late.
+_GROUPS = 32
+# Rounds in which a rank is late.
+_TURNS = 10
+# The first rounds connect the ranks and fill caches.
+_WARM_UP = 2
+# By how much a rank is late: longer than the ranks need to leave a round.
+_LATE_SECONDS = 0.001
+
+#: The clock of this rank: nanoseconds since 1970, as in the engine's flight recorder.
+now = time.time_ns
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+#: The time at which a rank has entered a collective, and the time at which it has left it, both in
+#: nanoseconds of its own clock.
+Round = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Offset:
+    """The time of a clock minus that of the first rank's clock.
+
+    Attributes:
+        nanoseconds: the estimate.
+        error: the largest error of the estimate, in nanoseconds.
+        time: the time of the measurement, by this clock.
+    """
+
+    nanoseconds: float
+    error: float
+    time: float
+
+
+def measure(collectives: Collectives, name: str) -> list[Round]:
+    """Return the rounds of this rank. A collective, of about 2 ms for each round.
+
+    Args:
+        collectives: the collectives of the ranks.
+        name: the name of the rounds.
+    """
+    groups = min(len(collectives.ranks), _GROUPS)
+    own = list(collectives.ranks).index(collectives.rank) % groups
+    rounds = []
+    for number in range(_WARM_UP + groups * _TURNS):
+        if number % groups == own:
+            time.sleep(_LATE_SECONDS)
+        entered = now()
+        collectives.sum([0], name)
+        rounds.append((entered, now()))
+    return rounds[_WARM_UP:]
+
+
+def offset_of(own: Sequence[Round], first: Sequence[Round]) -> Offset:
+    """Return the offset of a clock from the rounds of its rank and of the first rank."""
+    pairs = list(zip(own, first, strict=True))
+    low = max(entered - left for (entered, _), (_, left) in pairs)
+    high = min(left - entered for (_, left), (entered, _) in pairs)
+    # `low` is above `high` if one of the clocks was set during the measurement.
+    return Offset((low + high) / 2, abs(high - low) / 2, sum(map(sum, own)) / len(own) / 2)
+
+
+def difference(marks: Sequence[Round], found: Sequence[Round]) -> int:
+    """Return this clock's time minus that of a framework's profiler, in nanoseconds.
+
+    Args:
+        marks: the times before and after each mark, by this clock.
+        found: the beginning and the end of each mark, by the profiler, in nanoseconds.
+
+    Raises:
+        HvdkitError: the profiler has not recorded all marks.
+    """
+    if not found or len(found) != len(marks):
+        raise HvdkitError(
+            f"the framework's profiler has recorded {len(found)} of {len(marks)} marks. Another "
+            f"profiler may run in this process: end it before"
+        )
+    pairs = list(zip(marks, sorted(found), strict=True))
+    low = max(before - begin for (before, _), (begin, _) in pairs)
+    high = min(after - end for (_, after), (_, end) in pairs)
+    return (low + high) // 2
+
+
+@dataclass(frozen=True)
+class ClockChange:
+    """A rank's clock between two measurements.
+
+    Attributes:
+        begin: the first measurement.
+        end: the second measurement.
+    """
+
+    begin: Offset
+    end: Offset
+
+    @property
+    def error(self) -> float:
+        """The largest error of `to_first` in nanoseconds, if both clocks run evenly."""
+        return max(self.begin.error, self.end.error)
+
+    def offset(self, time: float) -> float:
+        """Return the offset at a time of this clock, in nanoseconds."""
+        begin, end = self.begin, self.end
+        if end.time <= begin.time:
+            return begin.nanoseconds
+        part = (time - begin.time) / (end.time - begin.time)
+        return begin.nanoseconds + part * (end.nanoseconds - begin.nanoseconds)
+
+    def to_first(self, time: int) -> int:
+        """Return the first rank's time for a time of this clock, both in nanoseconds.
+
+        Times are integers, because a float has a resolution of 256 ns today. A later time never has
+        an earlier result, so events that contain each other still do.
+        """
+        return time - round(self.offset(time))
+
+
+def clock_change(begin: Offset, end: Offset, same_clock: bool) -> ClockChange:
+    """Return the change between two measurements.
+
+    Args:
+        begin: the first measurement.
+        end: the second measurement.
+        same_clock: both ranks read the clock of the same kernel. Then the offset is 0, unless the
+            measurements exclude it: a library may change the time of one process.
+    """
+    both = (begin, end)
+    if same_clock and all(abs(each.nanoseconds) <= each.error for each in both):
+        begin, end = (Offset(0.0, 0.0, each.time) for each in both)
+    return ClockChange(begin, end)
+
+
+def kernel() -> str:
+    """Return the id of the running kernel, whose clock this process reads; empty if unknown."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,90 @@
+"""Read the timeline that Horovod writes on rank 0: the phases of each collective.
+
+HOROVOD_TIMELINE turns it on. The file is Chrome's trace event format, with one process for each
+tensor, and times in microseconds since a time that its first event has.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.profiling.events import (
+    OWN,
+    TIMELINE,
+    Event,
+    complete,
+    name_process,
+    name_thread,
+    process_number,
+)
+
+#: The variable with the file; or `DYNAMIC`, with which `hvd.start_timeline` names it.
+VARIABLE = "HOROVOD_TIMELINE"
+DYNAMIC = "DYNAMIC"
+
+
+def read(path: Path, rank: int, begin: int, end: int) -> list[Event]:
+    """Return the events of a timeline between two times.
+
+    Args:
+        path: the file.
+        rank: the rank that wrote it.
+        begin: nanoseconds since 1970.
+        end: nanoseconds since 1970.
+
+    Raises:
+        HvdkitError: the file cannot be read, or is not a timeline.
+    """
+    try:
+        content = _parse(path.read_text(encoding="utf-8", errors="replace"))
+        start = next(
+            event["args"]["start_time_since_epoch_in_micros"]
+            for event in content
+            if "start_time_since_epoch_in_micros" in event.get("args", {})
+        )
+        return _convert(content, rank, int(start) * 1000, begin, end)
+    except OSError as error:
+        raise HvdkitError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise HvdkitError(f"{path} is not a timeline of Horovod ({error!r})") from error
+
+
+def _parse(text: str) -> list[dict[str, Any]]:
+    """Return the events; without the last one if Horovod has not written all of it."""
+    try:
+        return list(json.loads(text))
+    except ValueError:
+        return list(json.loads(text[: text.rindex("},") + 1] + "]"))
+
+
+def _convert(
+    content: list[dict[str, Any]], rank: int, start: int, begin: int, end: int
+) -> list[Event]:
+    names: dict[int, str] = {}
+    open_phases: dict[int, list[tuple[str, int]]] = {}
+    used: dict[int, None] = {}
+    events: list[Event] = []
+    pid = process_number(rank, TIMELINE)
+    for event in content:
+        tensor, phase = int(event.get("pid", 0)), event.get("ph")
+        if phase == "M" and event["name"] == "process_name" and "name" in event["args"]:
+            names[tensor] = event["args"]["name"]
+            continue
+        if phase not in ("B", "E") or OWN in names.get(tensor, ""):
+            continue
+        time = start + int(event["ts"]) * 1000
+        phases = open_phases.setdefault(tensor, [])
+        if phase == "B":
+            phases.append((event["name"], time))
+        elif phases:
+            name, began = phases.pop()
+            if begin <= began and time <= end:
+                used[tensor] = None
+                events.append(complete(name, pid, tensor, began, time))
+    named = [each for t in used for each in name_thread(pid, t, names.get(t, str(t)))]
+    if events:
+        named += name_process(rank, TIMELINE, f"rank {rank}: Horovod's timeline")
+    return named + events

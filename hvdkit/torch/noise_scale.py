@@ -1,0 +1,176 @@
+"""`hvd.GradientNoiseScale`: measure which batch size is worthwhile."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from torch.utils.hooks import RemovableHandle
+
+from hvdkit.core.noise_scale import Average, estimate
+from hvdkit.errors import UsageError
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
+
+
+class GradientNoiseScale:
+    """Measure the gradient noise scale of McCandlish et al. (arXiv:1812.06162, appendix A.1).
+
+    It compares the gradients of each rank with their mean over the ranks. A batch much smaller than
+    the scale wastes little data, a batch much larger than it wastes much. See docs/performance.md.
+    Every rank makes one, after the optimizer, with the same arguments. In a measured step, all
+    gradients are read twice, and two numbers are summed over the ranks.
+
+    Args:
+        optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and one pass
+            per step.
+        samples: the samples in the batch of each rank, the same on all ranks.
+        every: steps from one measured step to the next.
+        decay: the weight of earlier measurements in the average, at least 0 and below 1.
+
+    Attributes:
+        measured: the number of measured steps.
+
+    Raises:
+        UsageError: an argument is invalid, or there is only one rank.
+
+    Example:
+        noise = hvd.GradientNoiseScale(optimizer, samples=32)
+        for x, y in loader:
+            ...
+            optimizer.step()
+            monitor.step({"loss": loss, "noise scale": noise.scale or 0.0})
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        samples: int,
+        every: int = 10,
+        decay: float = 0.95,
+    ) -> None:
+        own = wrapped(optimizer)
+        for name, value in (("samples", samples), ("every", every)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name} is {value!r}: expected a whole number >= 1")
+        if not 0 <= decay < 1:
+            raise UsageError(f"decay is {decay!r}: expected a number >= 0 and < 1")
+        if own.op != mpi_ops.Average or own._window.size != 1:
+            raise UsageError(
+                "the noise scale needs the mean gradient of one pass per step: expected an "
+                "optimizer with op=hvd.Average, and without accumulation"
+            )
+        ranks = own.process_set.size() if own.process_set.included() else 1
+        if ranks is None or ranks < 2:
+            raise UsageError(
+                "the noise scale compares the gradients of ranks, and there is only one: start the "
+                "job with two ranks or more"
+            )
+        self.measured = 0
+        self._samples, self._every, self._ranks = samples, every, ranks
+        self._average = Average(decay)
+        self._process_set = own.process_set
+        self._until = 0  # steps before the next measured one
+        # The squared norms of this rank's gradients; and, after each round, of their mean.
+        self._small: list[torch.Tensor] = []
+        self._large: list[torch.Tensor] = []
+        self._hooks: list[RemovableHandle] = []
+        # The optimizer keeps its hooks, and must not keep itself.
+        self._optimizer = weakref.ref(own)
+        self._hook = own.register_step_pre_hook(self._before_step)
+        self._watch()
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale in samples; None while the mean estimates are not positive."""
+        return self._average.scale
+
+    @property
+    def signal(self) -> float | None:
+        """The mean estimate of the squared norm of the true gradient."""
+        mean = self._average.mean
+        return None if mean is None else mean.signal
+
+    @property
+    def noise(self) -> float | None:
+        """The mean estimate of the trace of the covariance of single samples' gradients."""
+        mean = self._average.mean
+        return None if mean is None else mean.noise
+
+    def close(self) -> None:
+        """Measure no more. Every rank calls this alike."""
+        self._hook.remove()
+        self._unwatch()
+
+    def _watch(self) -> None:
+        """Read the gradients of the next pass, before and after they are reduced."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter in _parameters(optimizer):
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._add)
+                self._hooks.append(hook)
+        optimizer._gradients.after_round = self._after_round
+
+    def _unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._small, self._large = [], [], []
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._gradients.after_round = None
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        """Hook when the gradient of this rank is complete."""
+        if parameter.grad is not None:
+            self._small.append(_square(parameter.grad))
+
+    def _after_round(self) -> None:
+        """Called when the gradients are reduced, before they are clipped."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+        self._large.append(_sum([_square(each) for each in gradients]))
+
+    def _before_step(self, *_: Any) -> None:
+        """Hook before the plain optimizer's step."""
+        if self._until:
+            self._until -= 1
+            if not self._until:
+                self._watch()
+            return
+        small, large = _sum(self._small), self._large
+        self._unwatch()
+        self._until = self._every - 1
+        if not self._until:
+            self._watch()
+        if len(large) != 1:
+            # Several passes in a step, or a step that was skipped. It is the same on all ranks.
+            return
+        both = torch.stack([small.to(large[0].device), large[0]])
+        one, all_ranks = mpi_ops.allreduce(
+            both, name="hvdkit.noise_scale", op=mpi_ops.Average, process_set=self._process_set
+        ).tolist()
+        if math.isfinite(one + all_ranks):
+            self.measured += 1
+            whole = self._samples * self._ranks
+            self._average.add(estimate(one, all_ranks, self._samples, whole))
+
+
+def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@torch.no_grad()
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(values.detach().float()).double() ** 2
+
+
+def _sum(values: list[torch.Tensor]) -> torch.Tensor:
+    if not values:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([each.to(values[0].device) for each in values]).sum()

@@ -1,0 +1,178 @@
+"""`hvd.profile`: one trace of all ranks, with PyTorch's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvdkit.errors import UsageError
+from hvdkit.profiling import clocks, events
+from hvdkit.profiling.events import Event
+from hvdkit.profiling.profile import BaseProfile
+from hvdkit.torch import runtime
+from hvdkit.torch.collectives import TorchCollectives
+
+# The name of the events that connect the profiler's clock with the system's.
+_MARK = "hvdkit.clock"
+# Marks at the beginning. The first ones take long.
+_MARKS = 10
+
+
+def profile(
+    path: str | os.PathLike[str] = "trace.json.gz",
+    *,
+    steps: int = 5,
+    wait: int = 10,
+    **options: Any,
+) -> BaseProfile:
+    """Return a context in which some steps are recorded on all ranks, for one trace.
+
+    The trace has the operations of `torch.profiler`, the steps, and all collectives of each rank,
+    on the clock of rank 0. Rank 0 writes it, for https://ui.perfetto.dev and chrome://tracing.
+    Every rank calls this, and `step` after each step of the optimizer; or loops over `batches`.
+    See docs/performance.md.
+
+    With HOROVOD_TIMELINE=DYNAMIC, the trace also has Horovod's timeline of rank 0. On a GPU, each
+    recorded step is an NVTX range, for Nsight Systems.
+
+    Args:
+        path: the file for the trace, which is compressed with gzip. An existing one is replaced.
+        steps: the steps to record.
+        wait: the steps before them. The first steps are slower than the others.
+        options: arguments of `torch.profiler.profile`, such as `with_stack=True`.
+
+    Raises:
+        UsageError: an argument is invalid; on every rank, if the file cannot be written.
+        RankMismatchError: on every rank, if the arguments differ between ranks.
+
+    Example:
+        with hvd.profile("trace.json.gz", steps=5, wait=10) as profile:
+            for x, y in profile.batches(loader):
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+    """
+    if not mpi_ops.is_initialized():
+        raise UsageError("Horovod is not initialised: call hvd.init() before this")
+    return BaseProfile(
+        TorchCollectives(mpi_ops.global_process_set),
+        Profiler(options),
+        runtime.recorder,
+        mpi_ops._basics,
+        path,
+        steps,
+        wait,
+        [f"options: {sorted(options)}"],
+    )
+
+
+class Profiler:
+    """`hvdkit.profiling.profile.Framework` with `torch.profiler`.
+
+    Args:
+        options: arguments of `torch.profiler.profile`.
+
+    Raises:
+        UsageError: an option is unknown, or belongs to `hvd.profile`.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        for name in ("schedule", "on_trace_ready"):
+            if name in options:
+                raise UsageError(f"hvd.profile has no {name}: pass steps and wait instead")
+        try:
+            self._profiler = torch.profiler.profile(**options)
+        except TypeError as error:
+            raise UsageError(f"torch.profiler.profile: {error}") from error
+        self._running = False
+        self._step: contextlib.ExitStack | None = None
+        # The system's time before and after each mark.
+        self._marks: list[clocks.Round] = []
+
+    def start(self) -> None:
+        """See `Framework`."""
+        self._profiler.start()
+        self._running = True
+        for _ in range(_MARKS):
+            self._mark()
+
+    def step_begins(self, number: int) -> None:
+        """See `Framework`. The name is that of `torch.profiler`, which other tools look for."""
+        self._step = contextlib.ExitStack()
+        self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{number}"))
+        if torch.cuda.is_available():
+            self._step.enter_context(torch.cuda.nvtx.range(f"step {number}"))
+
+    def step_ends(self) -> None:
+        """See `Framework`."""
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+        self._mark()
+
+    def stop(self) -> None:
+        """See `Framework`."""
+        if self._running:
+            self._running = False
+            self.step_ends()
+            self._profiler.stop()
+
+    def events(self, rank: int) -> list[Event]:
+        """See `Framework`. Processes get the numbers of this rank."""
+        with tempfile.TemporaryDirectory(prefix="hvdkit-profile-") as folder:
+            file = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(file))
+            recorded = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        marks = [
+            (_nanoseconds(event["ts"]), _nanoseconds(event["ts"]) + _nanoseconds(event["dur"]))
+            for event in recorded
+            if event.get("name") == _MARK and event.get("cat") == "user_annotation"
+        ]
+        return _of_rank(recorded, rank, clocks.difference(self._marks, marks))
+
+    def _mark(self) -> None:
+        before = clocks.now()
+        with torch.profiler.record_function(_MARK):
+            pass
+        self._marks.append((before, clocks.now()))
+
+
+def _of_rank(recorded: list[Event], rank: int, difference: int) -> list[Event]:
+    """Return events with the process numbers of a rank and nanoseconds of the system's clock."""
+    processes: dict[int, int] = {}
+    kept = []
+    for event in recorded:
+        pid = event.get("pid")
+        # The profiler's own events have a text as process.
+        if not isinstance(pid, int) or event.get("name") == _MARK or "ph" not in event:
+            continue
+        place = processes.setdefault(pid, events.FRAMEWORK + len(processes))
+        event = {**event, "pid": events.process_number(rank, place)}
+        if event["ph"] == "M":
+            event.pop("ts", None)
+            if event["name"] == "process_sort_index":
+                event["args"] = {"sort_index": event["pid"]}
+            elif event["name"] == "process_labels":
+                continue
+            elif event["name"] == "process_name":
+                what = "torch" if pid == os.getpid() else f"GPU {pid}"
+                event["args"] = {"name": f"rank {rank}: {what}"}
+        elif "ts" in event:
+            event["ts"] = _nanoseconds(event["ts"]) + difference
+            if "dur" in event:
+                event["dur"] = _nanoseconds(event["dur"])
+            if "id" in event:  # of an arrow, unique in the whole trace
+                event["id"] = f"{rank}.{event['id']}"
+        kept.append(event)
+    return kept
+
+
+def _nanoseconds(microseconds: float) -> int:
+    return round(microseconds * 1e3)

@@ -1,0 +1,91 @@
+"""`hvd.GradientNoiseScale` on a linear regression, whose noise scale is known."""
+
+import pytest
+import torch
+
+from hvdkit.errors import UsageError
+
+FEATURES, SAMPLES = 10, 16
+NOISE = 0.5  # the standard deviation of the targets
+
+
+def regression(hvd, **options):
+    """Return a model at a fixed distance from the true weights, and its optimizer."""
+    model = torch.nn.Linear(FEATURES, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+
+
+def batches(hvd, count):
+    """Yield batches of this rank. The true weights are zero."""
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(count):
+        x = torch.randn(SAMPLES, FEATURES, generator=generator)
+        yield x, NOISE * torch.randn(SAMPLES, 1, generator=generator)
+
+
+@pytest.mark.parametrize("compression", ["none", pytest.param("fp16", marks=pytest.mark.long)])
+def test_the_scale_of_a_linear_regression(hvd, compression):
+    """The gradient of a sample is x (x.d - e), with the weights' distance d and the noise e.
+
+    So G = d, and tr(S) = (n + 1) |d|^2 + n NOISE^2 for n features of variance 1.
+    """
+    model, optimizer = regression(hvd, compression=compression)
+    noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1, decay=0.998)
+    steps = 200
+    for x, y in batches(hvd, steps):
+        optimizer.zero_grad()
+        (0.5 * (model(x) - y).square().mean()).backward()
+        hvd.clip_grad_norm_(optimizer, 1e-3)  # it must not matter
+        optimizer.step()
+    signal = FEATURES * 0.1**2
+    trace = (FEATURES + 1) * signal + FEATURES * NOISE**2
+    assert noise.measured == steps
+    assert noise.signal == pytest.approx(signal, rel=0.15)
+    assert noise.noise == pytest.approx(trace, rel=0.1)
+    assert noise.scale == pytest.approx(trace / signal, rel=0.25)
+    # The same bits on all ranks.
+    assert len(set(hvd.allgather_object(noise.scale))) == 1
+    noise.close()
+
+
+def test_only_some_steps_are_measured(hvd):
+    model, optimizer = regression(hvd)
+    noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=3)
+    watched = []
+    for x, y in batches(hvd, 7):
+        optimizer.zero_grad()
+        watched.append(bool(model.weight._post_accumulate_grad_hooks) and bool(noise._hooks))
+        (0.5 * (model(x) - y).square().mean()).backward()
+        optimizer.step()
+    assert watched == [True, False, False, True, False, False, True]
+    assert noise.measured == 3
+    noise.close()
+    assert not noise._hooks
+
+
+def test_a_step_with_two_passes_is_left_out(hvd):
+    model, optimizer = regression(hvd)
+    noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1)
+    for step, (x, y) in enumerate(batches(hvd, 4)):
+        optimizer.zero_grad()
+        for _ in range(1 + step % 2):
+            (0.5 * (model(x) - y).square().mean()).backward()
+        optimizer.step()
+    assert noise.measured == 2
+    noise.close()
+
+
+def test_invalid_arguments(hvd):
+    _, optimizer = regression(hvd)
+    for options, text in [
+        ({"samples": 0}, "samples is 0: expected a whole number >= 1"),
+        ({"samples": 4, "every": 0}, "every is 0"),
+        ({"samples": 4, "decay": 1.0}, "decay is 1.0"),
+    ]:
+        with pytest.raises(UsageError, match=text):
+            hvd.GradientNoiseScale(optimizer, **options)
+    for options in ({"op": hvd.Sum}, {"accumulation_steps": 2}):
+        with pytest.raises(UsageError, match="needs the mean gradient of one pass per step"):
+            hvd.GradientNoiseScale(regression(hvd, **options)[1], samples=4)
