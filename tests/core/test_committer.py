@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.core import progress
 from hvdkit.core.commits import CommitId, CommitStore
 from hvdkit.core.committer import Committer
 from hvdkit.core.elastic import Adapter, run
@@ -165,6 +166,20 @@ def test_the_newest_commit_is_copied_to_the_hosts_that_lack_it(world):
     assert world.run(work, start=2) == [CONTENT] * 3
     for folder in world.folders:
         assert newest(CommitStore([folder], 0)) == (CommitId(2, 4), b"next")
+
+
+def test_a_commit_counts_as_progress(world, monkeypatch, tmp_path):
+    """After it, the launcher permits all restarts again."""
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+
+    def work(committer, rank):
+        committer.resume()
+        assert not (tmp_path / progress.FILE).exists()
+        world.exchange(rank, None)
+        committer.commit(writes(CONTENT))
+        return (tmp_path / progress.FILE).exists()
+
+    assert world.run(work, start=0) == [True] * 3
 
 
 def test_no_commit_at_all(world, caplog):

@@ -111,6 +111,18 @@ def test_a_rank_of_which_nothing_is_known_is_missing():
     assert "Rank 2 has not called it, and did not report its state." in judge(records, {}, 3).text
 
 
+def test_a_complete_call_that_is_older_is_not_the_cause():
+    """All ranks have called it, and the network carries it."""
+    records = simulate(3, ["bucket"], {2: 0})
+    old = call("old", 1, -5.0)
+    for rank, record in records.items():
+        calls = record.calls | {"allreduce.old": 1}
+        records[rank] = replace(record, open=[old, *record.open], calls=calls)
+    verdict = judge(records, {}, 3)
+    assert verdict.missing == [2]
+    assert "allreduce.old" not in verdict.text
+
+
 def test_a_rank_in_join_is_not_missing():
     records = simulate(3, ["bucket"], {2: 0})
     join = Call("join.noname", 1, "join", 0, "uint8", 0, 0.5, None)

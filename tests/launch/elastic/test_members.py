@@ -121,6 +121,14 @@ def test_too_few_slots_do_not_interrupt():
         watched.wait_announced(False)
 
 
+def test_a_start_waits_for_enough_slots():
+    with Watched(A) as watched:
+        with pytest.raises(HvdkitError, match=r"have 2 slots .*expected at least 3"):
+            watched.members.wait_for(3, 0.5)
+        watched.found = [A, B]
+        assert len(watched.slots(3)) == 2
+
+
 def test_an_excluded_host_is_used_if_too_few_are_left():
     with Watched(A, B) as watched:
         assert len(watched.slots(3)) == 2
