@@ -97,3 +97,19 @@ def test_agents_on_other_hosts_get_the_search_paths_of_this_process(monkeypatch)
     assert command[-1] == (
         "cd / && exec env 'PYTHONPATH=/modules/my torch' /opt/python -m hvdkit.launch.agent"
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "transient", "lost"),
+    [
+        (255, "kex_exchange_identification: Connection closed by remote host", True, True),
+        (255, "Connection reset by 10.0.0.7 port 22", True, True),
+        (255, "Timeout, server h not responding.", False, True),
+        (255, "me@h: Permission denied (publickey).", False, False),
+        (1, "Connection closed by 10.0.0.7", False, False),
+        (None, "Connection closed by 10.0.0.7", False, False),
+    ],
+)
+def test_refused_and_lost_connections_are_told_apart(status, said, transient, lost):
+    assert Ssh().failed_transiently(status, said) == transient
+    assert Ssh().lost_connection(status, said) == lost
