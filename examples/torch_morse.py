@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=8, help="passes over the data (default 8)")
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the data (default 12)")
     parser.add_argument(
         "--batch-size", type=int, default=32, help="signals per step, of all ranks (default 32)"
     )
