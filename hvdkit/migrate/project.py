@@ -16,6 +16,7 @@ from hvdkit.migrate.ddp import rules as ddp_rules
 from hvdkit.migrate.ddp.conversion import Conversion
 from hvdkit.migrate.ddp.facts import Facts
 from hvdkit.migrate.ddp.units import Unit, divide, mentions
+from hvdkit.migrate.imports import Imports
 from hvdkit.migrate.rules import RULES, UNIMPORTED
 from hvdkit.migrate.script import Remark, Script
 
@@ -45,13 +46,44 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
         texts: file -> its text. Each file that is not Python 3 has an outcome with advice.
 
     Returns:
-        The outcomes of the files that use Horovod or DDP.
+        The outcomes of the files that use Horovod or DDP, and of the files that they import.
     """
     outcomes: dict[Path, Outcome] = {}
-    scripts: dict[Path, Script] = {}
+    scripts = _parse({path: text for path, text in texts.items() if concerns(text)}, outcomes)
+    users = [path for path, each in scripts.items() if each.imports("horovod", "hvdkit")]
+    graph = Imports(texts)
+    imported = {path: graph.reachable(path) for path in users}
+    # They run with the same versions of the frameworks, so the rules apply to them, too.
+    helpers = {other for others in imported.values() for other in others}
+    new = {path: text for path, text in texts.items() if path in helpers - scripts.keys()}
+    scripts |= _parse(new, outcomes)
+    distributed = {}
+    for path, script in scripts.items():
+        found = ddp_facts.gather(script)
+        if found.is_distributed:
+            distributed[path] = found
+        runs_with_horovod = path in users or (path in helpers and not found.is_distributed)
+        for rule in RULES if runs_with_horovod else UNIMPORTED:
+            rule(script)
+    for path in sorted(helpers - texts.keys()):
+        if _needs_changes(graph.text(path)):
+            for user in users:
+                if path in imported[user]:
+                    shown = os.path.relpath(path, user.parent)
+                    text = f"it imports {shown}, which has to change, too: give the whole folder"
+                    scripts[user].advice.append(Remark(1, "imports", text))
+    paths = {id(script): path for path, script in scripts.items()}
+    for unit in divide(distributed, texts):
+        _convert(unit, {id(each): paths[id(each.script)] for each in unit.facts})
+    for path, script in scripts.items():
+        outcomes[path] = _outcome(script)
+    return {path: each for path, each in outcomes.items() if each.changes or each.advice}
+
+
+def _parse(texts: Mapping[Path, str], outcomes: dict[Path, Outcome]) -> dict[Path, Script]:
+    """Parse files. A file that cannot be parsed gets an outcome with advice instead."""
+    scripts = {}
     for path, text in texts.items():
-        if not concerns(text):
-            continue
         try:
             ast.parse(text)
             scripts[path] = Script(text)
@@ -64,19 +96,17 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
                 1, "syntax", "expressions are nested too deeply, so the file is left alone"
             )
             outcomes[path] = Outcome(text, text, advice=[deep])
-    distributed = {}
-    for path, script in scripts.items():
-        found = ddp_facts.gather(script)
-        if found.is_distributed:
-            distributed[path] = found
-        for rule in RULES if script.imports("horovod", "hvdkit") else UNIMPORTED:
+    return scripts
+
+
+def _needs_changes(text: str) -> bool:
+    """Return whether a file that a script of Horovod imports has to change."""
+    outcomes: dict[Path, Outcome] = {}
+    for script in _parse({Path(): text}, outcomes).values():
+        for rule in RULES:
             rule(script)
-    paths = {id(script): path for path, script in scripts.items()}
-    for unit in divide(distributed, texts):
-        _convert(unit, {id(each): paths[id(each.script)] for each in unit.facts})
-    for path, script in scripts.items():
-        outcomes[path] = _outcome(script)
-    return {path: each for path, each in outcomes.items() if each.changes or each.advice}
+        return bool(script.changes or script.advice)
+    return bool(outcomes)
 
 
 def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:

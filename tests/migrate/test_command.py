@@ -170,6 +170,24 @@ def test_other_files_of_a_folder_are_not_mentioned(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("0 files to change of 2 read")
 
 
+def test_files_that_a_script_imports(tmp_path, capsys):
+    main, used, unused = (tmp_path / name for name in ("train.py", "kit/parts.py", "other.py"))
+    used.parent.mkdir()
+    main.write_text("import horovod.keras as hvd\nfrom kit.parts import make\n\nmake(0.1)\n")
+    helper = "import keras\n\n\ndef make(rate):\n    return keras.optimizers.SGD(lr=rate)\n"
+    used.write_text(helper)
+    unused.write_text(helper)
+    assert run(main) == 1
+    assert f"{main}:1: it imports kit/parts.py, which has to change" in capsys.readouterr().out
+    assert run("--write", tmp_path) == 0
+    assert used.read_text() == helper.replace("lr=", "learning_rate=")
+    assert unused.read_text() == helper
+    assert run(main) == 0
+    used.write_text("print 'old'\n")
+    assert run(tmp_path) == 1
+    assert "parts.py:1: Python 2" in capsys.readouterr().out
+
+
 def test_a_notebook_is_reported(tmp_path, capsys):
     (tmp_path / "train.ipynb").write_text('{"cells": ["import horovod.torch as hvd"]}')
     assert run(tmp_path) == 1

@@ -142,6 +142,32 @@ def test_what_is_not_understood_is_not_touched(script):
     assert unchanged(script)
 
 
+def test_an_optimizer_that_is_chosen_by_its_name():
+    script = (
+        "import keras\nimport hvdkit.keras as hvd\n"
+        "kind = getattr(keras.optimizers, name)\noptimizer = kind(lr=0.1)\n"
+    )
+    after, advice = migrate(script)
+    assert after == script.replace("lr=", "learning_rate=")
+    assert not advice
+
+
+def test_a_module_has_the_name_of_a_removed_function():
+    script = (
+        "import keras\nfrom keras.layers.merge import concatenate\nimport hvdkit.keras as hvd\n"
+    )
+    assert migrate(script) == (script.replace("layers.merge", "layers"), [])
+
+
+def test_a_name_of_a_model_file_that_the_script_does_not_show_is_a_note():
+    script = (
+        "import keras\nimport hvdkit.keras as hvd\nkeras.callbacks.ModelCheckpoint(args.name)\n"
+    )
+    (note,) = project.migrate({SCRIPT: script + "keras.optimizers.SGD(lr=1)\n"})[SCRIPT].notes
+    assert note.line == 3
+    assert ".weights.h5" in note.text
+
+
 def test_a_name_that_a_failed_import_replaces_is_understood():
     script = (
         "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    class Alone:\n"
@@ -172,6 +198,18 @@ def test_a_name_that_a_failed_import_replaces_is_understood():
             3,
             "is TensorFlow 1",
         ),
+        (
+            "import horovod.torch as hvd\nfrom transformers import AdamW\n"
+            "AdamW(weights, correct_bias=False)\n",
+            3,
+            "transformers 5",
+        ),
+        (
+            "import keras\nimport hvdkit.keras as hvd\nkeras.models.save_model(m, 'final')\n",
+            3,
+            "must end with .keras",
+        ),
+        ("import horovod.torch as hvd\nfrom distutils.util import strtobool\n", 2, "strtobool"),
         ("import horovod.torch as hvd\nprint 'old'\n", 2, "Python 2"),
         ("import horovod.torch as hvd\nx = x.cuda(async=True)\n", 2, "non_blocking"),
     ],

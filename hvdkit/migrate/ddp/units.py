@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.facts import UNSUPPORTED, Facts, model_name, without_module
 from hvdkit.migrate.ddp.spawning import can_spawn
+from hvdkit.migrate.imports import Imports
 from hvdkit.migrate.script import Script, argument
 
 #: A file without these words does not use torch.distributed.
@@ -78,7 +78,7 @@ def divide(scripts: Mapping[Path, Facts], texts: Mapping[Path, str]) -> list[Uni
         scripts: the facts of the files that use torch.distributed.
         texts: all given files, because one may import another through a third.
     """
-    graph = _Imports(texts)
+    graph = Imports(texts)
     reached = {path: graph.reachable(path) for path in scripts}
     units: list[tuple[set[Path], set[Path]]] = []
     for path in scripts:
@@ -168,69 +168,3 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
                 facts,
                 wrap.call,
             )
-
-
-class _Imports:
-    """The imports of local modules."""
-
-    def __init__(self, texts: Mapping[Path, str]) -> None:
-        self._texts = dict(texts)
-        self._found: dict[tuple[Path, Path], list[Path]] = {}
-
-    def text(self, path: Path) -> str:
-        """Return the text of a file; empty if it cannot be read."""
-        if path not in self._texts:
-            try:
-                self._texts[path] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                self._texts[path] = ""
-        return self._texts[path]
-
-    def reachable(self, path: Path) -> set[Path]:
-        """Return all local files that a file imports, directly or through others."""
-        found: set[Path] = set()
-        todo = [path]
-        while todo:
-            key = (todo.pop(), path.parent)
-            if key not in self._found:
-                self._found[key] = list(self._imported(*key))
-            for other in self._found[key]:
-                if other not in found and other != path:
-                    found.add(other)
-                    todo.append(other)
-        return found
-
-    def _imported(self, path: Path, start: Path) -> Iterable[Path]:
-        try:
-            tree = ast.parse(self.text(path))
-        except (SyntaxError, ValueError):
-            return
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    for place in {start, _root(path)}:
-                        yield from _files(place, alias.name)
-            elif isinstance(node, ast.ImportFrom):
-                names = [
-                    node.module or "",
-                    *(f"{node.module or ''}.{a.name}".lstrip(".") for a in node.names),
-                ]
-                own = 0 < node.level <= len(path.parents)
-                for place in [path.parents[node.level - 1]] if own else {start, _root(path)}:
-                    for name in filter(None, names):
-                        yield from _files(place, name)
-
-
-def _root(path: Path) -> Path:
-    """Return the folder of the outermost package that contains a file."""
-    folder = path.parent
-    while (folder / "__init__.py").is_file():
-        folder = folder.parent
-    return folder
-
-
-def _files(start: Path, module: str) -> Iterable[Path]:
-    place = start.joinpath(*module.split("."))
-    for path in (place.with_name(place.name + ".py"), place / "__init__.py"):
-        if path.is_file():
-            yield path.resolve()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from hvdkit.migrate.rule import Rule, rule
@@ -179,7 +181,8 @@ def run_tf_function(self: Rule[Script], script: Script) -> None:
 def file_names(self: Rule[Script], script: Script) -> None:
     for call in script.calls():
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-        is_checkpoint = keras_name(script.name_of(call.func)) == "callbacks.ModelCheckpoint"
+        short = keras_name(script.name_of(call.func)) or ""
+        is_checkpoint = short == "callbacks.ModelCheckpoint"
         if is_checkpoint and argument(call, "period"):
             script.advise(
                 self.name,
@@ -187,14 +190,23 @@ def file_names(self: Rule[Script], script: Script) -> None:
                 "ModelCheckpoint has no period= in Keras 3: use save_freq=, which "
                 'is "epoch" or a number of batches',
             )
-        path = argument(call, "filepath", 0) if is_checkpoint or method.startswith("save") else None
+        is_function = re.fullmatch(r"(models|saving)\.save_model", short) is not None
+        path = argument(call, "filepath", 1 if is_function else 0)
+        if not is_checkpoint and not method.startswith("save"):
+            path = None
         ending = _ending(path.value) if path else None
         if ending is None:
+            if path and is_checkpoint and not _has_ending(script):
+                script.note(
+                    self.name, call, "the name of the file must end with .keras, .h5 or .weights.h5"
+                )
             continue
         only_weights = method == "save_weights"
         if is_checkpoint:
             given = argument(call, "save_weights_only")
             only_weights = given is not None and script.source(given.value) == "True"
+        elif is_function:
+            pass
         elif method not in ("save", "save_weights") or not is_model(script, call.func.value):  # type: ignore[attr-defined]
             continue
         if only_weights and not ending.endswith(".weights.h5"):
@@ -211,6 +223,12 @@ def file_names(self: Rule[Script], script: Script) -> None:
                 "the name of a model's file must end with .keras in Keras 3, here "
                 "and where the file is loaded",
             )
+
+
+def _has_ending(script: Script) -> bool:
+    """Return whether the file contains a string with an ending that Keras 3 knows."""
+    texts = script.all(cst.SimpleString, cst.FormattedStringText)
+    return any(re.search(r"\.(keras|h5)['\"]*$", script.source(each)) for each in texts)
 
 
 def _ending(node: cst.BaseExpression) -> str | None:

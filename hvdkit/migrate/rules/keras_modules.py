@@ -174,6 +174,8 @@ def renamed_layers(self: Rule[Script], script: Script) -> None:
         last = short.rpartition(".")[2]
         if not short.startswith(("layers.", "utils.")) or attribute.attr.value != last:
             continue
+        if script.enclosing(attribute, cst.Import, cst.ImportFrom):
+            continue
         if last in REMOVED:
             script.advise(self.name, attribute, f"Keras 3 has no {last}: use {REMOVED[last]}")
         elif last in RENAMED:

@@ -27,7 +27,23 @@ def is_optimizer_class(name: str | None) -> bool:
 
 def optimizer_calls(script: Script) -> list[cst.Call]:
     """Return the calls that make optimizers of Keras."""
-    return [each for each in script.calls() if is_optimizer_class(script.name_of(each.func))]
+    return [
+        each
+        for each in script.calls()
+        if is_optimizer_class(script.name_of(each.func)) or _is_chosen_class(script, each.func)
+    ]
+
+
+def _is_chosen_class(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether all values of an expression are `getattr(keras.optimizers, …)`."""
+    values = script.values_of(node) or [cst.Name("unknown")]
+    return all(
+        isinstance(each, cst.Call)
+        and script.dotted(each.func) == "getattr"
+        and len(each.args) == 2
+        and keras_name(script.name_of(each.args[0].value)) == "optimizers"
+        for each in values
+    )
 
 
 def is_optimizer(script: Script, node: cst.CSTNode) -> bool:

@@ -8,7 +8,7 @@ import libcst as cst
 from libcst.metadata import ImportAssignment
 
 from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import Script, argument, without_arguments
+from hvdkit.migrate.script import Script, argument, imported_names, without_arguments
 
 _SETUP = "import torch\nimport torch.nn.functional as F\nimport hvdkit.torch as hvd\n"
 _LOSS = re.compile(
@@ -243,6 +243,95 @@ def loose_version(self: Rule[Script], script: Script) -> None:
         script.change(self.name, node, self.reason)
 
 
+@rule(
+    "Python 3.12 has no distutils.",
+    before="import distutils.util",
+    setup=_SETUP,
+)
+def distutils(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.Import, cst.ImportFrom):
+        for name, _ in imported_names(node):
+            if re.match(r"distutils\b(?!\.version)", name):
+                script.advise(self.name, node, f"Python 3.12 has no {name}: replace it")
+
+
+@rule(
+    "transformers 5 has no AdamW. That of PyTorch has other defaults.",
+    before="from transformers import AdamW, BertConfig\nAdamW(model.parameters(), lr=1e-4)",
+    after="from transformers import BertConfig\nfrom torch.optim import AdamW\n"
+    "AdamW(model.parameters(), lr=1e-4, eps=1e-6, weight_decay=0.0)",
+    setup=_SETUP,
+)
+def adamw(self: Rule[Script], script: Script) -> None:
+    calls = [each for each in script.calls() if script.name_of(each.func) == _ADAMW]
+    uses = [
+        each
+        for each in script.all(cst.Name, cst.Attribute)
+        if script.name_of(each) == _ADAMW and not script.enclosing(each, cst.ImportFrom)
+    ]
+    imports = [
+        (node, alias)
+        for node in script.all(cst.ImportFrom)
+        for name, alias in imported_names(node)
+        if name == _ADAMW
+    ]
+    plain = all(isinstance(each.func, cst.Name) and _is_clear(each) for each in calls)
+    if len(imports) != 1 or len(uses) != len(calls) or not plain:
+        for each in uses or [node for node, _ in imports]:
+            text = "transformers 5 has no AdamW: use torch.optim.AdamW(…, eps=1e-6, weight_decay=0)"
+            script.advise(self.name, each, text)
+        return
+    ((node, alias),) = imports
+    assert isinstance(node, cst.ImportFrom)
+    assert not isinstance(node.names, cst.ImportStar)
+    if len(node.names) == 1:
+        script.set(node, module=cst.parse_expression("torch.optim"))
+    else:
+        kept = [each for each in node.names if each is not alias]
+        kept[-1] = kept[-1].with_changes(comma=node.names[-1].comma)
+        script.set(node, names=kept)
+        script.need_import(f"from torch.optim import {script.source(alias).rstrip(', ')}")
+    script.change(self.name, node, self.reason)
+    for call in calls:
+        script.edit(call, _with_defaults)
+
+
+_ADAMW = "transformers.AdamW"
+
+
+def _is_clear(call: cst.Call) -> bool:
+    """Return whether torch's AdamW takes the arguments of a call of transformers' AdamW."""
+    known = ("params", "lr", "betas", "eps", "weight_decay")
+    return (
+        bool(call.args)
+        and not any(each.star for each in call.args)
+        and all(each.keyword is None or each.keyword.value in known for each in call.args)
+        and sum(each.keyword is None for each in call.args) <= 3
+    )
+
+
+def _with_defaults(call: cst.Call) -> cst.Call:
+    args = list(call.args)
+    last = args[-1]
+    for name, value in (("eps", "1e-6"), ("weight_decay", "0.0")):
+        if argument(call, name) is None:
+            equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+            args[-1] = args[-1].with_changes(
+                comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
+                whitespace_after_arg=cst.SimpleWhitespace(""),
+            )
+            args.append(
+                cst.Arg(
+                    keyword=cst.Name(name),
+                    value=cst.parse_expression(value),
+                    equal=equal,
+                    comma=last.comma,
+                    whitespace_after_arg=last.whitespace_after_arg,
+                )
+            )
+    return call.with_changes(args=args)
+
+
 RULES = (
     loss_value,
     volatile,
@@ -252,4 +341,6 @@ RULES = (
     transforms,
     numpy_names,
     loose_version,
+    distutils,
+    adamw,
 )

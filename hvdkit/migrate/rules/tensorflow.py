@@ -220,12 +220,22 @@ def graphs(self: Rule[Script], script: Script) -> None:
         if pinned and re.search(r"ConfigProto|Session|set_session", name):
             continue
         seen.add(name)
-        script.advise(
-            self.name,
-            node,
-            f"{name} is TensorFlow 1: write this part with Keras or tf.GradientTape. The command "
-            f"tf_upgrade_v2 renames what has only another name",
+        script.advise(self.name, node, f"{name} is TensorFlow 1: {_replacement(name)}")
+
+
+def _replacement(name: str) -> str:
+    """Return what to use in place of a name of graphs and sessions."""
+    if re.search(r"ConfigProto|\w+Options", name):
+        return (
+            "set threads with tf.config.threading, and the memory of GPUs with "
+            "tf.config.experimental.set_memory_growth. hvd.init() has chosen the GPU"
         )
+    if "set_session" in name:
+        return "remove the line, because TensorFlow 2 has no sessions"
+    return (
+        "write this part with Keras or tf.GradientTape. The command tf_upgrade_v2 renames what "
+        "has only another name"
+    )
 
 
 def _is_graph(name: str) -> bool:
