@@ -100,6 +100,9 @@ def test_imports(before, after):
         # The metric has the short name.
         "import keras\nimport hvdkit.keras as hvd\nm.compile(loss='mse', metrics=['acc'])\n"
         "keras.callbacks.EarlyStopping(monitor='val_acc')\n",
+        # Each model has its own optimizer.
+        "import keras\nimport hvdkit.keras as hvd\nopt = keras.optimizers.SGD(1)\n"
+        "a.compile(opt, 'mse')\nopt = keras.optimizers.SGD(1)\nb.compile(opt, 'mse')\n",
         # Tensors of several numbers, and NumPy's own names.
         "import torch\nimport hvdkit.torch as hvd\nprint(weights.data[0])\n",
         "import numpy as np\nimport hvdkit.torch as hvd\nx = np.zeros(3, np.float32)\n",
@@ -209,6 +212,7 @@ def test_a_name_that_a_failed_import_replaces_is_understood():
             3,
             "must end with .keras",
         ),
+        ("import torch\nimport horovod.torch as hvd\ntorch.symeig(x)\n", 3, "eigvalsh"),
         ("import horovod.torch as hvd\nfrom distutils.util import strtobool\n", 2, "strtobool"),
         ("import horovod.torch as hvd\nprint 'old'\n", 2, "Python 2"),
         ("import horovod.torch as hvd\nx = x.cuda(async=True)\n", 2, "non_blocking"),
