@@ -155,6 +155,12 @@ def test_an_optimizer_that_is_chosen_by_its_name():
     assert not advice
 
 
+def test_a_backend_that_is_imported_as_a_module():
+    script = "import keras.backend as K\nimport hvdkit.keras as hvd\nK.mean(x)\n"
+    line = "from tensorflow.keras import backend as K\n"
+    assert migrate(script) == (script.replace("import keras.backend as K\n", line), [])
+
+
 def test_a_module_has_the_name_of_a_removed_function():
     script = (
         "import keras\nfrom keras.layers.merge import concatenate\nimport hvdkit.keras as hvd\n"
@@ -212,6 +218,7 @@ def test_a_name_that_a_failed_import_replaces_is_understood():
             3,
             "must end with .keras",
         ),
+        ("from keras import backend as K\nimport hvdkit.keras as hvd\nK.tf.abs(x)\n", 3, "K.tf"),
         ("import torch\nimport horovod.torch as hvd\ntorch.symeig(x)\n", 3, "eigvalsh"),
         ("import horovod.torch as hvd\nfrom distutils.util import strtobool\n", 2, "strtobool"),
         ("import horovod.torch as hvd\nprint 'old'\n", 2, "Python 2"),
