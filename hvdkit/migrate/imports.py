@@ -11,8 +11,8 @@ from pathlib import Path
 class Imports:
     """The imports of local modules.
 
-    An absolute import is looked up in the folder of the file that is started, in the folder that
-    contains the package of the importing file, and in the folder that contains all given files.
+    An absolute import is looked up in three folders: that of the file that is started, the one
+    that contains the package of the importing file, and the one that contains all given files.
     """
 
     def __init__(self, texts: Mapping[Path, str]) -> None:

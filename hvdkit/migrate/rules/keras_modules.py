@@ -236,6 +236,19 @@ def wrappers(self: Rule[Script], script: Script) -> None:
                 script.advise(self.name, node, "use keras.wrappers.SKLearnClassifier, or scikeras")
 
 
+@rule(
+    "Keras 3 does not have the private names of Keras 2.",
+    before="from keras.backend import _to_tensor",
+    setup=_SETUP,
+)
+def private_names(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.ImportFrom):
+        for name, _ in imported_names(node):
+            short = keras_name(name) or ""
+            if short.rpartition(".")[2].startswith("_"):
+                script.advise(self.name, node, f"keras.{short} is private to Keras 2: replace it")
+
+
 RULES = (
     moved_modules,
     only_in_tf_keras,
@@ -243,4 +256,5 @@ RULES = (
     renamed_layers,
     mixed_precision,
     wrappers,
+    private_names,
 )
