@@ -46,6 +46,9 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
     The broadcast is at the beginning of training if the model is built on every rank, and otherwise
     after the first batch. Horovod always broadcasts after the first batch. `broadcast_model`
     describes the optimizer state.
+
+    A callback that is passed to `fit` of several models broadcasts each of them once. Horovod
+    broadcasts the first one only.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
         super().__init__()
         self.root_rank = root_rank
         self.broadcast_done = False
+        self._model_done: Any = None
         if local_variables is None:
             local_variables = []
         elif not isinstance(local_variables, Iterable) or hasattr(local_variables, "assign"):
@@ -74,7 +78,7 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
         self.local_variables.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self.broadcast_done:
+        if self._is_done():
             return
         group = backend.collectives(self._process_set())
         ranks, built = group.sum([1, int(_is_built(self.model))], "hvdkit.keras.built")
@@ -82,12 +86,16 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if not self.broadcast_done:
+        if not self._is_done():
             self._broadcast()
+
+    def _is_done(self) -> bool:
+        return self.broadcast_done and (self._model_done is None or self._model_done is self.model)
 
     def _broadcast(self) -> None:
         broadcast_model(self.model, self.root_rank, self._process_set(), self.local_variables)
         self.broadcast_done = True
+        self._model_done = self.model
 
     def _process_set(self) -> Any:
         distribution = distribution_of(getattr(self.model, "optimizer", None))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
 class Imports:
-    """The imports of local modules."""
+    """The imports of local modules.
+
+    An absolute import is looked up in three folders: that of the file that is started, the one
+    that contains the package of the importing file, and the one that contains all given files.
+    """
 
     def __init__(self, texts: Mapping[Path, str]) -> None:
         self._texts = dict(texts)
+        folders = {path.parent for path in texts}
+        self._top = [Path(os.path.commonpath(folders))] if folders else []
         self._found: dict[tuple[Path, Path], list[Path]] = {}
 
     def text(self, path: Path) -> str:
@@ -42,10 +49,11 @@ class Imports:
             tree = ast.parse(self.text(path))
         except (SyntaxError, ValueError, RecursionError):
             return
+        places = {start, _root(path), *self._top}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    for place in {start, _root(path)}:
+                    for place in places:
                         yield from _files(place, alias.name)
             elif isinstance(node, ast.ImportFrom):
                 names = [
@@ -53,7 +61,7 @@ class Imports:
                     *(f"{node.module or ''}.{a.name}".lstrip(".") for a in node.names),
                 ]
                 own = 0 < node.level <= len(path.parents)
-                for place in [path.parents[node.level - 1]] if own else {start, _root(path)}:
+                for place in [path.parents[node.level - 1]] if own else places:
                     for name in filter(None, names):
                         yield from _files(place, name)
 

@@ -188,6 +188,17 @@ def test_files_that_a_script_imports(tmp_path, capsys):
     assert "parts.py:1: Python 2" in capsys.readouterr().out
 
 
+def test_a_package_beside_the_folder_of_the_script(tmp_path):
+    package = tmp_path / "kit"
+    package.mkdir()
+    (package / "__init__.py").write_text("from kit.parts import f\n")
+    (package / "parts.py").write_text("import torch\n\nf = torch.symeig(x, eigenvectors=True)\n")
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "train.py").write_text("import kit\nimport horovod.torch as hvd\n")
+    assert run("--write", tmp_path) == 0
+    assert "eigh" in (package / "parts.py").read_text()
+
+
 def test_a_notebook_is_reported(tmp_path, capsys):
     (tmp_path / "train.ipynb").write_text('{"cells": ["import horovod.torch as hvd"]}')
     assert run(tmp_path) == 1

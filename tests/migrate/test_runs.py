@@ -41,7 +41,7 @@ def run(sampler, loader, model, optimizer):
             optimizer.zero_grad()
             total += loss.detach()
         dist.all_reduce(total)
-        print("loss", round(total.item(), 5), flush=True)
+        print(f"loss {round(total.item(), 5)}\\n", end="", flush=True)
 
 
 def main():
@@ -58,7 +58,7 @@ def main():
     run(sampler, DataLoader(data, 4, sampler=sampler), model, optimizer)
     sums = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(sums, sum(p.detach().sum() for p in model.module.parameters())[None])
-    print("sums", [round(each.item(), 4) for each in sums], flush=True)
+    print(f"sums {[round(each.item(), 4) for each in sums]}\\n", end="", flush=True)
     assert args.local_rank is None or args.local_rank == dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import libcst as cst
+from libcst.metadata import Assignment
 
 from hvdkit.migrate.rule import Rule, rule
 from hvdkit.migrate.rules.keras_names import keras_name
@@ -12,6 +13,7 @@ from hvdkit.migrate.rules.keras_objects import (
     MODEL,
     SETUP,
     is_model,
+    is_optimizer,
     methods,
 )
 from hvdkit.migrate.script import Script, argument, without_arguments
@@ -244,6 +246,55 @@ def _ending(node: cst.BaseExpression) -> str | None:
     return None
 
 
+@rule(
+    "Keras 3 crops in training only.",
+    before="keras.layers.RandomCrop(160, 160)",
+    setup=SETUP,
+)
+def random_crop(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        if keras_name(script.name_of(call.func)) == "layers.RandomCrop":
+            script.advise(
+                self.name,
+                call,
+                "Keras 3 crops in training only: put a layer CenterCrop of the same size after it, "
+                "or the model refuses the larger images in evaluate and predict",
+            )
+
+
+@rule(
+    "In Keras 3, an optimizer can train one model only.",
+    before="first.compile(loss='mse', optimizer=opt)\nsecond.compile(loss='mse', optimizer=opt)",
+    setup=SETUP + "opt = keras.optimizers.SGD(0.1)\n",
+)
+def shared_optimizers(self: Rule[Script], script: Script) -> None:
+    first: dict[tuple[cst.CSTNode, str], tuple[str, int]] = {}
+    for call, owner in methods(script, "compile"):
+        given = argument(call, "optimizer", 0)
+        if given is None or not isinstance(given.value, cst.Name):
+            continue
+        if not is_optimizer(script, given.value):
+            continue
+        name, model, line = given.value.value, script.source(owner), script.line(call)
+        block = script.parent(script.statement(call))
+        other, since = first.setdefault((block, name), (model, line))
+        scope = script.scope(call)
+        made = [
+            script.line(each.node)
+            for each in (scope[name] if scope else ())
+            if isinstance(each, Assignment)
+        ]
+        if any(since < each < line for each in made):
+            first[block, name] = model, line
+        elif other != model:
+            script.advise(
+                self.name,
+                call,
+                f"{name} trains {other} already, and in Keras 3 an optimizer can train one model "
+                f"only: make another one for {model}",
+            )
+
+
 RULES = (
     generators,
     workers,
@@ -252,4 +303,6 @@ RULES = (
     tensorboard,
     run_tf_function,
     file_names,
+    random_crop,
+    shared_optimizers,
 )

@@ -141,13 +141,37 @@ def backend_functions(self: Rule[Script], script: Script) -> None:
         for each in script.attributes()
         if (name := script.name_of(each) or "").startswith("keras.backend.")
     } - {"set_session", "get_session", "get_value", "set_value", "tensorflow_backend"}
-    if not used - BACKEND:
+    if "tf" in used:
+        _advise_tf(self, script)
+    if not used - BACKEND - {"tf"}:
         return
     for node in script.all(cst.ImportFrom):
         assert isinstance(node, cst.ImportFrom)
         names = [name for name, _ in imported_names(node)]
         if names == ["keras.backend"] and node.module is not None:
             _to_module(self, script, node, "tensorflow.keras")
+    for plain in script.all(cst.Import):
+        assert isinstance(plain, cst.Import)
+        ((name, alias), *others) = imported_names(plain)
+        if name == "keras.backend" and alias.asname and not others:
+            new = cst.parse_statement(
+                f"from tensorflow.keras import backend as {alias.evaluated_alias}"
+            )
+            assert isinstance(new, cst.SimpleStatementLine)
+            script.put(plain, new.body[0])
+            script.change(self.name, plain, self.reason)
+
+
+def _advise_tf(self: Rule[Script], script: Script) -> None:
+    """Give advice for the first `K.tf`, which is TensorFlow."""
+    for each in script.attributes():
+        if script.name_of(each) == "keras.backend.tf":
+            code = script.source(each)
+            text = (
+                f"Keras 3 has no {code}: import tensorflow as tf, and write tf in place of {code}"
+            )
+            script.advise(self.name, each, text)
+            return
 
 
 @rule(
@@ -212,6 +236,19 @@ def wrappers(self: Rule[Script], script: Script) -> None:
                 script.advise(self.name, node, "use keras.wrappers.SKLearnClassifier, or scikeras")
 
 
+@rule(
+    "Keras 3 does not have the private names of Keras 2.",
+    before="from keras.backend import _to_tensor",
+    setup=_SETUP,
+)
+def private_names(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.ImportFrom):
+        for name, _ in imported_names(node):
+            short = keras_name(name) or ""
+            if short.rpartition(".")[2].startswith("_"):
+                script.advise(self.name, node, f"keras.{short} is private to Keras 2: replace it")
+
+
 RULES = (
     moved_modules,
     only_in_tf_keras,
@@ -219,4 +256,5 @@ RULES = (
     renamed_layers,
     mixed_precision,
     wrappers,
+    private_names,
 )

@@ -43,7 +43,7 @@ MOVED = {
     "utils.vis_utils": "utils",
 }
 #: Names that did not move with their module: name -> its module now.
-MOVED_NAMES = {"Model": "models", "Sequential": "models"}
+MOVED_NAMES = {"Model": "models", "Sequential": "models", "get_source_inputs": "utils"}
 #: Names that Keras 3 does not have in any module -> what to use.
 REMOVED = {
     "AtrousConvolution2D": "Conv2D(…, dilation_rate=…)",

@@ -139,6 +139,43 @@ def scheduler_verbose(self: Rule[Script], script: Script) -> None:
             script.change(self.name, call, self.reason)
 
 
+@rule(
+    "PyTorch has removed torch.symeig. torch.linalg.eigh returns the same.",
+    before="values, vectors = torch.symeig(x, eigenvectors=True)",
+    after='values, vectors = torch.linalg.eigh(x, UPLO="U")',
+    setup=_SETUP,
+)
+def linear_algebra(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        name = script.name_of(call.func) or ""
+        if name not in _REMOVED or not isinstance(call.func, cst.Attribute):
+            continue
+        vectors = argument(call, "eigenvectors")
+        if (
+            name == "torch.symeig"
+            and len(call.args) == 2
+            and vectors is not None
+            and script.source(vectors.value) == "True"
+        ):
+            new = cst.parse_expression(f"{script.source(call.func.value)}.linalg.eigh")
+            upper = cst.parse_expression('f(UPLO="U")')
+            assert isinstance(upper, cst.Call)
+            script.set(call, func=new, args=[call.args[0], upper.args[0]])
+            script.change(self.name, call, self.reason)
+        else:
+            script.advise(self.name, call, f"PyTorch has removed {name}: use {_REMOVED[name]}")
+
+
+#: Functions that PyTorch has removed -> what to use.
+_REMOVED = {
+    "torch.eig": "torch.linalg.eig, whose result is complex",
+    "torch.lstsq": "torch.linalg.lstsq, whose first argument is the matrix",
+    "torch.matrix_rank": "torch.linalg.matrix_rank",
+    "torch.solve": "torch.linalg.solve, whose first argument is the matrix",
+    "torch.symeig": 'torch.linalg.eigh(…, UPLO="U"), or torch.linalg.eigvalsh',
+}
+
+
 _TRANSFORMS = {"Scale": "Resize", "RandomSizedCrop": "RandomResizedCrop"}
 
 
@@ -338,6 +375,7 @@ RULES = (
     flat_view,
     next_method,
     scheduler_verbose,
+    linear_algebra,
     transforms,
     numpy_names,
     loose_version,

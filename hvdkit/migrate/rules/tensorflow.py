@@ -257,4 +257,23 @@ def dataset_iterators(self: Rule[Script], script: Script) -> None:
             script.advise(self.name, call, "iterate over the data set, or call iter(dataset)")
 
 
-RULES = (pinned_gpu, compatible_names, graphs, dataset_iterators)
+@rule(
+    "The tensors of tf.py_function have no shape, and fit of Keras 3 needs their dimensions.",
+    before="dataset.map(lambda i: tf.py_function(read, [i], tf.float32))",
+    setup=_SETUP,
+)
+def py_functions(self: Rule[Script], script: Script) -> None:
+    if any(each.attr.value in ("set_shape", "ensure_shape") for each in script.attributes()):
+        return
+    for call in script.calls():
+        name = script.name_of(call.func) or ""
+        if name in ("tensorflow.py_function", "tensorflow.numpy_function"):
+            script.advise(
+                self.name,
+                call,
+                "if fit reads this data set, give the tensors a shape with tf.ensure_shape, "
+                "because Keras 3 needs their number of dimensions",
+            )
+
+
+RULES = (pinned_gpu, compatible_names, graphs, dataset_iterators, py_functions)

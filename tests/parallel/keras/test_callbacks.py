@@ -127,6 +127,23 @@ def test_a_model_that_fit_builds_is_broadcast_after_the_first_batch(hvd):
     same_everywhere(contents(model.weights))
 
 
+def test_a_callback_broadcasts_each_model_that_it_is_passed_for(hvd):
+    import keras
+
+    models = [classifier(distributed(hvd, 0.1), seed=3 * i + hvd.rank()) for i in range(2)]
+    wanted = of_every_rank(contents(models[1].weights))[0]
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(hvd, models[0], callbacks=[callback])
+    begin = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs=None: begin.append(contents(models[1].weights))
+    )
+    fit(hvd, models[1], callbacks=[callback, record])
+    assert begin[0] == wanted
+    for model in models:
+        same_everywhere(contents(model.weights))
+
+
 def test_without_a_broadcast_weights_differ(hvd):
     import keras
 
