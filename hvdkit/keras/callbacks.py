@@ -47,8 +47,8 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
     after the first batch. Horovod always broadcasts after the first batch. `broadcast_model`
     describes the optimizer state.
 
-    A callback that is passed to `fit` of several models broadcasts each of them once. Horovod
-    broadcasts the first one only.
+    If the callback is passed to `fit` of another model than before, it broadcasts that model, too.
+    Horovod broadcasts the first one only.
     """
 
     def __init__(
