@@ -218,6 +218,11 @@ def test_a_name_that_a_failed_import_replaces_is_understood():
             3,
             "must end with .keras",
         ),
+        (
+            "import keras\nimport hvdkit.keras\nm = keras.Sequential()\nm.predict_proba(x)\n",
+            4,
+            "no predict_proba: use m.predict(x)",
+        ),
         ("from keras import backend as K\nimport hvdkit.keras as hvd\nK.tf.abs(x)\n", 3, "K.tf"),
         ("import torch\nimport horovod.torch as hvd\ntorch.symeig(x)\n", 3, "eigvalsh"),
         ("import horovod.torch as hvd\nfrom distutils.util import strtobool\n", 2, "strtobool"),

@@ -18,7 +18,7 @@ _OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PROD
 
 
 @rule(
-    "hvd.allreduce_ also works in place; its default is the mean.",
+    "hvd.allreduce_ also works in place. Its default operation is the mean.",
     before="dist.all_reduce(total, op=dist.ReduceOp.SUM)",
     after="hvd.allreduce_(total, op=hvd.Sum)",
     setup=SETUP,
@@ -83,7 +83,7 @@ _GATHERED = {
 
 
 @rule(
-    "hvdkit returns what it gathers.",
+    "The functions of hvdkit return the objects, and do not fill a list.",
     before="dist.all_gather_object(results, result)",
     after="results[:] = hvd.allgather_object(result)",
     setup=SETUP,
@@ -180,7 +180,7 @@ BY_HAND = {
 
 
 @rule(
-    "There is no replacement that is certainly right.",
+    "The right replacement depends on the script.",
     before="dist.send(tensor, 1)",
     setup=SETUP,
 )

@@ -40,7 +40,7 @@ def start(self: Rule[Conversion], it: Conversion) -> None:
 
 
 @rule(
-    "The functions of Horovod have other names.",
+    "Horovod has other names for these functions.",
     before="if dist.get_rank() == 0:\n    print(dist.get_world_size())",
     after="if hvd.rank() == 0:\n    print(hvd.size())",
     setup=SETUP,
@@ -59,7 +59,7 @@ def functions(self: Rule[Conversion], it: Conversion) -> None:
 
 
 @rule(
-    "After hvd.init(), Horovod knows the rank under every launcher.",
+    "The function works with every launcher. The variable needs torchrun or `hvdkit run`.",
     before='local_rank = int(os.environ["LOCAL_RANK"])',
     after="local_rank = hvd.local_rank()",
     setup=SETUP,
@@ -112,7 +112,7 @@ def _is_after_start(it: Conversion, node: cst.CSTNode) -> bool:
 
 
 @rule(
-    "torch.distributed.launch gave the option, `hvdkit run` sets LOCAL_RANK.",
+    "torch.distributed.launch passes the option. `hvdkit run` sets LOCAL_RANK instead.",
     before='parser.add_argument("--local_rank", type=int, default=0)',
     after='parser.add_argument("--local_rank", type=int, '
     'default=int(os.environ.get("LOCAL_RANK", 0)))',
@@ -158,7 +158,7 @@ def _with_default(call: cst.Call, default: cst.BaseExpression) -> cst.Call:
 
 
 @rule(
-    "`hvdkit run` starts the ranks, so the script calls the function once.",
+    "`hvdkit run` starts the ranks, so each rank calls the function itself.",
     before="torch.multiprocessing.spawn(train, args=(count, 5), nprocs=count, join=True)",
     after="hvd.init()\ntrain(hvd.rank(), hvd.size(), 5)",
     setup=SETUP + "count = torch.cuda.device_count()\n",
@@ -194,7 +194,7 @@ def _without_spawn(
 
 
 @rule(
-    "Only torch.distributed reads the variable; the launcher sets it.",
+    "The launcher sets the variable, so the script does not have to.",
     before='os.environ["MASTER_PORT"] = "12355"\ndist.barrier()',
     after="hvd.barrier()",
     setup=SETUP,

@@ -14,7 +14,7 @@ from hvdkit.migrate.script import argument, without_arguments
 
 
 @rule(
-    "hvdkit wraps the optimizer, not the model. Rank 0's values are sent by a line of their own.",
+    "hvdkit wraps the optimizer, not the model. A separate line broadcasts the values of rank 0.",
     before="ddp_model = DDP(model, device_ids=[0], find_unused_parameters=True)",
     after="ddp_model = model\nhvd.broadcast_parameters(ddp_model.state_dict(), root_rank=0)",
     setup=SETUP.replace("ddp_model = DDP(model)\n", ""),
@@ -124,7 +124,7 @@ def inner_model(self: Rule[Conversion], it: Conversion) -> None:
 
 
 @rule(
-    "hvdkit's sampler takes rank and size from the job.",
+    "hvdkit's sampler takes the rank and the number of ranks from the job.",
     before="sampler = torch.utils.data.DistributedSampler(data, shuffle=False)",
     after="sampler = hvd.DistributedSampler(data, shuffle=False)",
     setup=SETUP,
@@ -150,7 +150,7 @@ def sampler(self: Rule[Conversion], it: Conversion) -> None:
 
 
 @rule(
-    "hvdkit takes the optimizer, and only backward() has to be in the block.",
+    "hvd.no_sync takes the optimizer. Only backward() has to be in the block.",
     before="with ddp_model.no_sync():\n    loss.backward()",
     after="with hvd.no_sync(optimizer):\n    loss.backward()",
     setup=SETUP,

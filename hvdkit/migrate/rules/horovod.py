@@ -163,7 +163,7 @@ def unknown_names(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "The function is for TensorFlow 1, whose variables are global.",
+    "Only TensorFlow 1 has global variables.",
     before="hvd.broadcast_global_variables(0)",
     setup="import horovod.tensorflow as hvd",
 )
@@ -175,7 +175,7 @@ def global_variables(self: Rule, script: Script) -> None:
 
 
 @rule(
-    "The callback needs the rate at the end of the warm-up, since Horovod 0.21.",
+    "Since Horovod 0.21, the callback requires `initial_lr`: the rate after the warm-up.",
     before="opt = keras.optimizers.SGD(0.1 * hvd.size())\n"
     "hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=5)",
     after="opt = keras.optimizers.SGD(0.1 * hvd.size())\n"
@@ -220,7 +220,7 @@ def _the_rate(script: Script) -> cst.BaseExpression | None:
 
 
 @rule(
-    "hvdkit refuses to train models that differ between the ranks, also before the elastic state.",
+    "hvdkit refuses to train different models on the ranks. So this fit broadcasts the weights.",
     before="model.fit(data, steps_per_epoch=1, callbacks=None)\n"
     "state = hvd.elastic.KerasState(model)",
     after="model.fit(data, steps_per_epoch=1, "
@@ -283,7 +283,7 @@ def lightning(self: Rule, script: Script) -> None:
 
 
 @rule(
-    "An import by a string is not changed.",
+    "The command does not change an import by a string.",
     before='importlib.import_module("horovod.torch")',
     setup="import importlib",
 )

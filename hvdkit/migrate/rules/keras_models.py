@@ -20,7 +20,7 @@ from hvdkit.migrate.script import Script, argument, without_arguments
 
 
 @rule(
-    "Keras 3 has neither fit_generator nor evaluate_generator: fit and evaluate take generators.",
+    "Keras 3 has no methods such as fit_generator. fit, evaluate and predict take generators.",
     before="model.fit_generator(batches, 100, epochs=5, workers=4)",
     after="model.fit(batches, steps_per_epoch=100, epochs=5)",
     setup=MODEL + "model.compile(loss='mse')\nbatches = []\n",
@@ -76,7 +76,7 @@ def _without_generator(call: cst.Call) -> cst.Call:
 
 
 @rule(
-    "Keras 3 takes the number of workers in the data set (keras.utils.PyDataset).",
+    "In Keras 3, the data set (keras.utils.PyDataset) takes the number of workers, not fit.",
     before="model.fit(batches, epochs=5, workers=4, use_multiprocessing=True)",
     after="model.fit(batches, epochs=5)",
     setup=MODEL + "model.compile(loss='mse')\nbatches = []\n",
@@ -89,24 +89,23 @@ def workers(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Keras 3 has neither predict_classes nor predict_proba.",
+    "Keras 3 has no predict_classes and no predict_proba.",
     before="classes = model.predict_classes(x)",
     setup=MODEL + "model.compile(loss='mse')\n",
 )
 def predict_classes(self: Rule[Script], script: Script) -> None:
     for call, owner in methods(script, "predict_classes", "predict_proba"):
         if is_model(script, owner):
-            code = script.source(owner)
-            script.advise(
-                self.name,
-                call,
-                f"Keras 3 has only predict: use {code}.predict(x).argmax(axis=-1) with a softmax, "
-                f"and {code}.predict(x) > 0.5 with a sigmoid",
-            )
+            assert isinstance(call.func, cst.Attribute)
+            code, method = script.source(owner), call.func.attr.value
+            new = f"{code}.predict(x)"
+            if method == "predict_classes":
+                new = f"{new}.argmax(axis=-1) for a softmax, or {new} > 0.5 for a sigmoid"
+            script.advise(self.name, call, f"Keras 3 has no {method}: use {new}")
 
 
 @rule(
-    "Keras 3 does not find the metric by its short name if the model has the long one.",
+    "Keras 3 names the metric as compile does: accuracy, not acc.",
     before='keras.callbacks.EarlyStopping(monitor="val_acc")',
     after='keras.callbacks.EarlyStopping(monitor="val_accuracy")',
     setup=MODEL + 'model.compile(loss="mse", metrics=["accuracy"])\n',
@@ -141,7 +140,7 @@ def _is_metric(script: Script, node: cst.SimpleString) -> bool:
 
 
 @rule(
-    "The callback of Keras 3 has no such argument.",
+    "The callback of Keras 3 does not have this argument.",
     before='keras.callbacks.TensorBoard("logs", write_grads=True)',
     after='keras.callbacks.TensorBoard("logs")',
     setup=SETUP,
@@ -159,7 +158,7 @@ _TENSORBOARD = ("write_grads", "batch_size", "embeddings_layer_names", "embeddin
 
 
 @rule(
-    "hvdkit ignores the argument if the optimizer is wrapped; otherwise Keras 3 raises an error.",
+    "Keras 3 does not have this argument. hvdkit ignores it if the optimizer is wrapped.",
     before="model.compile(optimizer='sgd', loss='mse', experimental_run_tf_function=False)",
     after="model.compile(optimizer='sgd', loss='mse')",
     setup=MODEL,
@@ -176,7 +175,7 @@ def run_tf_function(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Keras 3 chooses the format by the end of the file's name.",
+    "Keras 3 chooses the file format by the suffix of the file name.",
     before='model.save("trained")',
     setup=MODEL + "model.compile(loss='mse')\n",
 )
@@ -263,7 +262,7 @@ def random_crop(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "In Keras 3, an optimizer can train one model only.",
+    "In Keras 3, an optimizer can train only one model.",
     before="first.compile(loss='mse', optimizer=opt)\nsecond.compile(loss='mse', optimizer=opt)",
     setup=SETUP + "opt = keras.optimizers.SGD(0.1)\n",
 )

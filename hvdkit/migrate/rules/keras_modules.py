@@ -29,7 +29,7 @@ def _split(full: str) -> tuple[str, str] | None:
 
 
 @rule(
-    "Keras 3 has this module's names in another module.",
+    "Keras 3 has moved the names of this module to another module.",
     before="from keras.layers.core import Dense\nfrom keras.utils import np_utils",
     after="from keras.layers import Dense\nfrom keras import utils as np_utils",
     setup=_SETUP,
@@ -92,7 +92,7 @@ def _to_module(self: Rule[Script], script: Script, node: cst.CSTNode, module: st
 
 
 @rule(
-    "Keras 3 has the name only in tf.keras.",
+    "Keras 3 does not have this name. tf.keras still has it.",
     before="from keras.preprocessing.image import ImageDataGenerator",
     after="from tensorflow.keras.preprocessing.image import ImageDataGenerator",
     setup=_SETUP,
@@ -130,7 +130,7 @@ _ONLY = tuple(f"keras.{module}" for module in ONLY_TF_KERAS)
 
 
 @rule(
-    "Only tf.keras has the functions of the backend that Keras 3 does not have.",
+    "Keras 3 does not have this backend function. tf.keras still has it.",
     before="from keras import backend as K\nK.mean(x)",
     after="from tensorflow.keras import backend as K\nK.mean(x)",
     setup=_SETUP,
@@ -175,7 +175,7 @@ def _advise_tf(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "The name does not exist in Keras 3.",
+    "Keras 3 does not have this name.",
     before="from keras.layers import CuDNNLSTM",
     after="from keras.layers import LSTM as CuDNNLSTM",
     setup=_SETUP,
@@ -209,7 +209,7 @@ def renamed_layers(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Mixed precision is not experimental any more.",
+    "In Keras 3, mixed precision is no longer in `experimental`.",
     before='tf.keras.mixed_precision.experimental.set_policy("mixed_float16")',
     after='tf.keras.mixed_precision.set_global_policy("mixed_float16")',
     setup="import tensorflow as tf\n" + _SETUP,
@@ -225,7 +225,7 @@ def mixed_precision(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Keras 3 does not have these wrappers, which make scikit-learn estimators of Keras models.",
+    "Keras 3 has other classes that turn a model into a scikit-learn estimator.",
     before="from keras.wrappers.scikit_learn import KerasClassifier",
     setup=_SETUP,
 )

@@ -50,7 +50,7 @@ def _rename_argument(call: cst.Call, old: str, new: str) -> cst.Call:
 
 
 @rule(
-    "Keras 3 ignores `decay`. The schedule computes the same rates.",
+    "Keras 3 ignores `decay`. InverseTimeDecay computes the same learning rates.",
     before="keras.optimizers.SGD(lr=0.1, decay=1e-4)",
     after="keras.optimizers.SGD("
     "learning_rate=keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1e-4))",
@@ -112,7 +112,7 @@ def _keras_of(script: Script) -> str | None:
 
 
 @rule(
-    "The variables of an optimizer are an attribute.",
+    "In Keras 3, `variables` is an attribute of the optimizer, not a method.",
     before="opt = keras.optimizers.SGD(0.1)\nhvd.broadcast_variables(opt.variables(), root_rank=0)",
     after="opt = keras.optimizers.SGD(0.1)\nhvd.broadcast_variables(opt.variables, root_rank=0)",
     setup="import keras\nimport hvdkit.tensorflow as hvd\n",
@@ -136,7 +136,7 @@ def optimizer_variables(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Without an error, Keras 3 sets an attribute that nothing uses.",
+    "Keras 3 sets `lr` without an error, but does not use it.",
     before="model.optimizer.lr = 0.01",
     after="model.optimizer.learning_rate = 0.01",
     setup=MODEL,
@@ -151,7 +151,7 @@ def lr_attribute(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Keras 3 has no K.set_value. The attribute can be set.",
+    "Keras 3 has no K.set_value. An assignment sets the learning rate.",
     before="K.set_value(model.optimizer.lr, 0.01)",
     after="model.optimizer.learning_rate = 0.01",
     setup=MODEL + "from keras import backend as K\n",
@@ -189,7 +189,7 @@ def _assignment(call: cst.Call) -> cst.Assign:
 
 
 @rule(
-    "The method of Keras 3 has no such argument.",
+    "The method of Keras 3 does not have this argument.",
     before="opt.apply_gradients(pairs, experimental_aggregate_gradients=False)",
     after="opt.apply_gradients(pairs)",
     setup=SETUP,
@@ -206,7 +206,7 @@ _APPLY = ("experimental_aggregate_gradients", "skip_gradients_aggregation")
 
 
 @rule(
-    "The optimizers of Keras 3 have no such method.",
+    "The optimizers of Keras 3 do not have this method.",
     before="opt = keras.optimizers.SGD(0.1)\nopt.minimize(loss, variables)",
     setup=SETUP,
 )

@@ -18,7 +18,7 @@ _LOSS = re.compile(
 
 
 @rule(
-    "A loss has no dimension any more.",
+    "A loss has no dimensions, and so no element 0.",
     before="loss = F.cross_entropy(output, target)\nprint(loss.data[0])",
     after="loss = F.cross_entropy(output, target)\nprint(loss.item())",
     setup=_SETUP,
@@ -73,7 +73,7 @@ def _is_loss(script: Script, node: cst.CSTNode) -> bool:
 
 
 @rule(
-    "PyTorch ignores `volatile`, and keeps the graph in memory.",
+    "PyTorch ignores `volatile`, so it records the graph, which needs memory.",
     before="inputs = Variable(inputs, volatile=True)",
     setup=_SETUP + "from torch.autograd import Variable\n",
 )
@@ -87,7 +87,7 @@ def volatile(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "The rows of a transposed tensor are not contiguous, and view() refuses them.",
+    "view() raises an error, because the rows of a transposed tensor are not contiguous.",
     before="correct_k = correct[:k].view(-1).float().sum(0)",
     after="correct_k = correct[:k].reshape(-1).float().sum(0)",
     setup=_SETUP,
@@ -107,7 +107,7 @@ def flat_view(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "Iterators have no method next().",
+    "In Python 3, iterators have no method next().",
     before="batches = iter(loader)\nx = batches.next()",
     after="batches = iter(loader)\nx = next(batches)",
     setup=_SETUP,
@@ -126,7 +126,7 @@ def next_method(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "The schedulers of PyTorch have no `verbose` any more.",
+    "The schedulers of PyTorch no longer have the argument `verbose`.",
     before="torch.optim.lr_scheduler.StepLR(optimizer, 30, verbose=True)",
     after="torch.optim.lr_scheduler.StepLR(optimizer, 30)",
     setup=_SETUP,
@@ -293,7 +293,7 @@ def distutils(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "transformers 5 has no AdamW. That of PyTorch has other defaults.",
+    "transformers 5 has no AdamW. PyTorch's AdamW has other defaults.",
     before="from transformers import AdamW, BertConfig\nAdamW(model.parameters(), lr=1e-4)",
     after="from transformers import BertConfig\nfrom torch.optim import AdamW\n"
     "AdamW(model.parameters(), lr=1e-4, eps=1e-6, weight_decay=0.0)",

@@ -19,7 +19,7 @@ _SET_SESSION = re.compile(
 
 
 @rule(
-    "TensorFlow 2 has no sessions. hvd.init() has chosen the GPU of the local rank.",
+    "TensorFlow 2 has no sessions. hvd.init() chooses the GPU of the local rank.",
     before="config = tf.ConfigProto()\n"
     "config.gpu_options.allow_growth = True\n"
     "config.gpu_options.visible_device_list = str(hvd.local_rank())\n"
@@ -198,7 +198,7 @@ def compatible_names(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "TensorFlow 2 has no graphs and sessions; hvdkit needs eager execution.",
+    "TensorFlow 2 has no placeholders and sessions. hvdkit needs eager execution.",
     before="x = tf.placeholder(tf.float32)",
     setup=_SETUP,
 )
@@ -243,7 +243,7 @@ def _is_graph(name: str) -> bool:
 
 
 @rule(
-    "A data set of TensorFlow 2 is iterated directly.",
+    "In TensorFlow 2, a data set needs no iterator: `for batch in dataset`.",
     before="iterator = dataset.make_one_shot_iterator()",
     setup=_SETUP,
 )
@@ -258,7 +258,7 @@ def dataset_iterators(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
-    "The tensors of tf.py_function have no shape, and fit of Keras 3 needs their dimensions.",
+    "The tensors of tf.py_function have no shape, but fit of Keras 3 needs one.",
     before="dataset.map(lambda i: tf.py_function(read, [i], tf.float32))",
     setup=_SETUP,
 )
