@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,7 @@ def test_tables_of_benchmarks_are_written_from_results(tmp_path):
     assert page.endswith("\n<!-- end -->\nafter\n")
     assert "old" not in page
     assert "$ hvdkit bench step --turns 3" in page
+    assert "with hvdkit's engine 0.28.1 and PyTorch 2.13.0, on 2 cores." in page
     assert "| hvdkit, fp32 | 300.0 | 250.0 - 350.0 | 200.0 |" in page
     # Of the ratios 0.5, 0.75 and 1.
     assert "| hvdkit fp32 / DDP fp32 | 0.75 | 0.62 - 0.88 |" in page
@@ -100,3 +102,20 @@ def test_an_interrupted_benchmark_is_not_written(tmp_path):
     assert done.returncode == 1
     assert "one-host-two-ranks.json is of a run that was interrupted: measure again" in done.stderr
     assert "old" in page
+
+
+def test_the_table_of_results_compares_hvdkit_with_others():
+    rows = [
+        {"variant": f"{optimizer}-gloo-{wire}", "optimizer": optimizer, "wire": wire, "turns": [1]}
+        for optimizer in ("hvdkit", "ddp", "stock")
+        for wire in ("fp32", "fp16")
+    ]
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "benchmarks"))
+    table = script["results_of"]({"one-host-two-ranks": {"rows": rows}})
+    pairs = [line.split(" | ")[1] for line in table.splitlines()[2:]]
+    assert sorted(pairs) == [
+        "hvdkit fp16 / DDP fp16 hook",
+        "hvdkit fp16 / stock Horovod fp16",
+        "hvdkit fp32 / DDP fp32",
+        "hvdkit fp32 / stock Horovod fp32",
+    ]
