@@ -1,8 +1,8 @@
 """Accumulation windows: several backward passes for one step of the optimizer.
 
-A pass is one outermost backward pass. Only the last pass of a window communicates. The passes
-before it add to the gradients on each rank. An adapter counts `Window.passes`. All ranks must make
-the same number of passes, which every reduction compares.
+A pass is one outermost backward pass. Only the last pass of a window communicates. The earlier
+passes only add to the gradients on each rank. An adapter counts `Window.passes`. All ranks must
+make the same number of passes. Every reduction checks this.
 """
 
 from hvdkit.core.collectives import Collectives

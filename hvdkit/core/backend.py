@@ -1,4 +1,8 @@
-"""The interface between the synchronizer and a framework. Each adapter implements it."""
+"""The interface between the synchronizer and a framework. Each adapter implements it.
+
+A wire format calls `BucketMemory` to pack and unpack the gradients of a bucket. The synchronizer
+calls `Backend` to run the collectives that the wire format requests.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -13,7 +17,8 @@ class BucketMemory(Protocol[Buffer]):
     """The gradients of one bucket, as a wire format reads and writes them.
 
     `Buffer` is the framework's contiguous memory for a whole bucket. A gradient that does not
-    exist counts as zeros. Factors are Python numbers.
+    exist counts as zeros. Factors are Python numbers. While a graph is traced, the factors of
+    `pack` and `unpack` may be scalars of the graph (`hvdkit.core.scalar_ops`).
     """
 
     @property
@@ -31,7 +36,8 @@ class BucketMemory(Protocol[Buffer]):
     def pack(self, dtype: str, factor: float, keep: bool = True) -> Buffer:
         """Return a copy of the gradients, times `factor`, rounded to `dtype` once, in one pass.
 
-        With `keep` every step reuses the buffer; without it the buffer is freed after the step.
+        If `keep` is true, every step reuses the buffer. Otherwise the buffer is freed as soon as
+        the wire format drops it.
         """
         ...
 
@@ -64,7 +70,7 @@ class Backend(Protocol[Buffer, Handle]):
         ...
 
     def sum_blocks(self, buffer: Buffer, name: str, factor: float) -> Handle:
-        """Start the same as `sum` for a float32 buffer, sent as blocks of 8-bit integers."""
+        """Start `sum` of a float32 buffer; send it as blocks of 8-bit integers, see `Int8`."""
         ...
 
     def gather(self, rows: Any, name: str) -> Handle:
@@ -76,7 +82,7 @@ class Backend(Protocol[Buffer, Handle]):
         ...
 
     def abs_max(self, buffers: Sequence[Buffer]) -> list[float]:
-        """Return each buffer's absolute maximum; infinity or NaN where one is not finite."""
+        """Return each buffer's absolute maximum; infinity or NaN if an element is not finite."""
         ...
 
     @property

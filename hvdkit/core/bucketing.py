@@ -35,7 +35,7 @@ class ParameterSpec:
         itemsize: bytes per element.
         device: the gradient's device. Parameters with different devices never share a bucket. The
             device's name is not part of the plan's digest.
-        layout: the order of the elements in memory; empty for row-major. A bucket keeps it.
+        layout: the order of the elements in memory; empty for row-major. A bucket keeps this order.
     """
 
     name: str
@@ -163,7 +163,8 @@ def check_groups(
         name: returns the name of a member, for errors.
 
     Raises:
-        UsageError: it is neither a number >= 0, nor lists in which each member occurs once.
+        UsageError: `groups` is invalid: expected a number >= 0, or lists in which no member occurs
+            twice.
     """
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 0:
@@ -194,9 +195,9 @@ def without_layer_numbers(path: str) -> str:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Return `names`, and append its index to each name that has occurred before.
+    """Return unique names: append its index to each name that occurs earlier in `names`.
 
-    The index is appended again if the result has occurred, too.
+    The index is appended again as long as the result occurs earlier, too.
     """
     seen: set[str] = set()
     result = []
@@ -235,7 +236,8 @@ def plan(
         order: the parameters in the order in which their gradients become ready. A parameter that
             is not in `order` is in no bucket. Default: all parameters, reversed, because a backward
             pass begins with the last layer.
-        groups: sets of parameters; each set has its own bucket of any size.
+        groups: sets of parameters. Each set has its own bucket of any size, or several if its
+            dtypes, devices or kinds differ.
         sparse_dims: parameters with sparse gradients -> the number of sparse dimensions.
         kind: returns the kind of a parameter's gradient, see `WireFormat.kind`.
 

@@ -1,4 +1,8 @@
-"""The interface of small host-side collectives, which each adapter implements over its Horovod."""
+"""Small collectives on data in host memory, through which the ranks compare and coordinate.
+
+`Collectives` is the interface. Each adapter implements it with its framework's Horovod, usually as
+a subclass of `ProcessSetCollectives`.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -13,8 +17,7 @@ from hvdkit.errors import UsageError
 #: it to run the code of several ranks on one GPU.
 SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
 
-
-# Bytes of a collective. MPI counts in 32 bits.
+# The most bytes in one collective, because MPI counts bytes in 32 bits.
 _CHUNK_BYTES = 1 << 30
 
 
@@ -41,7 +44,7 @@ def check_process_set(process_set: Any) -> None:
     """Check a user's argument `process_set`.
 
     Raises:
-        UsageError: it is not a process set.
+        UsageError: `process_set` is not a process set.
     """
     if not callable(getattr(process_set, "included", None)):
         raise UsageError(
@@ -53,11 +56,12 @@ def check_member(process_set: Membership) -> None:
     """Check that this rank belongs to the set.
 
     Raises:
-        UsageError: it does not.
+        UsageError: this rank is not in the set.
     """
     if not process_set.included():
         raise UsageError(
-            "this rank does not belong to process_set: expected a call on ranks of the set only"
+            f"this rank does not belong to process_set {process_set}: expected a call on ranks of "
+            f"the set only"
         )
 
 
@@ -131,7 +135,7 @@ def alltoall_in_rounds(
         parts: see `Collectives.alltoall`.
         name: the name of the collective.
         alltoall: sends each rank its part, and returns the parts that each rank sent to this one.
-        max_bytes: bytes that a rank sends or receives in one round.
+        max_bytes: the most bytes that a rank sends or receives in one round.
     """
     step = max(max_bytes // len(parts), 1)
     longest = max(len(part) for part in parts)
@@ -190,7 +194,7 @@ class Collectives(Protocol):
     def generation(self) -> int:
         """A number that `init` and the return from `join` increase, on all ranks.
 
-        Earlier agreements between the ranks are invalid in a new generation.
+        A new generation needs new consistency checks, because ranks may have changed.
         """
         ...
 
@@ -207,11 +211,11 @@ class Collectives(Protocol):
         ...
 
     def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Start `sum` and return a function that waits for it and returns its result."""
+        """Start `sum`. Return a function that waits for the sum and returns it."""
         ...
 
     def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Start `max` and return a function that waits for it and returns its result."""
+        """Start `max`. Return a function that waits for the maximum and returns it."""
         ...
 
     def allgather(self, data: bytes, name: str) -> list[bytes]:

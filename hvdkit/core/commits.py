@@ -1,8 +1,8 @@
-"""Committed elastic states in the memory of a host, which outlive the ranks.
+"""Keep the commits of elastic states in the memory of a host, so that they outlive the ranks.
 
-The agent of the host owns the folders (`hvdkit/launch/commit_folder.py`). One rank of the host
-writes. A commit becomes visible by a rename, and only then the commit before it is deleted. So a
-rank that is killed while it writes leaves the commit before.
+`hvdkit.core.committer` uses a `CommitStore` for each state. The agent of the host owns the folders
+(`hvdkit/launch/commit_folder.py`). One rank of the host writes. A rename makes a commit visible.
+The previous commit is deleted after that, so it is still there if a rank is killed while it writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)\.commit")
-#: There is no space in a folder: the next one may have some.
+#: Errors after which the next folder is tried: this folder has no space.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -26,8 +26,9 @@ class CommitId:
     """The order of the commits of a job.
 
     Attributes:
-        start: the number of the start of the ranks that made it. A host that was left out may hold
-            later commits of an earlier start, which the job has given up.
+        start: the number of the start of the ranks that made the commit. It is compared first: a
+            host that was left out of a start may have commits of an earlier start with higher
+            numbers, which the job does not use.
         number: the number of the commit. All ranks count alike.
     """
 
@@ -47,8 +48,8 @@ class CommitStore:
     """The commits of one elastic state on this host.
 
     Args:
-        folders: folders for commits; a folder without space is followed by the next one.
-        key: the number of the state in the script.
+        folders: folders for commits. If a folder has no space, the next folder is used.
+        key: the number of the state, see `Committer`.
     """
 
     def __init__(self, folders: Sequence[Path], key: int) -> None:
@@ -76,10 +77,12 @@ class CommitStore:
                     write(file)
                 path = folder / f"{self._key}-{identity.start}-{identity.number}.commit"
                 draft.replace(path)
-            except OSError as error:
+            except BaseException as error:
+                # Also if the state cannot be pickled: the draft would stay in the host's memory.
                 with contextlib.suppress(OSError):
                     draft.unlink()
-                if error.errno not in _FULL or folder == self._folders[-1]:
+                full = isinstance(error, OSError) and error.errno in _FULL
+                if not full or folder == self._folders[-1]:
                     raise
                 continue
             for commit in self._all():

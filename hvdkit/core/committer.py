@@ -1,4 +1,8 @@
-"""Store the commits of elastic training on every host, and agree on the newest at a start."""
+"""Store the commits of elastic training on every host, and select the newest one at a start.
+
+`hvdkit.core.elastic` makes a `Committer` for each elastic state. A commit is the state at the last
+`state.commit()`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ class Committer:
     Args:
         start: the start of the ranks.
         collectives: the collectives of all ranks.
-        key: the number of the state in the script.
-        writes: whether this rank writes the commits of its host: one rank does on each host.
+        key: the number of the state: 0 for the first call of an elastic training function.
+        writes: whether this rank writes the commits of its host. True for one rank of each host.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class Committer:
             Whether the hosts have changed, as `hosts_changed` does.
 
         Raises:
-            HvdkitError: on every rank, if a host could not store it.
+            HvdkitError: on every rank, if a host could not store the commit.
         """
         self._number += 1
         identity = CommitId(self._start.number, self._number)
@@ -71,9 +75,9 @@ class Committer:
         return bool(anywhere)
 
     def resume(self) -> Path | None:
-        """Return the newest commit that a host holds complete. Other hosts get a copy.
+        """Return this host's file with the newest complete commit of all hosts.
 
-        None if there is no commit.
+        Hosts that lack this commit get a copy. None if no host has a commit.
 
         Raises:
             HvdkitError: on every rank, if a host could not store the copy.
@@ -159,11 +163,11 @@ class _Chunks:
         self._received: list[np.ndarray] = []
 
     def write(self, file: IO[bytes]) -> None:
-        """Write the content to `file`. A second call gets what the first one has received."""
+        """Write the content to `file`. A second call begins with the pieces received before."""
         for piece in self._received:
             file.write(piece.data)
         while self._done < len(self._starts):
-            # Kept, because another folder may have to be tried.
+            # Keep the piece: `CommitStore.write` calls this again if the folder has no space.
             self._received.append(self._receive())
             file.write(self._received[-1].data)
 

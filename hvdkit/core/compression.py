@@ -1,4 +1,7 @@
-"""The wire formats that `compression=` names: none, fp16, bf16 and int8."""
+"""The wire formats that a user selects with `compression=`: none, fp16, bf16 and int8.
+
+The adapters call `resolve` with the argument of a `DistributedOptimizer` or gradient tape.
+"""
 
 import functools
 import logging

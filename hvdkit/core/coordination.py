@@ -1,11 +1,14 @@
 """Coordination of optimizers: keep the ranks in the same step and reduction round.
 
-At the end of each reduced backward pass, the ranks exchange a header (`hvdkit.core.headers`).
-Usually it shows that all ranks are in the same place. Then they complete the buckets, which are
-already in flight.
+The adapter for PyTorch calls a `Coordinator` at the end of a backward pass and in the optimizer's
+`step()`.
 
-Otherwise every rank takes part in the round of each optimizer that has gradients on any rank, and
-contributes zeros for gradients that it does not have.
+At the end of each backward pass that reduces gradients, the ranks exchange a header
+(`hvdkit.core.headers`). Usually the header shows that all ranks are at the same point. Then the
+ranks complete the buckets, which are already in flight.
+
+Otherwise every rank takes part in the round of each optimizer that has gradients on any rank. A
+missing gradient counts as zeros.
 
 The other ranks cannot distinguish a slow rank from a rank that never enters the round. If they wait
 too long, Horovod's stall limit ends the job.
@@ -35,14 +38,13 @@ class BackwardFailed(HvdkitError):
 
 
 class GradientsChanged(HvdkitError):
-    """Some ranks changed reduced gradients before others had taken part in the reduction."""
+    """A rank changed reduced gradients before all ranks had taken part in the reduction."""
 
 
 # Larger than the number of synchronizers of any optimizer.
 _MAX_SYNCHRONIZERS = 1 << 30
 
-
-#: To be held while entering rounds: headers of two threads would have the same name.
+#: Hold this lock while entering rounds. Otherwise two threads could send headers of the same name.
 entry_lock = threading.RLock()
 
 
@@ -105,9 +107,13 @@ class Coordinator:
     def reduce_at_step(self, rounds: Rounds) -> None:
         """Reduce all gradients of an optimizer before its step.
 
-        A collective in three cases: this rank has taken part in no round since the last step, a
-        rank was late in a round of this step, or gradients have been added since the last round.
-        Otherwise the gradients are reduced already, and nothing happens.
+        This call is a collective if
+        - this rank has taken part in no round since the last step, or the script has removed the
+          gradients of the last round;
+        - a rank was late in a round of this step (see `hvdkit.core.headers`); or
+        - gradients were added since the last round, or may have been added under `no_sync`.
+
+        Otherwise all gradients are reduced already, and the call returns at once.
 
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
@@ -119,7 +125,7 @@ class Coordinator:
             return
         rounds.check_generation()
         if rounds.gradients.all_removed():
-            # The script has dropped the result of the last round, so this step needs another one.
+            # The script has removed the gradients of the last round: this step needs a new round.
             rounds.participated = False
         reduced = rounds.participated and not rounds.has_late_ranks and not rounds.no_sync_used
         if reduced and not rounds.has_unreduced:
@@ -130,9 +136,10 @@ class Coordinator:
         rounds.participated = True
 
     def enter_rounds_of_others(self, rounds: Rounds) -> None:
-        """Take part in rounds until no rank is in a backward pass.
+        """Take part in the rounds of other ranks until no rank is in a backward pass.
 
-        A collective: every rank calls it for the same optimizer.
+        A collective: every rank calls it for the same optimizer, before an accumulation window ends
+        early.
 
         Raises:
             PassesDiffer, BackwardFailed, RankMismatchError, GradientsChanged: see `wait`.
@@ -164,7 +171,7 @@ class Coordinator:
             entry = self._headers.send((), (), rounds)
             result = self._headers.wait(entry)
             if result.in_pass:
-                # Ranks in a backward pass may make another one before they reach their step.
+                # Ranks in a backward pass may make further passes before they reach their step.
                 self._complete_rounds(entry, result)
                 continue
             own, slot = result.slots[0] if len(result.slots) == 1 else (None, Slot())
@@ -217,7 +224,7 @@ class Coordinator:
             _raise_first({**errors, None: failure})
         running = [(rounds, slot) for rounds, slot in left if rounds]
         changed = 0
-        # A late rank takes part without knowing whether other ranks make more passes.
+        # A late rank cannot know whether other ranks make further passes before their step.
         any_late = any(slot.late for _, slot in result.slots)
         for rounds, slot in running:
             if rounds not in entry.passed:
@@ -288,16 +295,15 @@ class Coordinator:
             )
         elif any(slot.busy for _, slot in result.slots):
             error = PassesDiffer(
-                f"an optimizer has a round while a backward pass in another thread adds to its "
-                f"gradients. {details}. Train in one thread of each process."
+                f"the gradients of an optimizer are reduced while a backward pass in another "
+                f"thread adds to them. {details}. Train in one thread of each process."
             )
         else:
             error = PassesDiffer(
                 f"ranks are not in the same step, or different parameters need gradients "
-                f"(requires_grad). "
-                f"{details}. Give all ranks the same number of batches (hvd.join() ends an uneven "
-                f"epoch). Call step(), zero_grad() and requires_grad_() on all ranks alike. Then "
-                f"call optimizer.zero_grad() to continue."
+                f"(requires_grad). {details}. Give all ranks the same number of batches "
+                f"(hvd.join() ends an uneven epoch). Call step(), zero_grad() and "
+                f"requires_grad_() on all ranks alike. Then call optimizer.zero_grad() to continue."
             )
         # Ranks that are in different steps may have different parameters.
         self._reset([rounds for rounds, _ in result.slots], bool(failed), error)

@@ -18,8 +18,8 @@ class Counters:
     Attributes:
         payload_bytes: the bytes of the buckets that this rank has reduced, as they were encoded.
         overflows: sums of buckets that did not fit into float16 and were repeated in float32.
-        checkpoint_seconds: the time that the training spent in checkpointers. Waiting for other
-            ranks in their collectives does not count, where it is measured as such (PyTorch).
+        checkpoint_seconds: the time that the training spent in checkpointers. With PyTorch, the
+            time that a checkpointer waits in its collectives is measured and left out.
         wire_formats: the names of the wire formats of this rank's optimizers and gradient tapes.
     """
 
@@ -43,14 +43,14 @@ class Counters:
             self.payload_bytes += _bytes_of(request.buffer)
 
     def count_wait(self, seconds: float) -> None:
-        """Add time in which the thread that trains waited in a collective."""
+        """Exclude the seconds that the training thread waited in a collective of a checkpointer."""
         if self._in_checkpoint:
             self._waited_in_checkpoint += seconds
 
     def timing_checkpoint(
         self, call: Callable[_Arguments, _Result]
     ) -> Callable[_Arguments, _Result]:
-        """Return the same function, which adds its time to `checkpoint_seconds`."""
+        """Return a function like `call` that adds its time to `checkpoint_seconds`."""
 
         @functools.wraps(call)
         def timed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -1,8 +1,8 @@
 """Elastic training on the side of a rank.
 
-`hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed. No
-state of a broken engine survives this. The last commit of the script's state survives, in memory of
-each host (`hvdkit.core.committer`).
+`hvdkit run --elastic` starts all ranks again, as new processes, after a failure and when the hosts
+have changed. So no state of a broken engine is left. The last commit of the script's state is kept
+in the memory of each host (`hvdkit.core.committer`).
 
 `CommittedState` is the part of a state class that all adapters share, and `run` is the decorator.
 """
@@ -51,8 +51,8 @@ class CommittedState:
     def commit(self) -> None:
         """Save the state, and end the ranks if the hosts have changed. A collective.
 
-        In a job of `hvdkit run --elastic` the commit outlives the ranks: after a failure, they
-        resume from it.
+        In a job of `hvdkit run --elastic` the commit outlives the ranks: after a failure, the
+        restarted ranks resume from the commit.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
@@ -68,8 +68,8 @@ class CommittedState:
     def check_host_updates(self) -> None:
         """End the ranks if the hosts have changed. A collective.
 
-        If the hosts have changed, commit the state first, so that no work is lost. Otherwise this
-        call is cheaper than `commit`.
+        If the hosts have changed, commit the state first, so that no work is lost. If not, save
+        nothing: the call is then cheaper than `commit`.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
@@ -95,9 +95,9 @@ class VariablesState(CommittedState):
     _saved_state: Mapping[str, Any]
 
     def _stored_variables(self) -> Sequence[Any]:
-        """Return the variables to store: those that `save` saves, without the states of seeds.
+        """Return the variables to store: those that `save` saves, without states of random seeds.
 
-        If all ranks restored the same seed, they would drop the same units in Dropout.
+        If all ranks restored the same seed, their Dropout layers would drop the same units.
         """
         raise NotImplementedError
 

@@ -29,8 +29,8 @@ class ElasticStart:
     Attributes:
         folders: the folders for commits on this host.
         number: the number of starts before this one.
-        hosts: the version of the list of hosts from which it was planned.
-        committed: whether a commit was stored before.
+        hosts: the version of the list of hosts from which this start was planned.
+        committed: whether a commit was stored before this start.
     """
 
     folders: Sequence[Path]
@@ -60,7 +60,7 @@ class ElasticStart:
         }
 
     def current_hosts(self) -> int:
-        """Return the current version of the list of hosts, as far as this host knows."""
+        """Return the version of the list of hosts that this host has received last."""
         try:
             return int((self.folders[0] / HOSTS_FILE).read_text(encoding="ascii"))
         except (OSError, ValueError):

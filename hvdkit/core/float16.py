@@ -119,8 +119,9 @@ class _Scale:
         known: 1 if the next step can be sent in float16, otherwise 0.
         exponent: the scale is 2^exponent.
         wide_left: the number of steps that will still be sent in float32.
-        wide_next: the number of steps in float32 after the next overflow.
-        successes: the number of steps in float16 since the last overflow, or sum of zeros only.
+        wide_next: the number of steps in float32 after the next failure. A failure is an overflow,
+            or a float16 sum that is all zeros.
+        successes: the number of steps in float16 since the last failure.
         sums: codes of the largest sums of the last steps (exponent + _EXPONENT_CODE); 0 for none.
     """
 

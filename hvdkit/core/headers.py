@@ -1,11 +1,12 @@
-"""The header: find out where the optimizers of all ranks are.
+"""Headers: compare the step and round of the optimizers on all ranks. Called by `Coordinator`.
 
-At the end of each reduced backward pass, a rank sends a header: one small sum of integers for all
-optimizers of a process set. Usually the header shows that all ranks are in the same place: the same
-optimizers have gradients, in the same step, and need the same gradients.
+At the end of each backward pass that reduces gradients, a rank sends a header: one small sum of
+integers for all optimizers of a process set. Usually the header shows that all ranks are at the
+same point: the same optimizers have gradients, in the same step, for the same parameters.
 
-Otherwise the ranks sum up a slot for each optimizer. From the slots all ranks learn the same facts:
-which optimizers have gradients on any rank, which ranks are late, and whose backward pass raised.
+Otherwise the ranks sum up a slot for each optimizer. The sums are the same on all ranks. They show
+which optimizers have gradients on any rank, how many ranks are late, and on how many ranks the
+backward pass raised.
 
 A rank is late in a round if it enters the round from its step (`Coordinator.reduce_at_step`) and
 not from a backward pass. Either it made no backward pass, or it has gradients that no pass has
@@ -39,7 +40,7 @@ class Slot:
         outdated: parameters have another dtype or device than the buckets.
         sparse: a sparse gradient has a dense bucket.
         unplanned: the ranks have not agreed on the buckets.
-        nonfinite: unreduced gradients contain NaN or infinity, and `on_nonfinite` asks for them.
+        nonfinite: unreduced gradients contain NaN or infinity, and `on_nonfinite` is not `ignore`.
         digest: a number that is equal on ranks in the same round (`Rounds.digest`).
         squares: `digest` squared.
     """
@@ -153,9 +154,9 @@ class Headers:
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer, and keep a weak reference to it.
 
-        Every rank adds the same optimizers in the same order. An optimizer is identified by its
-        place from the end of that order, because a rank that started later in an elastic job does
-        not have the first ones.
+        Every rank adds the same optimizers in the same order. Ranks identify an optimizer by its
+        place, counted from the newest, because a rank that started later in an elastic job does not
+        have the oldest optimizers.
         """
         while self._optimizers and self._optimizers[0]() is None:
             del self._optimizers[0]
@@ -164,7 +165,13 @@ class Headers:
     def send(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
     ) -> Entry:
-        """Start the header, and the buckets of the optimizers that the pass has reached."""
+        """Start the header, and the buckets of the optimizers that the pass has reached.
+
+        Args:
+            passed: see `Entry`.
+            failed: see `Entry`.
+            late: see `Entry`.
+        """
         for rounds in passed:
             rounds.check_generation()
         outdated = [rounds for rounds in passed if rounds.plan_outdated]
@@ -186,14 +193,14 @@ class Headers:
         return Entry(passed, failed, late, outdated, header)
 
     def wait(self, entry: Entry) -> HeaderResult:
-        """Wait for the header; sum up slots unless it is an ordinary pass on all ranks."""
+        """Wait for the header. Sum up the slots, unless all ranks only reduce planned buckets."""
         try:
             count, special, digest, squares, lengths, length_squares = entry.header()
         except RuntimeError as error:
             error.add_note(
                 f"This rank waited for all other ranks to end a backward pass or to make a step. "
-                f"It is in {self.describe(entry, entry.rounds)}. Give all ranks "
-                f"the same number of batches, or call hvd.join() at the end of an uneven epoch."
+                f"It is in {self.describe(entry, entry.rounds)}. Give all ranks the same number of "
+                f"batches, or call hvd.join() at the end of an uneven epoch."
             )
             raise
         if not special and count * squares == digest * digest:

@@ -1,4 +1,4 @@
-"""The engine's collectives that know which ranks share a host.
+"""The engine's shared memory for the ranks of one host, and its paths between hosts.
 
 The engine reduces buckets in memory that the ranks of a host share, without copying them through
 sockets. Between hosts it can send them as 8-bit integers (`hvdkit/engine/sources/host_group.h`).
@@ -14,10 +14,10 @@ from typing import Any
 
 from hvdkit.errors import UsageError
 
-#: `flat` turns shared memory off, on all ranks if one of them has it.
+#: The value `flat` turns shared memory off. If one rank has this value, it is off on all ranks.
 VARIABLE = "HVDKIT_COLLECTIVES"
 
-#: Bytes. The engine copies smaller tensors to a page that it shares: they need no memory from here.
+#: Bytes of the smallest allocation. The engine itself copies smaller tensors to a shared page.
 SMALLEST = 1025
 
 
@@ -32,10 +32,10 @@ class HostCollectives:
         self._library = library
 
     def allocate(self, size: int) -> int | None:
-        """Return the address of `size` zeroed bytes.
+        """Return the address of `size` zeroed bytes of shared memory.
 
-        Returns None if the tensors of this size need no shared memory, if `flat_reason` says that
-        there is none, or if too little is left.
+        Returns None if a tensor of this size needs no shared memory, if shared memory is off (see
+        `flat_reason`), or if too little is left.
         """
         allocate = self._function("allocate")
         if allocate is None or size < SMALLEST:
@@ -45,7 +45,7 @@ class HostCollectives:
         return address
 
     def release(self, address: int) -> None:
-        """Return memory to the engine."""
+        """Give memory of `allocate` back to the engine."""
         if release := self._function("release"):
             release(ctypes.c_void_p(address))
 
@@ -59,10 +59,10 @@ class HostCollectives:
         return text.value.decode(errors="replace")
 
     def sum_order(self) -> str:
-        """Return what the order of additions depends on, as JSON; "" for an engine without it.
+        """Return the facts that determine the order of additions, as JSON; "" if not available.
 
-        It is the same on all ranks. Jobs with different orders may get sums that differ in the last
-        bits. `describe_sum_order` returns a text for people.
+        The result is the same on all ranks. Jobs with different orders may get sums that differ in
+        the last bits. `describe_sum_order` returns a readable text.
         """
         describe = self._function("sum_order")
         if describe is None:
@@ -76,7 +76,7 @@ class HostCollectives:
     def sends_int8(self) -> bool:
         """Return whether tensors on the CPU named `int8_name(...)` are sent as 8-bit integers.
 
-        It is the same on all ranks.
+        The answer is the same on all ranks.
         """
         answer = self._function("has_int8")
         if answer is None:
@@ -89,7 +89,7 @@ class HostCollectives:
 
 
 def describe_sum_order(order: str) -> str:
-    """Return a text for people on a result of `HostCollectives.sum_order`."""
+    """Return a readable text about a result of `HostCollectives.sum_order`."""
     try:
         fields = json.loads(order)
         version, library, hosts = fields["version"], fields["library"], fields["hosts"]
@@ -118,10 +118,10 @@ def int8_name(name: str) -> str:
 
 
 def check_choice(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Check the environment variable.
+    """Check the environment variable HVDKIT_COLLECTIVES.
 
     Raises:
-        UsageError: it has an unknown value.
+        UsageError: the variable has a value other than `flat`.
     """
     choice = environ.get(VARIABLE, "")
     if choice not in ("", "flat"):

@@ -39,10 +39,10 @@ def is_small_or_vector(name: str, shape: tuple[int, ...]) -> bool:  # noqa: ARG0
 
 
 def payload_bytes(numbers: Any) -> Any:
-    """Return the bytes of a number of float32 values as blocks: a byte each, and a scale per block.
+    """Return the size of encoded blocks in bytes: a byte for each number, and 4 for each scale.
 
     Args:
-        numbers: an integer, or an integer tensor.
+        numbers: the number of float32 values to encode: an integer, or an integer tensor.
     """
     return numbers + 4 * -(-numbers // BLOCK)
 
@@ -75,7 +75,7 @@ class Int8(WireFormat):
     name = "int8"
 
     def kind(self, spec: ParameterSpec) -> str:
-        """Return `int8`, `bf16`, or "" for a dtype that is sent unchanged: no real float."""
+        """Return `int8` or `bf16`; "" for a dtype that is not a real float, and is not encoded."""
         if spec.dtype not in (*WIDE, *NARROW):
             return ""
         return "bf16" if self.as_bf16(spec.name, spec.shape) else "int8"

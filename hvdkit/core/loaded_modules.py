@@ -1,8 +1,8 @@
 """Report the large modules that this rank has loaded, for the spare interpreters of its agent.
 
 A spare (`hvdkit/launch/spares/`) imports the same modules before a rank is restarted. The report is
-a file in the folder of HVDKIT_RECORD_DIR. It also has the variables that such modules read while
-they are imported, because the script may have changed them.
+a file in the folder of HVDKIT_RECORD_DIR. The report also has the environment variables that such
+modules read while they are imported, because the script may have changed these variables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MODULES = (
     "hvdkit.tensorflow",
     "hvdkit.keras",
 )
-# The prefixes of variables that these modules and their libraries read while they are imported.
+# The prefixes of environment variables that these modules and their libraries read while they are
+# imported.
 _PREFIXES = (
     "BLIS_",
     "CUDA_",
@@ -49,7 +50,7 @@ _PREFIXES = (
     "TORCH_",
     "XLA_",
 )
-# Variables that the modules set themselves.
+# Environment variables that the modules set themselves.
 _SET_BY_IMPORTS = {
     "HDF5_PLUGIN_PATH",
     "KMP_DUPLICATE_LIB_OK",
@@ -64,7 +65,7 @@ def file_name(rank: int) -> str:
 
 
 def report(rank: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the report of this rank, if an agent has set the folder. Errors are ignored."""
+    """Write the report of this rank if HVDKIT_RECORD_DIR is set. Ignore errors of the file."""
     folder = environ.get(FOLDER_VARIABLE)
     if not folder:
         return
@@ -76,9 +77,14 @@ def report(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _describe(environ: Mapping[str, str]) -> dict[str, Any]:
-    # In the order of `sys.modules`, which is that of the script's imports.
-    loaded = [name for name in list(sys.modules) if name in MODULES]
-    origins = {name: getattr(sys.modules[name].__spec__, "origin", None) for name in loaded}
+    # In the order of the script's imports, as in `sys.modules`. A script may set an entry to None,
+    # which makes the import fail.
+    loaded = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name in MODULES and module is not None
+    }
+    origins = {name: getattr(module.__spec__, "origin", None) for name, module in loaded.items()}
     variables = {
         name: value
         for name, value in environ.items()

@@ -1,7 +1,7 @@
 """Policies for gradients that contain NaN or infinity before they are reduced.
 
-The sum over the ranks makes a gradient NaN on every rank. So the ranks look at their gradients
-before the sum, to name the rank and the parameter that a NaN came from.
+A NaN on one rank makes the sum NaN on all ranks. So each rank checks its gradients before the sum.
+The error or the log line names the rank and the parameter that a NaN came from.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def check_policy(policy: str) -> str:
     """Return `policy`.
 
     Raises:
-        UsageError: it is not one of the three.
+        UsageError: the policy is not `ignore`, `raise` or `skip`.
     """
     if policy not in (IGNORE, RAISE, SKIP):
         raise UsageError(f"on_nonfinite is {policy!r}: expected {IGNORE!r}, {RAISE!r} or {SKIP!r}")

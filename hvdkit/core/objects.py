@@ -1,7 +1,7 @@
 """Send pickled objects between ranks, and raise on every rank if one of them fails.
 
-Any rank may fail: the sender cannot pickle its object, or a receiver has too little memory, or has
-not the class of the object. If the failure were known to this rank only, the other ranks would wait
+Any rank may fail: the sender cannot pickle its object, or a receiver has too little memory, or
+cannot import the class of the object. If only the failing rank raised, the other ranks would wait
 in their next collective. So each function ends with a small sum of the failures.
 """
 
@@ -18,7 +18,7 @@ from hvdkit.core.collectives import Collectives, broadcast_in_chunks
 from hvdkit.core.consistency import grouped
 from hvdkit.errors import HvdkitError, UsageError
 
-# Bytes. Before the ranks send more, they agree that every rank has the memory.
+# Bytes. Before a broadcast of this size or more, the ranks check that each of them has the memory.
 _LARGE = 1 << 26
 
 
@@ -38,7 +38,7 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
     Raises:
         HvdkitError: on every rank, if the object cannot be pickled on the root, or cannot be
             received or unpickled on another rank. The error names the rank and the cause.
-        UsageError: `root_rank` is none of the ranks.
+        UsageError: `root_rank` is not one of the ranks.
     """
     if collectives.single_rank:
         return obj
@@ -46,7 +46,7 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
         raise UsageError(f"root_rank is {root_rank}: expected one of {list(collectives.ranks)}")
     is_root = collectives.rank == root_rank
     data, error = _attempt(cloudpickle.dumps, obj) if is_root else (None, None)
-    # A failure of the root has a size of -1.
+    # -1 stands for a failure on the root.
     header = np.array([-1 if data is None else len(data)], np.int64)
     collectives.broadcast_into(header.view(np.uint8), root_rank, f"{name}.sz")
     size = int(header[0])
@@ -82,8 +82,8 @@ def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]
         One object for each rank, in the order of the ranks.
 
     Raises:
-        HvdkitError: on every rank, if a rank cannot pickle its object, or cannot unpickle another
-            one. The error names the rank and the cause.
+        HvdkitError: on every rank, if a rank cannot pickle its object, or cannot unpickle the
+            object of another rank. The error names the rank and the cause.
     """
     if collectives.single_rank:
         return [obj]
@@ -137,7 +137,7 @@ def _raise(
     name: str,
     kind: type[HvdkitError] = HvdkitError,
 ) -> None:
-    """Raise an error with those of all ranks. A collective."""
+    """Raise an error that contains the errors of all ranks. A collective."""
     own = "" if error is None else f"{type(error).__name__}: {error}"
     gathered = collectives.allgather(own.encode(errors="replace"), f"{name}.errors")
     pairs = zip(collectives.ranks, gathered, strict=True)

@@ -1,8 +1,8 @@
 """Add and remove process sets: all ranks together, or none of them.
 
 The engine waits without a limit until all ranks have asked for a process set. So the ranks first
-call a small collective: the verdict on a hang names a rank that does not call it, and the engine's
-limit for stalls ends the job.
+call a small collective. If a rank does not call it, the verdict on the hang names this rank, and
+the engine's stall limit ends the job.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ProcessSets:
             process_set: a `ProcessSet`, or its ranks; the same on all ranks.
 
         Raises:
-            ValueError: on every rank, if the set exists, a rank has passed something else, or the
-                ranks have passed different sets.
+            ValueError: on every rank, if the set exists already, if a rank has passed something
+                that is not a process set, or if the ranks have passed different sets.
         """
         kind = self._horovod.ProcessSet
         error = None

@@ -1,4 +1,4 @@
-"""Tell the launcher that a step was saved: a restarted job makes progress."""
+"""Report saved checkpoints and commits to the launcher, which then permits all restarts again."""
 
 import contextlib
 import os
@@ -6,14 +6,12 @@ from pathlib import Path
 
 from hvdkit.core.recorder import FOLDER_VARIABLE
 
-#: The file in the folder of HVDKIT_RECORD_DIR that each saved step touches.
+#: The file in the folder of HVDKIT_RECORD_DIR that is touched after each save.
 FILE = "saved"
 
 
 def report_saved() -> None:
-    """Report a saved step. Errors are ignored: the step is saved in any case."""
+    """Report that a checkpoint or a commit was saved. Errors are ignored, because it is saved."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         with contextlib.suppress(OSError):
-            file = Path(folder) / FILE
-            file.touch()
-            os.utime(file)
+            (Path(folder) / FILE).touch()

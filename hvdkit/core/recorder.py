@@ -49,15 +49,15 @@ class Recorder:
         self._library = library
         # faulthandler writes to the descriptor of the last file, so the files stay open.
         self._stacks: list[IO[bytes]] = []
-        # Starts to write records again, as the last call of `watch` did.
+        # Writes records as after the last call of `watch`, or stops.
         self._watch_again: Callable[[], None] = self.unwatch
 
     def describe(self, name: str, text: str) -> None:
-        """Set the text for a collective in verdicts, such as the parameters of a bucket.
+        """Set the text that a verdict on a hang shows for a collective.
 
         Args:
             name: the name of the collective, without the prefix of the framework.
-            text: what it reduces.
+            text: the data of the collective, such as the parameters of a bucket.
         """
         if call := self._function("describe"):
             call(name.encode(), text.encode(errors="replace"))
@@ -85,12 +85,18 @@ class Recorder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             stacks = self._register(Path(folder) / f"rank-{rank}.stacks")
         except OSError as error:
-            _log.warning("%s: %s. No records are written.", folder, error.strerror)
+            _log.warning(
+                "cannot write to %s: %s. A hang will have no record. Set %s to a folder that this "
+                "rank can write.",
+                folder,
+                error.strerror,
+                FOLDER_VARIABLE,
+            )
             return
-        self._write_to(Path(folder), rank, size, stall, limit, stacks)
         self._watch_again = functools.partial(
             self._write_to, Path(folder), rank, size, stall, limit, stacks
         )
+        self._watch_again()
 
     def read(self, rank: int, timeout: float = 10.0) -> str | None:
         """Return the record of this rank as text, see `hvdkit.faults.records`; None without one.
@@ -142,7 +148,7 @@ class Recorder:
 
     def _register(self, path: Path) -> int:
         """Let the signal write all stacks to `path`. Return the descriptor; -1 for none."""
-        # faulthandler's own handler is not one of `signal`.
+        # `getsignal` does not return the handler of faulthandler.
         if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
             return -1  # the script uses the signal
         known = [file for file in self._stacks if file.name == str(path)]
@@ -150,7 +156,7 @@ class Recorder:
             return known[0].fileno()
         # The engine reads what faulthandler writes.
         file = path.open("w+b", buffering=0)
-        # Unlike a handler in Python, it also runs while the GIL is held.
+        # Unlike a handler in Python, faulthandler's handler also runs while the GIL is held.
         faulthandler.register(_SIGNAL, file, all_threads=True, chain=False)
         self._stacks.append(file)
         return file.fileno()

@@ -1,4 +1,7 @@
-"""The settings of a reduction, and the buckets of gradients that all ranks agree on."""
+"""The settings of a reduction, and the plan of its buckets, which is the same on all ranks.
+
+The synchronizer and the adapter for TensorFlow call `plan_buckets` before the first reduction.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,10 +32,10 @@ class Reduction:
     Attributes:
         format: the wire format.
         average: divide the sum by the number of ranks.
-        predivide: the part of an average's divisor to divide by before the sum; None: the wire
-            format decides.
-        passes: backward passes per step.
-        bucket_bytes: the largest bucket of several gradients.
+        predivide: the number to divide by before the sum; the rest of the average's divisor is
+            applied after the sum. None lets the wire format decide.
+        passes: the user's `backward_passes_per_step`.
+        bucket_bytes: the largest size of a bucket of several gradients, in bytes.
         groups: see `bucketing.plan`.
         sparse_as_dense: reduce sparse gradients in buckets.
         find_unused: leave a parameter without a gradient if no rank has used it.
@@ -75,7 +78,7 @@ def predivide(factor: Any, average: bool) -> float | None:
         average: whether the gradients are averaged.
 
     Raises:
-        UsageError: the factor is not a finite number above 0, or splits no average.
+        UsageError: the factor is not a finite number above 0, or the gradients are not averaged.
     """
     if not isinstance(factor, Real) or not 0 < float(factor) < inf:
         raise UsageError(
@@ -150,13 +153,13 @@ def plan_buckets(
         collectives: the collectives of the ranks.
         specs: the gradients.
         reduction: the settings.
-        window: passes of an accumulation window.
+        window: passes per accumulation window; 1 if the gradients of passes are not averaged.
         sparse_dims: for each gradient, the number of its sparse dimensions on this rank, 0 for a
             dense gradient, or `ABSENT`. A gradient that is absent on all ranks is in no bucket.
         order: a collective that returns the order in which gradients become ready. Called after
             the other settings have been compared. Default: see `bucketing.plan`.
         context: further lines that must be the same on every rank; errors show them first.
-        resumed: the state to restore, if it is of the same gradients.
+        resumed: the state to restore; ignored if it is a state of other gradients.
 
     Raises:
         RankMismatchError: on every rank, if gradients or settings differ.
@@ -175,7 +178,8 @@ def plan_buckets(
     count = f"{len(specs)} gradients in all"
     lines = [*settings, f"resumes from: {resumed}", *described, count, *devices]
     check_consistency(collectives, lines, "what the optimizer reduces")
-    loaded_modules.report(collectives.rank)  # now with those that models and optimizers load
+    # A second report after that of `init`: models and optimizers may load modules.
+    loaded_modules.report(collectives.rank)
     # Ranks may have made different numbers of other optimizers. The largest number is free on all
     # ranks.
     number, *dims = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")

@@ -2,7 +2,7 @@
 
 All ranks apply the same reduced gradients, so their parameters stay equal to the last bit. They
 differ after a fault of memory or of a processor, and after code that changes parameters, optimizer
-state or a learning rate on some ranks only. Nothing else in data-parallel training notices this.
+state or a learning rate on some ranks only. Without a comparison, nobody notices the difference.
 
 Every `interval` steps, and before each checkpoint, each rank computes a digest, and one small
 allreduce compares the digests. If the digests differ, the ranks find out which tensors and elements
@@ -31,14 +31,14 @@ from hvdkit.errors import UsageError
 
 #: The default number of steps between two comparisons.
 INTERVAL = 100
-# The first comparison, if it would be later otherwise: many mistakes show at once, and a short job
-# should not end without a comparison.
+# The step of the first comparison, if the interval is longer: many mistakes show in the first
+# steps, and a short job should not end without a comparison.
 _FIRST = 10
 #: What to do about a difference.
 STOP, REPAIR = "stop", "repair"
 
-# Relative to the largest element of a tensor. Ranks on different processors may round a step
-# differently, by about 1e-7.
+# The largest difference that counts as rounding, relative to the largest element of the tensor.
+# Ranks on different processors may round a step differently, by about 1e-7.
 _ROUNDING = 1e-4
 # Tensors that an error describes.
 _SHOWN = 3
@@ -55,14 +55,14 @@ VALUES_ADVICE = (
     "majority instead. If ranks should differ, pass check_interval=0."
 )
 _JOIN_ADVICE = (
-    " The ranks have called hvd.join() or hvd.init() since the last comparison. Afterwards, "
-    "broadcast the parameters and the optimizer state of one rank before you train or save."
+    " The ranks have called hvd.join() or hvd.init() since the last comparison. After such a "
+    "call, broadcast the parameters and the optimizer state of one rank before you train or save."
 )
 _ROUNDING_ADVICE = (
     "The differences are small, as if processors round differently. The job continues, and logs "
     "this only once. on_mismatch='repair' of hvd.DistributedOptimizer keeps the ranks equal."
 )
-#: The folder for the versions of tensors that differ, in the working directory.
+#: The folder, in the working directory, in which each rank saves its tensors that differ.
 FOLDER = "hvdkit-mismatch"
 
 _log = logging.getLogger("hvdkit")
@@ -248,9 +248,10 @@ class ReplicaCheck:
         self._handle(step, own, self._differences(digests))
 
     def _warn_of_nan(self, step: int, own: Replicas) -> None:
-        """Log if the parameters of all ranks are NaN: the loss was NaN on one. Not a collective.
+        """Log if the parameters of all ranks contain NaN. Not a collective.
 
-        Only the smallest parameter is read. A loss that is NaN makes all parameters NaN.
+        This happens after a step in which the loss was NaN on one rank. Such a loss makes all
+        parameters NaN, so only the smallest parameter is read.
         """
         index = None if self._logged_nan else own.smallest()
         if index is None or not np.isnan(own.values(index, own.read(index))).any():
@@ -320,7 +321,8 @@ class ReplicaCheck:
         """Compare one tensor with that of `difference.root`. A collective.
 
         Returns:
-            Whether it differs by more than rounding, and a text; the text is empty if it is equal.
+            Whether the tensor differs by more than rounding, and a text about the difference, which
+            is empty if there is none.
         """
         data = own.read(difference.index)
         root = difference.root

@@ -31,7 +31,7 @@ class LocalGradients(Protocol):
 
     @property
     def synchronizers(self) -> Sequence[Synchronizer[Any, Any]]:
-        """A synchronizer for the parameters at the start, and one for each set of later ones."""
+        """A synchronizer for the first parameters, and one for each set that was added later."""
         ...
 
     def signature(self, assigned: bool) -> Sequence[object]:
@@ -47,7 +47,10 @@ class LocalGradients(Protocol):
         ...
 
     def all_removed(self) -> bool:
-        """Return whether the script has removed all gradients of the last round; False if none."""
+        """Return whether the script has removed all gradients of the last round.
+
+        False if the last round reduced no gradient.
+        """
         ...
 
     def has_unreduced(self, assigned: bool) -> bool:
@@ -166,9 +169,9 @@ class Rounds:
         no_sync_used: whether the script may have added gradients under `no_sync` since the last
             round. If so, the next step reduces. The same on all ranks.
         skips_step: whether all ranks skip the next step, because gradients are not finite.
-        has_late_ranks: whether a rank made no pass before a round of this step, and took part in it
-            only in the `step()` of this or another optimizer. If so, all ranks send a header at
-            this optimizer's step.
+        has_late_ranks: whether a rank was late in a round of this step: it entered the round from
+            the `step()` of this or another optimizer, see `hvdkit.core.headers`. If so, all ranks
+            send a header at this optimizer's step.
     """
 
     def __init__(
@@ -293,7 +296,7 @@ class Rounds:
         self._compared = True
 
     def forget_plan(self) -> None:
-        """Begin the next round with `make_plan`, including the additional consistency check."""
+        """Drop the plan. The next round makes a new plan, and repeats the check `compare`."""
         self._compared = False
         for synchronizer in self.gradients.synchronizers:
             synchronizer.forget()
@@ -339,7 +342,7 @@ class Rounds:
 
     @property
     def plans_made(self) -> int:
-        """The number of synchronizers with planned buckets, counted up to the first without."""
+        """The number of synchronizers before the first one that has no planned buckets."""
         planned = [synchronizer.planned for synchronizer in self.gradients.synchronizers]
         return planned.index(False) if False in planned else len(planned)
 

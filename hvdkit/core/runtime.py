@@ -1,6 +1,7 @@
 """Start and shut down Horovod in a process.
 
 Each adapter (`hvdkit.torch`, `hvdkit.tensorflow`) makes one `Runtime` for its framework's Horovod.
+`hvd.init` and `hvd.shutdown` call it.
 """
 
 import atexit
@@ -95,7 +96,7 @@ class Horovod(Protocol):
         ...
 
     def local_size(self) -> int:
-        """The number of ranks on its host."""
+        """The number of ranks on this process's host."""
         ...
 
     def mpi_built(self) -> bool:
@@ -120,11 +121,12 @@ def loading(
         framework: `torch` or `tensorflow`.
         version: the imported version of the framework.
         engine: the installed Horovod.
-        errors: the errors of importing an extension that was built for another version.
+        errors: the classes of errors that the import may raise if the extension was built for
+            another version.
 
     Raises:
         ImportError: the extension does not load with this version of the framework, or another
-            framework's extension is loaded already. Two in one process crash or hang.
+            framework's extension is loaded already. Two extensions in one process crash or hang.
     """
     for other in _FRAMEWORKS:
         if other != framework and f"horovod.{other}.mpi_ops" in sys.modules:
@@ -154,11 +156,12 @@ class Runtime:
         version: the imported version of the framework.
         engine: the installed Horovod.
         horovod: the framework's `mpi_ops`.
-        use_own_gpu: makes the GPU with the number of the given local rank the default one. Called
-            only if several ranks share a host.
+        use_own_gpu: called with the local rank; makes the GPU with this number the default GPU.
+            Called only if several ranks share a host.
         torchrun_variables: returns Horovod's environment variables for this rank. Called only if
             torchrun started several ranks.
-        refuse_collectives: makes all collectives raise, in a process that this one has forked.
+        refuse_collectives: makes all collectives raise. Called in each process that is forked from
+            this one.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class Runtime:
         self._generation = 0
         self._warned = False
         self._prepared_forks = False
-        #: The engine's collectives that know which ranks share a host.
+        #: The engine's shared memory for the ranks of one host.
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
         #: The engine's flight recorder.
         self.recorder = Recorder(horovod._basics.MPI_LIB_CTYPES)
@@ -200,17 +203,20 @@ class Runtime:
 
         Differences from Horovod:
         - If not all ranks enter a collective, the job ends after half an hour. Horovod would wait
-          forever. HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and related variables change this.
+          forever. HOROVOD_STALL_SHUTDOWN_TIME_SECONDS changes this time, and
+          HOROVOD_STALL_CHECK_DISABLE=1 removes the limit.
         - `python script.py` is a job of one rank, without MPI and without a network.
         - Ranks that torchrun started connect to each other through torchrun's store.
-        - If several ranks share a host, the default GPU is the one with the number of the local
-          rank, unless the script chooses another GPU.
+        - If several ranks share a host, the default GPU of a rank is the GPU whose number is the
+          local rank, unless the script chooses another GPU.
         - Buckets of ranks on one host are reduced in shared memory, unless a rank has
           HVDKIT_COLLECTIVES=flat.
 
         Raises:
-            HvdkitError: a launcher started several processes, but they did not form one job.
-            UsageError: HVDKIT_COLLECTIVES or HVDKIT_STALL_TIMEOUT has an invalid value.
+            HvdkitError: a launcher started several processes, but they did not form one job, or
+                the installed Horovod cannot connect them.
+            UsageError: HVDKIT_COLLECTIVES, HVDKIT_STALL_TIMEOUT, or a variable for Horovod's stall
+                check has an invalid value.
         """
         check_choice()
         stall_seconds(os.environ)
@@ -238,7 +244,8 @@ class Runtime:
         if processes > 1 and os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
             raise HvdkitError(
                 f"mpirun or srun started {processes} processes, but HOROVOD_CONTROLLER is gloo, "
-                f"which cannot connect them. Unset it, or start the script with horovodrun."
+                f"which cannot connect them. Unset HOROVOD_CONTROLLER, or start the script with "
+                f"horovodrun."
             )
         single = whole_world and processes == 1 and horovod.gloo_built()
         with one_rank_over_gloo(os.environ) if single else nullcontext():
@@ -265,10 +272,10 @@ class Runtime:
         self._horovod.shutdown()
 
     def _prepare_forks(self) -> None:
-        """Let processes that this one forks end without the engine's clean-up.
+        """Let processes that are forked from this one end without the engine's clean-up.
 
-        There, the engine's thread does not exist, so a shutdown would wait forever. The destructors
-        of Gloo would close connections of this rank.
+        The engine's thread does not exist in a forked process, so a shutdown would wait forever.
+        The destructors of Gloo would close connections of this rank.
         """
         if self._prepared_forks:
             return
@@ -304,7 +311,8 @@ class Runtime:
             log.warning(
                 "Horovod %s was not built by `hvdkit build`. Over Gloo the start may hang if a "
                 "rank is missing, jobs on several hosts may use the wrong interface, float16 is "
-                "slow, and gradients are copied more often. Results are the same.",
+                "slow, and gradients are copied more often. Results are the same. To avoid "
+                "this, run `hvdkit build`.",
                 engine.version,
             )
         built_for = engine.frameworks[self._framework]
@@ -323,8 +331,7 @@ def refuse_in_fork(*_: Any) -> NoReturn:
     """Raise the error of a collective in a forked process, where it could wait forever."""
     raise HvdkitError(
         "a collective was called in a process that a rank has forked after hvd.init(). Only the "
-        "rank itself can call collectives. Compute in the rank, or start the process with another "
-        "method, such as multiprocessing's 'spawn'"
+        "rank itself can call collectives. Move the call out of the forked process"
     )
 
 
@@ -351,7 +358,7 @@ def limit_stalls(environ: MutableMapping[str, str]) -> None:
 def stall_limit(environ: Mapping[str, str]) -> int:
     """Return the seconds that a collective may wait before the job ends; 0 for no limit.
 
-    Call `limit_stalls` before.
+    Call `limit_stalls` first.
     """
     if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
         return 0
@@ -393,8 +400,8 @@ def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
     """Return the number of processes that mpirun or srun started, including this one.
 
-    Return 1 without mpirun and srun, and 0 if the number is not known. It is not known under
-    Horovod's own launchers.
+    Return 1 if neither mpirun nor srun started it, and 0 if the number is not known. The number is
+    not known under Horovod's own launchers.
     """
     if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
         return 0

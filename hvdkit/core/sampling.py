@@ -153,7 +153,7 @@ class Batches(Iterator[Any]):
     Its length is the number of batches of the loop, which does not change during the loop.
 
     Args:
-        sampler: the position.
+        sampler: the sampler, which has the position.
         read: called when the loop begins; returns an iterator over the batches to count.
     """
 
@@ -164,7 +164,7 @@ class Batches(Iterator[Any]):
         self._counted: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of this loop; after a resume, those of the rest."""
+        """Return the number of batches of this loop: after a resume, of the rest of the epoch."""
         return self._sampler.next_length if self._length is None else self._length
 
     def __next__(self) -> Any:
@@ -365,7 +365,7 @@ class Epochs:
         self._iterated = False
 
     def _end_loop(self, problem: str = "") -> None:
-        """End the current loop, if any. Its next `next()` raises `problem`, unless it is empty."""
+        """End the current loop, if any. If `problem` is not empty, its next `next()` raises it."""
         if self._loop is not None:
             self._loop.problem = problem
             self._loop = None

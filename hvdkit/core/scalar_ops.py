@@ -44,7 +44,7 @@ class ScalarOps(Protocol):
         ...
 
     def exponent(self, x: Scalar) -> Scalar:
-        """Return the smallest e with x < 2^e for a positive float; any integer for others."""
+        """Return the smallest e with x < 2^e. If x is not positive or not finite: any integer."""
         ...
 
     def power_of_two(self, exponent: Scalar) -> Scalar:

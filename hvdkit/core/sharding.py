@@ -1,4 +1,4 @@
-"""Divide the elements of a dataset into equal numbers for all ranks."""
+"""Divide the elements of a dataset so that all ranks get the same number, for `hvd.shard`."""
 
 import logging
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ _log = logging.getLogger("hvdkit.data")
 
 @dataclass(frozen=True)
 class Division:
-    """The numbers of elements of each rank.
+    """The number of elements of each rank.
 
     Attributes:
         count: number of all elements.
         size: number of ranks.
-        padded: use all elements, so that some ranks repeat one. Otherwise up to `size` - 1 elements
-            are left out.
+        padded: use all elements. Ranks that have fewer elements then repeat one. Otherwise up to
+            `size` - 1 elements are left out.
     """
 
     count: int
@@ -48,7 +48,7 @@ class Division:
         if self.used < self.count:
             _log.warning(
                 "hvd.shard leaves out %d of %d %s, because %d ranks cannot share them evenly; "
-                "tail='pad' keeps them",
+                "pass tail='pad' to use them",
                 self.count - self.used,
                 self.count,
                 elements,

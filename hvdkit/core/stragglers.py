@@ -1,12 +1,12 @@
 """Find slow ranks, for which all other ranks wait in each step.
 
-A rank's own time is the time between two reductions: it reads data, computes and updates. The rest
-of its time it waits in reductions and in collectives of the script, for the network and for slower
-ranks. So all ranks have about the same time per step, and only the own times show which rank is
-slow.
+A rank's own time is the time between two reductions, in which the rank reads data, computes and
+updates. In the rest of the time, it waits for the network and for slower ranks, in reductions and
+in collectives of the script. So all ranks have about the same time per step, and only the own times
+show which rank is slow.
 
-Own times are compared by the median, as in NVIDIA's resiliency extension
-(https://nvidia.github.io/nvidia-resiliency-ext/straggler_det/).
+A rank's own time is compared with the median of the other ranks, as in NVIDIA's resiliency
+extension (https://nvidia.github.io/nvidia-resiliency-ext/straggler_det/).
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from hvdkit.core.counters import counters
 FORWARD, BACKWARD, WAIT, UPDATE = "data and forward", "backward", "wait", "update"
 SECTIONS = (FORWARD, BACKWARD, WAIT, UPDATE)
 
-# A rank is slow if its own time is this many times the median of the other ranks.
+# A rank is slow if its own time is more than this many times the median of the other ranks,
 _SLOW = 1.2
-# ... and if this part of the time is lost. Otherwise, the own times may be so short that chance
-# decides which rank needs more.
+# and if the difference is more than this part of its total time. Smaller differences may be chance.
 _LOST = 0.05
 # Consecutive reports in which a rank is slow before it is named, and the seconds that they cover.
-# In a shorter time, other programs on the host decide which rank is slow.
+# Over a shorter time, another program on the host can make any rank slow.
 _REPORTS = 2
 _PERSISTENT_SECONDS = 10.0
-# Reports over less time are ignored, because the scheduler of the host would decide them.
+# Reports over fewer seconds are ignored, because the host's scheduler can make any rank slow.
 _SECONDS = 0.5
 
 _log = logging.getLogger("hvdkit")
-
 
 # The times that are measured in this process.
 _measured: weakref.WeakSet[StepTimes] = weakref.WeakSet()
@@ -121,7 +119,7 @@ class StepTimes:
         self._section, self._since = section, now
 
     def start(self) -> None:
-        """Count again after `stop`: a rank reads data."""
+        """Count again after `stop`, beginning with the section `FORWARD`."""
         if self._since is None:
             self.enter(FORWARD)
 
@@ -172,7 +170,7 @@ class StragglerReport:
         self._slow_reports, self._slow_seconds, self._named = 0, 0.0, False
 
     def report(self) -> None:
-        """Compare the times since the last report; a rank that is slow logs it. A collective.
+        """Compare the times since the last report. A slow rank logs a warning. A collective.
 
         Ranks in `join` are not compared.
         """
@@ -225,7 +223,7 @@ def own_time(seconds: Mapping[str, float]) -> float:
 def is_slow(rank: int, times: Mapping[int, Mapping[str, float]]) -> bool:
     """Return whether a rank needs 20 % more time of its own than the median of the others.
 
-    This difference must be at least 5 % of all time.
+    The difference must also be more than 5 % of the rank's total time.
 
     Args:
         rank: the rank.

@@ -72,7 +72,7 @@ class _Round(Generic[Handle]):
     Attributes:
         generation: the generation of the collectives when the round began.
         missing: for each bucket, the number of gradients that have not arrived.
-        arrived: the parameters whose gradients have arrived, in that order.
+        arrived: the parameters whose gradients have arrived, in the order of arrival.
         full: buckets whose gradients have all arrived, each with the thread of its last gradient.
         reductions: bucket index -> its running reduction.
     """
@@ -92,7 +92,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         backend: the framework.
         collectives: the collectives of the backend's process set.
         reduction: how to reduce the gradients.
-        window: the accumulation window that the rounds belong to.
+        window: the accumulation window of the rounds; None if every backward pass is reduced.
         context: further lines of text that must be equal on all ranks. If they differ, the error
             shows them first.
 
@@ -166,7 +166,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         A state of other gradients is ignored.
 
         Args:
-            state: a value of the property `state`, the same on every rank.
+            state: a value of the property `state`, the same on every rank; None for a new plan.
         """
         self._resumed = state
         self.forget()
@@ -227,7 +227,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             self._resumed,
         )
         self._resumed = None
-        # These requests belong to the previous plan. They fail if Horovod was shut down meanwhile.
+        # Requests of the previous plan may be left. They fail if Horovod was shut down since then.
         with suppress(Exception):
             self.complete_deferred()
         self._buckets = buckets

@@ -1,9 +1,10 @@
 """Choose the bucket size in the first steps of a training.
 
-The candidates work in turns, each for a few steps in each turn, because the speed of a machine
-changes with time. After its steps, the ranks take the maximum of their median step times. All ranks
-know the same maxima, so they choose the same candidate. A candidate replaces the current bucket
-size only if it was faster in every turn, and by a few percent.
+`hvd.autotune` compares several bucket sizes, the candidates. The candidates are used in turns, each
+for a few steps in each turn, because the speed of a machine changes with time. After the steps of a
+candidate, the ranks compute the maximum of their median step times. All ranks get the same maxima,
+so they choose the same candidate. A candidate replaces the current bucket size only if it was
+faster in every turn, and by a few percent.
 """
 
 import json
@@ -21,9 +22,10 @@ from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError
 
 _NAME = "hvdkit.autotune"
-# Steps after a change that are not measured: the first one plans, the second one has new memory.
+# Steps after a change that are not measured: in the first step the ranks plan the buckets, and in
+# the second step the memory of the buckets is still new.
 _WARM_UP = 2
-# The smallest gain: differences below it are of no use.
+# The part of the step time that a candidate must save. A smaller gain is not worth a change.
 _GAIN = 0.03
 
 _log = logging.getLogger("hvdkit")
@@ -32,7 +34,8 @@ _log = logging.getLogger("hvdkit")
 def choose(seconds: Mapping[int, Sequence[float]], current: int) -> int:
     """Return the bucket size to use: the current one, unless another one is clearly faster.
 
-    If nothing differs, another one is faster in five turns by chance with a probability of 1/32.
+    If a candidate is only as fast as the current size, the probability that it is faster in each of
+    five turns by chance is 1/32.
 
     Args:
         seconds: bucket size -> the time of a step in each turn.
@@ -64,21 +67,23 @@ def table(seconds: Mapping[int, Sequence[float]], current: int) -> list[str]:
 
 
 class BucketTuner:
-    """Measure the candidates, and choose one. Every rank has one, and calls `after_step` alike.
+    """Measure the candidates, and choose one. Every rank has a tuner with the same arguments.
+
+    All ranks call `after_step` after the same steps.
 
     Args:
         collectives: the collectives of the ranks.
         candidates: bucket sizes in bytes, with the current one.
         current: the current bucket size.
-        turns: the turns of each candidate.
-        steps: the measured steps of each turn.
+        turns: the number of turns of each candidate.
+        steps: the number of measured steps in each turn.
         apply: changes the bucket size, before the next step. Not a collective.
         clock: returns seconds.
 
     Attributes:
         bucket_bytes: the bucket size in use.
         done: whether the bucket size is final.
-        tuned: whether it was chosen by measuring, or comes from an earlier choice.
+        tuned: whether the bucket size was measured: in this job, or in an earlier job (`use`).
         seconds: bucket size -> the time of a step in each turn, the maximum over the ranks.
     """
 
@@ -99,7 +104,7 @@ class BucketTuner:
         self._turns, self._steps = turns, steps
         self._apply = apply
         self._clock = clock
-        # The candidates in the order in which they work.
+        # The candidates in the order in which they are used.
         self._plan: list[int] = []
         self._made = 0  # steps with the current candidate
         self._times: list[float] = []
@@ -110,7 +115,8 @@ class BucketTuner:
     def begin(self) -> None:
         """Begin with the first candidate. Not a collective."""
         for turn in range(self._turns):
-            # A random order, the same on all ranks: no candidate always follows the same other one.
+            # A random order, the same on all ranks, so that a candidate does not follow the same
+            # candidate in every turn.
             order = sorted(self.seconds)
             random.Random(turn).shuffle(order)
             self._plan += order
@@ -122,7 +128,7 @@ class BucketTuner:
         self.tuned = True
 
     def cancel(self) -> None:
-        """Return to the bucket size at the beginning, unless one was chosen. Not a collective."""
+        """Return to the bucket size at the beginning, unless `done`. Not a collective."""
         if not self.done:
             self._end(self._current)
 
@@ -139,7 +145,7 @@ class BucketTuner:
             return
         own = round(statistics.median(self._times) * 1e6)
         size = self._plan.pop(0)
-        # A rank in `join` adds zero, and would not take part in a change.
+        # A rank in `join` adds zero. It would not take part in a change of the bucket size.
         (count,) = self._collectives.sum([1], f"{_NAME}.ranks")
         if count < len(self._collectives.ranks):
             _log.warning("the bucket size was not tuned, because a rank has called hvd.join()")

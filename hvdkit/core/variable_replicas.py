@@ -1,6 +1,7 @@
 """The variables of a Keras optimizer that must be equal on all ranks, see `hvdkit.core.replicas`.
 
-Keras and TensorFlow share this class. They read and write variables as NumPy arrays.
+The adapters for Keras and TensorFlow use `VariableReplicas`. They read and write variables as NumPy
+arrays. A slot is a variable that an optimizer keeps for one trained variable, such as a momentum.
 """
 
 import math
@@ -54,7 +55,7 @@ class VariableReplicas:
     def __init__(
         self, access: VariableAccess, variables: Sequence[Any], state: Sequence[Any]
     ) -> None:
-        # Counters and learning rates come first: a difference there explains all others.
+        # Counters and learning rates come first: if they differ, trained variables differ, too.
         scalars = [variable for variable in state if not len(variable.shape)]
         slots = [variable for variable in state if len(variable.shape)]
         self._access = access
@@ -102,7 +103,7 @@ class VariableReplicas:
         return elements.astype(np.int64 if elements.dtype.kind in "iub" else np.float64)
 
     def save(self, indices: Sequence[int], path: Path) -> Path:
-        """Write variables to a file for `numpy.load`, as bytes by their names. Return its path."""
+        """Write variables to an .npz file: name -> uint8 array of the bytes. Return its path."""
         file = path.with_name(f"{path.name}.npz")
         keys = unique_names([self._access.name_of(self._variables[i]) for i in indices])
         contents: dict[str, Any] = {key: self.read(i) for key, i in zip(keys, indices, strict=True)}

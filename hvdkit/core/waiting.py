@@ -1,4 +1,4 @@
-"""Log a warning if a rank waits long until the other ranks call the same collective."""
+"""Log a warning if a rank waits longer than 10 seconds for the other ranks in a collective."""
 
 import logging
 import threading

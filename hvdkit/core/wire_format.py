@@ -38,7 +38,7 @@ class Sum:
     """Request: add up a buffer in place over the ranks. The result is the buffer.
 
     Attributes:
-        factor: multiply the sum by it. hvdkit's engine does so while it adds, in the same pass.
+        factor: a factor for the sum. hvdkit's engine multiplies while it adds, in the same pass.
     """
 
     buffer: Any
@@ -133,7 +133,7 @@ class Scaling:
 
     Attributes:
         total: the product of all factors; 1 / (ranks x passes) for a mean.
-        predivide: the divisor to apply before the sum, or None.
+        predivide: the divisor to apply before the sum; None for 1.
         ranks: the number of ranks whose values are added.
     """
 
@@ -143,9 +143,10 @@ class Scaling:
 
     @property
     def before(self) -> float:
-        """The factor before the sum; 1 unless the user has chosen it, as in Horovod.
+        """The factor before the sum; 1 unless the user has set a divisor, as in Horovod.
 
-        Before the sum, float16 would lose small values and bfloat16 would round again.
+        A division before the sum would lose small values in float16, and round once more in
+        bfloat16.
         """
         return 1.0 if self.predivide is None else 1.0 / self.predivide
 
@@ -175,7 +176,7 @@ class WireFormat:
     ops: ScalarOps = PYTHON_OPS
 
     def kind(self, spec: ParameterSpec) -> str:  # noqa: ARG002
-        """Return the kind of a gradient, any name. Gradients of two kinds never share a bucket."""
+        """Return the kind of a gradient: any text. Gradients of two kinds never share a bucket."""
         return ""
 
     def codec(self, dtype: str, kind: str = "") -> "WireFormat":  # noqa: ARG002

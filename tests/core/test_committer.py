@@ -72,6 +72,21 @@ def test_a_full_folder_is_followed_by_the_next(tmp_path):
         CommitStore(folders[:1], 0).write(CommitId(0, 3), write)
 
 
+def test_a_state_that_cannot_be_pickled_leaves_no_draft(tmp_path):
+    """The draft would stay in the memory of the host."""
+    store = CommitStore([tmp_path], 0)
+    store.write(CommitId(0, 1), writes(b"one"))
+
+    def write(file):
+        file.write(b"two")
+        raise TypeError("cannot pickle")
+
+    with pytest.raises(TypeError, match="cannot pickle"):
+        store.write(CommitId(0, 2), write)
+    assert newest(store) == (CommitId(0, 1), b"one")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_writer_that_is_killed_leaves_the_commit_before(tmp_path):
     store = CommitStore([tmp_path], 0)
     store.write(CommitId(0, 1), writes(b"one"))

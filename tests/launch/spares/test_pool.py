@@ -111,6 +111,15 @@ def test_ranks_that_report_nothing_have_no_spares(pool, tmp_path):
     assert children() == []
 
 
+def test_a_module_that_the_script_has_blocked_is_not_reported(monkeypatch, tmp_path):
+    """`sys.modules[name] = None` makes an import fail, as scripts do for an optional dependency."""
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    loaded_modules.report(0, {loaded_modules.FOLDER_VARIABLE: str(tmp_path)})
+    report = json.loads((tmp_path / loaded_modules.file_name(0)).read_text())
+    assert "numpy" in report["modules"]
+    assert "h5py" not in report["modules"]
+
+
 def test_only_known_modules_are_imported(pool, tmp_path):
     prepare(pool, tmp_path, report={"modules": {"antigravity": None}, "variables": {}}, ranks=())
     (tmp_path / loaded_modules.file_name(0)).write_text(
