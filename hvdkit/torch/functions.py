@@ -198,7 +198,7 @@ def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _with_tensors(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    """Reverse `_with_slots` with new tensors, on `device` unless the root's tensor is on the CPU."""
+    """Reverse `_with_slots` with new tensors, on `device` unless the root's tensor is on a CPU."""
     if isinstance(value, _TensorSlot):
         where = _CPU if value.on_cpu else device
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
