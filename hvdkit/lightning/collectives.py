@@ -52,7 +52,8 @@ def all_gather(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tens
     Args:
         tensor: a tensor of the same shape on all ranks.
         group: None. hvdkit has no groups of torch.distributed.
-        sync_grads: whether the result has a gradient: the sum over the gradients of all ranks.
+        sync_grads: whether backward passes go through the result. The gradient of `tensor` is then
+            the sum over all ranks of the gradients of this rank's part.
 
     Raises:
         UsageError: the group is not supported.
@@ -94,7 +95,8 @@ def _operation(operation: Any) -> int:
 
 
 def _check_group(group: Any) -> None:
-    # Lightning passes torch.distributed's group of all ranks, which is None without torch's groups.
+    # By default, Lightning passes torch.distributed's group of all ranks. It is None here, because
+    # torch.distributed is not initialised.
     if group is not None:
         raise UsageError(
             f"group is a {type(group).__name__} of torch.distributed: expected None, because a "

@@ -16,11 +16,11 @@ from hvdkit.lightning.environment import HvdkitEnvironment, devices_of_host
 from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# Options that a strategy refuses, in addition to those that `check_options` refuses.
+# (Option, value) that a strategy refuses, in addition to those that `check_options` refuses.
 REFUSED = {
     ("on_nonfinite", "skip"): "Lightning computes the gradients within the optimizer's step, when "
-    "it is too late to skip it. Use on_nonfinite='raise', or precision='16-mixed', which skips "
-    "such steps"
+    "hvdkit can no longer skip the step. Use on_nonfinite='raise', or precision='16-mixed', whose "
+    "GradScaler skips steps with such gradients"
 }
 
 
@@ -64,7 +64,7 @@ class RanksMixin:
         """Check that no sampler is sharded twice.
 
         Raises:
-            UsageError: Lightning has sharded a `hvd.ResumableSampler`.
+            UsageError: Lightning has sharded a `hvd.ResumableSampler`, which is already sharded.
         """
         sampler = getattr(dataloader, "sampler", None)
         if isinstance(sampler, DistributedSamplerWrapper) and isinstance(
@@ -78,7 +78,7 @@ class RanksMixin:
         return dataloader
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's logging which rank this process is."""
+        """Set the rank that Lightning's logging uses."""
         fabric_rank_zero_only.rank = rank_zero_only.rank = hvd.rank()
 
     # --- collectives ----------------------------------------------------------------------------
@@ -121,7 +121,8 @@ def check_batch_norm(module: torch.nn.Module) -> None:
     """Check that no layer computes statistics by torch.distributed.
 
     Raises:
-        UsageError: there is one. Without torch.distributed, it would use this rank's batch only.
+        UsageError: a layer is a `torch.nn.SyncBatchNorm`. Without torch.distributed, this layer
+            would compute statistics of this rank's batch only.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm):

@@ -130,7 +130,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Check that all ranks have equally many batches.
 
-        Once in an epoch if the data have a length, and otherwise for every batch.
+        If the data have a length, check once per epoch. Otherwise check at every batch.
 
         Raises:
             UsageError: on every rank, if they have different numbers of batches.
@@ -158,11 +158,11 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         )
 
     def on_train_start(self) -> None:
-        """Compute metrics over all ranks, also those that `setup` of the module has not made."""
+        """Compute metrics over all ranks, also those that the module has created since `setup`."""
         self._compute_metrics_over_ranks()
 
     def on_validation_start(self) -> None:
-        """Validate the same model on all ranks: with rank 0's buffers, which a checkpoint has."""
+        """Copy rank 0's buffers, which a checkpoint has: all ranks validate the same model."""
         self._compute_metrics_over_ranks()
         self._broadcast_buffers()
 
@@ -171,11 +171,11 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         self._compute_metrics_over_ranks()
 
     def on_train_end(self) -> None:
-        """Give all ranks the same model: that of rank 0, which a checkpoint has."""
+        """Copy rank 0's buffers, which a checkpoint has, so that all ranks have the same model."""
         self._broadcast_buffers()
 
     def teardown(self) -> None:
-        """End the reductions: later backward passes of one rank do not wait for other ranks."""
+        """Remove the optimizers' hooks: later backward passes do not wait for other ranks."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, WrappedOptimizer):
                 hooks.remove(optimizer)

@@ -106,7 +106,7 @@ from hvdkit.torch.profiling import profile
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 
-#: The name of `RankMismatchError` before 0.1, for one release.
+#: The former name of `RankMismatchError`, kept for one release.
 RanksDisagree = RankMismatchError
 
 __all__ = [

@@ -1,8 +1,9 @@
-"""Loss scaling: all ranks take a step, or all skip it.
+"""Loss scaling: all ranks make a step, or all skip it.
 
-A GradScaler skips a step if gradients are not finite. If a gradient is not finite on one rank, its
-sum is not finite on all ranks, so all ranks skip the step. Gradients are reduced when `backward()`
-returns. A rank that made no backward pass takes part in the reduction before the check.
+A GradScaler skips a step if gradients are not finite. If a gradient is not finite on one rank, the
+reduced gradient is not finite on any rank, so all ranks skip the step. Gradients are reduced when
+`backward()` returns. A rank that made no backward pass takes part in the reduction before its
+GradScaler checks the gradients.
 """
 
 import functools
@@ -23,7 +24,10 @@ _scalers: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
 
 
 def loss_scale() -> float | None:
-    """Return the scale of the only `hvd.GradScaler` in use. Waits for the device."""
+    """Return the scale of the `hvd.GradScaler` in use; None unless exactly one is in use.
+
+    It waits for the device.
+    """
     scalers = list(_scalers)
     return float(scalers[0].get_scale()) if len(scalers) == 1 else None
 
@@ -75,15 +79,15 @@ class GradScaler(_TorchGradScaler):
 
         Raises:
             UsageError: one optimizer has made a step, and another is inside its accumulation
-                window, so that its gradients would have different scales.
+                window. The passes of this window would have different scales.
         """
         in_window, stepped = self._in_window, self._stepped
         self._in_window = self._stepped = False
         if in_window and stepped:
             raise UsageError(
-                "a GradScaler is used for an optimizer that has made a step and for one inside its "
-                "accumulation window, in which the scale must not change: use a GradScaler for "
-                "each optimizer"
+                "GradScaler.update() was called after a step of one optimizer, while another "
+                "optimizer was inside its accumulation window. The scale must not change inside a "
+                "window: use a GradScaler for each optimizer"
             )
         if not in_window:
             super().update(new_scale)

@@ -32,25 +32,27 @@ def autotune(
 ) -> BucketTuner:
     """Choose the bucket size of an optimizer in the first steps of the training.
 
-    Every rank calls this, before the first step. The candidates work in turns. Afterwards all ranks
-    use the bucket size with which the slowest rank was fastest. The current one stays, unless
-    another one was faster in every turn, and by 3 % or more. Rank 0 prints the times.
+    Every rank calls this function before the first step. It measures each candidate for some steps,
+    several times. The time of a step is that of the slowest rank. Afterwards all ranks use the
+    fastest candidate. They keep the current bucket size, unless the candidate was faster in every
+    turn, and by more than 3 % (median). Rank 0 prints the times.
 
     The wire format stays the same. The bucket size may change the last bits of sums, see
-    docs/performance.md. A checkpoint restores a bucket size that was chosen, so call this before
-    `Checkpointer.restore`. Then the resumed run has the same sums.
+    docs/performance.md. A checkpoint contains the chosen bucket size. Call this function before
+    `Checkpointer.restore`, which then sets this bucket size and ends the measurement. So the
+    resumed run has the same sums.
 
-    It cannot be used in elastic jobs. If a rank calls `hvd.join()` meanwhile, the current bucket
-    size stays.
+    This function cannot be used in elastic jobs. If a rank calls `hvd.join()` during the
+    measurement, all ranks return to the bucket size that they had before.
 
     Args:
         optimizer: a result of `hvd.DistributedOptimizer`.
         path: a file for the result. Later jobs with the same gradients, settings, ranks, hosts and
             engine read it, and measure nothing.
-        bucket_bytes: the candidates. The optimizer's own bucket size is always one. Candidates that
-            make the same buckets as a smaller one are left out.
-        turns: the turns of each candidate.
-        steps: the measured steps in each turn. Two more steps are not measured.
+        bucket_bytes: the candidates, in bytes. The optimizer's current bucket size is always a
+            candidate. A candidate that makes the same buckets as an earlier candidate is left out.
+        turns: the number of times that each candidate is measured, at least 3.
+        steps: the measured steps in each turn. The two steps before them are not measured.
 
     Returns:
         An object with the attributes `done`, `bucket_bytes` and `seconds`.
@@ -73,8 +75,8 @@ def autotune(
         bucketing.check_bucket_bytes(size)
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UsageError(
-            "hvd.autotune was called in an elastic job, whose new ranks would measure alone: pass "
-            "bucket_bytes to hvd.DistributedOptimizer"
+            "hvd.autotune was called in an elastic job, in which new ranks would measure alone: "
+            "pass bucket_bytes to hvd.DistributedOptimizer"
         )
     if own.tuner is not None or own.steps:
         raise UsageError(
@@ -83,8 +85,8 @@ def autotune(
         )
     if any(state is not None for state in own.reduction_states()):
         raise UsageError(
-            "hvd.autotune was called after a checkpoint was restored, which may have a bucket "
-            "size: call it before Checkpointer.restore"
+            "hvd.autotune was called after Checkpointer.restore. The checkpoint may contain a "
+            "bucket size: call hvd.autotune before Checkpointer.restore"
         )
     collectives = own._collectives
     current = own.bucket_bytes

@@ -55,8 +55,8 @@ class TorchMemory:
     """`hvdkit.core.backend.BucketMemory`: a bucket's gradients and buffers.
 
     Buffers are one-dimensional tensors. Views of them have the parameter's shape. If the elements
-    of the parameter are contiguous in some order, the view has its strides, which makes copies
-    fast.
+    of the parameter are contiguous in some order, the view has the parameter's strides. Copies
+    between equal strides are fast.
 
     Args:
         bucket: the bucket.
@@ -118,7 +118,7 @@ class TorchMemory:
         inside = []
         for k, (p, offset) in enumerate(zip(self._parameters, self._bucket.offsets, strict=True)):
             view = views[k]
-            # `Module._apply` and `p.grad.data = ...` change the memory of the view.
+            # `Module._apply` and `p.grad.data = ...` can make the view refer to other memory.
             if view.data_ptr() != start + offset * itemsize or view.dtype != flat.dtype:
                 view = views[k] = self._view(flat, k)
             gradient = p.grad
@@ -263,7 +263,7 @@ def _cast_scaled_at_once(source: torch.Tensor, target: torch.Tensor, scale: _Sca
     # the promotion; a number, or a tensor without dimensions, does not.
     wide = torch.promote_types(source.dtype, target.dtype)
     if not source.dim():
-        # The result has the scale's dimension; `out=` would be resized to it.
+        # The scale has shape [1], so the result has one dimension too: `out` must have it already.
         source, target = source.view(1), target.view(1)
     torch.mul(source, scale.tensor(wide, source.device), out=target)
 
@@ -355,7 +355,7 @@ class TorchBackend:
         )
 
     def wait(self, handle: Any) -> Any:
-        """Wait for `sum`, `sum_blocks` or `gather`. Raises HorovodInternalError if it failed."""
+        """Wait for `sum`, `sum_blocks` or `gather`. Raises HorovodInternalError on failure."""
         if isinstance(handle, int):
             return mpi_ops.synchronize(handle)
         if isinstance(handle, BlockSum):

@@ -2,6 +2,7 @@
 
 hvdkit's own engine has such sums for the CPU (`hvdkit/engine/sources/int8_blocks.h`). Here the same
 format is computed by PyTorch, on any device, and sent by `alltoall` and `allgather`.
+`TorchBackend.sum_blocks` uses it where hvdkit's engine cannot compute the sum.
 """
 
 import torch
@@ -13,7 +14,8 @@ from hvdkit.core.int8 import BLOCK, BLOCK_BYTES
 class BlockSum:
     """An in-place sum over the ranks. The constructor starts it.
 
-    Each rank gets one part of the buffer from all ranks, adds the parts, and sends the sums to all.
+    The buffer is divided into one part per rank. Each rank receives its part from all ranks, adds
+    them, and sends the sum to all ranks.
 
     Args:
         buffer: float32, of shape [elements].
@@ -67,7 +69,8 @@ def encode(numbers: torch.Tensor) -> torch.Tensor:
     """
     largest = numbers.abs().amax(1, keepdim=True)
     scale = largest / 127
-    # Division may round down, which matters for subnormal numbers.
+    # If the division has rounded down, the largest number would get a code above 127. This happens
+    # with subnormal numbers.
     above = torch.nextafter(scale, scale.new_full((1,), torch.inf))
     scale = torch.where(scale * 127 < largest, above, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)

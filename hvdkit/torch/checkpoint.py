@@ -37,7 +37,9 @@ from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class Checkpointer(Manager):
-    """Save the state of a training, and restore it. Every rank creates one and makes equal calls.
+    """Save the state of a training, and restore it.
+
+    Every rank creates a `Checkpointer` with the same arguments and makes the same calls.
 
     A checkpoint contains the model, optimizers with their learning rates, LR schedulers, loss
     scalers and the position in the data. It also contains the layout and scales of gradient
@@ -53,16 +55,19 @@ class Checkpointer(Manager):
     `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
 
     Args:
-        folder: a local folder, or one shared between the hosts that the first rank may be on; or
-            the URL of an object store that fsspec supports, such as `s3://bucket/run`.
+        folder: a folder that the first rank can access. If the first rank may run on another host
+            after a restart, the folder must be on a shared file system. Or the URL of an object
+            store that fsspec supports, such as `s3://bucket/run`.
         model: a module, or several in a dict.
         optimizer: a torch optimizer, wrapped by `DistributedOptimizer` or not, or several in a
             dict.
         lr_scheduler: an object with `state_dict` and `load_state_dict`, or several in a dict.
-        scaler: a `GradScaler`, or another object with these methods, or several in a dict.
+        scaler: a `GradScaler`, or another object with `state_dict` and `load_state_dict`, or
+            several in a dict.
         data: a `ResumableSampler`; or an object with `state_dict` and `load_state_dict` that has
             this rank's position in its data, such as torchdata's `StatefulDataLoader`; or several
-            in a dict. Positions of each rank can be restored with the same number of ranks only.
+            in a dict. An object with a position for each rank can be restored only with the same
+            number of ranks.
         sharded: name -> this rank's rows of a tensor that is divided between the ranks, such as
             `hvd.Shard(embedding.weight, first, total)`. Any number of ranks can restore it, with
             any division.
@@ -70,16 +75,20 @@ class Checkpointer(Manager):
             counters. It is read at every save, and `restore` updates it.
         generators: name -> `torch.Generator`, `numpy.random.Generator` or `random.Random` to save
             and restore on each rank.
-        every_steps: `maybe_save` saves after this many steps.
-        every_minutes: `maybe_save` saves after this many minutes.
+        every_steps: `maybe_save` saves at the first call at or after each multiple of this step
+            number; None for never.
+        every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock; None
+            for never.
         keep_last: the number of newest checkpoints to keep; None for all.
         keep_best: additional checkpoints to keep, such as `hvd.KeepBest("loss", "min")`.
-        keep_every: also keep checkpoints whose step is a multiple of this.
+        keep_every: also keep checkpoints whose step is a multiple of this number; None for no
+            others.
         asynchronous: write in the background while training continues.
-        overwrite: if `folder` has steps and none was restored, begin a new run beside them.
-            Otherwise saving raises an error.
+        overwrite: begin a new run if `folder` has checkpoints and none of them was restored. With
+            False, saving raises an error in this case.
         storage_options: options of fsspec's file system, such as `{"endpoint_url": …}`; for URLs.
-        stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
+        stop_signals: after one of these signals, the next `maybe_save` saves, and ends the job with
+            exit status 75.
         process_set: the ranks of the job.
 
     Raises:
@@ -161,7 +170,7 @@ class Checkpointer(Manager):
             ),
             collectives,
             parts,
-            # Creating a loader's iterator draws random numbers, so `random` comes after `data`.
+            # Restore `random` after `data`, because restoring a loader may draw random numbers.
             rank_parts={
                 **own,
                 "statistics": Statistics(models),
@@ -169,7 +178,7 @@ class Checkpointer(Manager):
             },
             alike=list(shared),
             versions={"torch": torch.__version__},
-            # A process set of some ranks does not use shared memory.
+            # The sum order describes sums in shared memory, which only the global process set uses.
             sum_order=runtime.host_collectives.sum_order
             if process_set.process_set_id == 0
             else str,
@@ -201,8 +210,9 @@ def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:
     names = [name for name in outline.trees if name == "model" or name.startswith("model-")]
     if not names or "torch" not in outline.manifest.versions:
         raise UsageError(
-            f"step {outline.manifest.step} has no PyTorch model; it has "
-            f"{', '.join(outline.trees)}, written by {dict(outline.manifest.versions)}"
+            f"step {outline.manifest.step} has no PyTorch model. It has the parts "
+            f"{', '.join(outline.trees)}, written with {dict(outline.manifest.versions)}: expected "
+            f"a checkpoint of hvdkit.torch"
         )
     models = {name.removeprefix("model-"): _state_dict(checkpoint, name) for name in names}
     with exporting(Path(target)) as beside, beside.open("xb") as stream:

@@ -32,7 +32,7 @@ def clip_grad_norm_(
         where the function does nothing.
     """
     several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    # Reduce the gradients of all optimizers on every rank, because each may be a collective.
+    # Reduce the gradients of all optimizers on every rank: each reduction may be a collective.
     reduced = [wrapped(each).reduce() for each in several]
     if not all(reduced):
         return None

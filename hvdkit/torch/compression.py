@@ -40,8 +40,9 @@ class Compression:
     """Wire formats for gradients, with the names of Horovod.
 
     In a `DistributedOptimizer`, `fp16` and `bf16` cast whole buckets. `fp16` also scales each
-    bucket and repeats it in float32 after an overflow. In a single `allreduce` they cast only, as
-    in Horovod.
+    bucket, and repeats the reduction of a bucket in float32 after an overflow. In a single
+    `allreduce`, `fp16` and `bf16` only cast the tensor, as in Horovod. `int8` is for a
+    `DistributedOptimizer` only.
     """
 
     none = NoneCompressor

@@ -48,10 +48,10 @@ class DataState:
 
     Args:
         stateful: an object with `state_dict` and `load_state_dict`.
-        subject: its name, for errors.
+        subject: the name of this object in errors.
 
     Raises:
-        UsageError: it has no such methods, or its sampler is a `ResumableSampler`.
+        UsageError: the object has no such methods, or its sampler is a `ResumableSampler`.
     """
 
     required = True
@@ -79,7 +79,7 @@ class DataState:
         if _lacks_position(state):
             raise UsageError(
                 f"{self._subject} is a {type(self._stateful).__name__} over an IterableDataset "
-                f"without a state, which would lose samples when it resumes twice. Add the methods "
+                f"without a state, which would lose samples at the second resume. Add the methods "
                 f"state_dict() and load_state_dict(state) to the data set or to its iterator"
             )
         return {"workers": self._workers, "state": state, "generator": self._generator_state()}
@@ -132,7 +132,8 @@ class DataState:
 def _keep_random_numbers(loader: Any) -> None:
     """Make the next iterator of a loader leave the random state unchanged.
 
-    It continues an iterator that had drawn its random numbers before the save.
+    The next iterator continues an iterator of the saved job. That iterator had drawn its random
+    numbers before the save, so they must not be drawn again.
     """
 
     def get_iterator_once() -> Any:
@@ -145,12 +146,13 @@ def _keep_random_numbers(loader: Any) -> None:
         finally:
             randomness.restore(before)
 
-    # Not now, because a loop calls `sampler.set_epoch(epoch)` first.
+    # Create the iterator when the loop begins, because the script may call
+    # `sampler.set_epoch(epoch)` before it.
     loader._get_iterator = get_iterator_once
 
 
 def _lacks_position(state: Any) -> bool:
-    """Return whether torchdata saved a state of an IterableDataset that has no state itself.
+    """Return whether `state` is that of a loader over an IterableDataset without a state.
 
     With such a state, torchdata 0.11 reads batches, drops them and counts them twice, so the second
     resume leaves out samples.

@@ -17,8 +17,9 @@ _PORTABLE = 1
 def use_own_gpu(local_rank: int) -> None:
     """Make the GPU with the local rank's number the current device of this thread.
 
-    Do nothing if CUDA is in use, because the script may have chosen a GPU. Do nothing if there are
-    fewer GPUs, because a launcher has chosen one. A later `torch.cuda.set_device` takes precedence.
+    Do nothing if CUDA is in use, because the script may have chosen a GPU. Do nothing if this
+    process sees no GPU with that number, because then the launcher has chosen a GPU for it. A later
+    `torch.cuda.set_device` takes precedence.
     The selection happens when the script first uses CUDA, so a script that does not use CUDA, or
     forks before, is unaffected.
     """
@@ -29,7 +30,8 @@ def use_own_gpu(local_rank: int) -> None:
         if local_rank < torch.cuda.device_count():
             torch.cuda.set_device(local_rank)
 
-    # Private, but the only way to wait for the first use of CUDA. `torch.cuda.manual_seed` uses it.
+    # This function is private, but there is no other way to wait for the first use of CUDA.
+    # `torch.cuda.manual_seed` uses it, too.
     torch.cuda._lazy_call(choose)
 
 

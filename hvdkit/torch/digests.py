@@ -1,7 +1,8 @@
 """Compare tensors between ranks by digests, such as the parameters before the first reduction.
 
-Mean gradients keep equal models equal, and different models different. Without this comparison, a
-forgotten `broadcast_parameters` would train a different model on each rank without any error.
+All ranks apply the same reduced gradient. Equal models stay equal, and different models stay
+different. Without this comparison, a script without `broadcast_parameters` would train a different
+model on each rank, and no error would show it.
 """
 
 from collections.abc import Mapping

@@ -30,6 +30,7 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
+        UsageError: `params` is a tensor, or has a value that contains tensors.
         RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks.
     """
     if isinstance(params, torch.Tensor):
@@ -109,8 +110,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Broadcast the optimizer state and options of rank `root_rank`.
 
-    The state of the other ranks is replaced, including types and dtypes; it may be empty or
-    different. The optimizer of rank `root_rank` and all parameters stay unchanged.
+    The other ranks drop their own state, which may be empty or have other dtypes. The optimizer of
+    rank `root_rank` and all parameters stay unchanged.
 
     Args:
         optimizer: the optimizer, of the same class and with equal parameters on every rank.
@@ -197,7 +198,7 @@ def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _with_tensors(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    """Reverse `_with_slots` with new tensors, on `device` unless the root's is on the CPU."""
+    """Reverse `_with_slots` with new tensors, on `device` unless the root's tensor is on a CPU."""
     if isinstance(value, _TensorSlot):
         where = _CPU if value.on_cpu else device
         tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
@@ -218,7 +219,13 @@ def broadcast_object(
     """Broadcast an object of rank `root_rank`, pickled.
 
     Unlike with Horovod's function, ranks may pass objects of different types, such as None on all
-    but the root. Horovod names the collective after the type, so ranks with other types hang.
+    but the root. Horovod names the collective after the type, so ranks with different types hang.
+
+    Args:
+        obj: the object to send; ignored on the other ranks.
+        root_rank: the rank whose object is sent.
+        name: the prefix of the collectives' names; None for a default.
+        process_set: the ranks that take part.
 
     Returns:
         The object itself on `root_rank`, a copy of it on other ranks.
@@ -236,10 +243,10 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Gather an object, pickled, from every rank.
 
     Returns:
-        One object per rank, in their order.
+        One object per rank, in the order of the ranks.
 
     Raises:
-        HvdkitError: on every rank, if a rank cannot pickle its object or unpickle another one.
+        HvdkitError: on every rank, if a rank cannot pickle its object, or unpickle another's.
     """
     collectives = TorchCollectives(mpi_ops.global_process_set)
     return objects.allgather_object(collectives, obj, name or "hvdkit.allgather_object")

@@ -28,7 +28,7 @@ from hvdkit.torch.nonfinite import NonFiniteNames
 
 TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 
-# Names of frozen parameters in an error.
+# The largest number of parameters that an error lists.
 _SHOWN = 3
 
 _Layout = tuple[torch.dtype, torch.device, torch.Size]
@@ -83,14 +83,16 @@ class OptimizerGradients:
         reduction: the settings of the reduction, without groups.
         groups: parameters that share a bucket.
         window: the accumulation window.
-        keep_sparse: keep sparse gradients sparse although they are reduced as dense ones.
+        keep_sparse: make all gradients sparse after a round, for an optimizer that needs sparse
+            gradients although the reduction is dense.
         finds_nonfinite: find gradients with NaN or infinity before they are reduced.
 
     Attributes:
         synchronizers: see `LocalGradients`.
         invalid_reason: why the gradients cannot be used; empty if they can.
         awaits_step: whether there are reduced gradients that no step has used.
-        after_round: called when the gradients are reduced, before the script can change them.
+        after_round: called when the gradients are reduced, before the script can change them; None
+            for no call.
     """
 
     def __init__(
@@ -204,13 +206,13 @@ class OptimizerGradients:
 
     @property
     def bucket_bytes(self) -> int:
-        """The largest bucket of several gradients."""
+        """The largest size of a bucket with several gradients, in bytes."""
         return self._reduction.bucket_bytes
 
     def set_bucket_bytes(self, size: int) -> None:
         """Make new buckets of another size, before the next round. Not a collective.
 
-        A state that is restored but not used yet is kept.
+        Keep a restored state that no round has used yet.
         """
         restored = [None if each.planned else each.state for each in self.synchronizers]
         self._reduction = replace(self._reduction, bucket_bytes=size)
@@ -219,7 +221,7 @@ class OptimizerGradients:
             synchronizer.resume(state)
 
     def distinct_bucket_bytes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that make different buckets: of equal ones, the first."""
+        """Return `sizes` without those that make the same buckets as an earlier one."""
         if self._reduction.format.tensor_by_tensor:
             return list(sizes[:1])
         plans: dict[tuple[str, ...], int] = {}
@@ -256,8 +258,12 @@ class OptimizerGradients:
     def before_accumulation(self, number: int, assigned: bool) -> None:
         """Store a reduced gradient as base before PyTorch adds to it.
 
+        Args:
+            number: the parameter's number.
+            assigned: see `LocalGradients.begin_round`.
+
         Raises:
-            HvdkitError: the gradient of an open window was removed.
+            HvdkitError: the script has removed a gradient during an accumulation window.
         """
         if number in self._expected:
             return
@@ -268,10 +274,11 @@ class OptimizerGradients:
             if number in self._unreduced and self._window.passes:
                 name = self._owner._name_of(self._parameters[number])
                 advice = (
-                    "Inside one, call optimizer.zero_grad(), which does nothing until the window "
-                    "ends, instead of model.zero_grad()"
+                    "Inside a window, call optimizer.zero_grad(), which does nothing there, "
+                    "instead of model.zero_grad()"
                     if self._window.mean
-                    else "With backward_passes_per_step, remove them only after optimizer.step()"
+                    else "With backward_passes_per_step, remove gradients only after "
+                    "optimizer.step()"
                 )
                 raise HvdkitError(
                     f"the gradient of {name!r} was removed after {self._window.passes} of "
@@ -287,7 +294,7 @@ class OptimizerGradients:
 
         Args:
             number: the parameter's number.
-            ready: send its bucket when the bucket is full.
+            ready: whether the parameter's bucket may be sent when it is full.
         """
         if number in self._bases and number not in self._unreduced:
             # The base may be a view of the bucket that the unreduced part will be packed into.
@@ -319,9 +326,10 @@ class OptimizerGradients:
         self._unplanned_arrived = True
 
     def end_pass(self) -> bool:
-        """Restore gradients that nothing was added to; return whether any was added to.
+        """End a pass. Return whether it has accumulated any gradient.
 
-        `torch.autograd.grad` calls the first hook of a parameter and accumulates nothing.
+        Restore the gradients that became bases although the pass added nothing to them:
+        `torch.autograd.grad` calls the hook before the accumulation, but accumulates nothing.
         """
         for number in self._expected - self._arrived - self._unreduced:
             if number in self._bases:
@@ -338,6 +346,7 @@ class OptimizerGradients:
         return bool(self._arrived) or self._unplanned_arrived
 
     def _is_reduced(self, number: int, gradient: torch.Tensor, assigned: bool) -> bool:
+        """Return whether the last round left this gradient. True if not `assigned`."""
         snapshot = self._after_round[number]
         return (snapshot is not None and snapshot[0]() is gradient) or not assigned
 
@@ -389,7 +398,7 @@ class OptimizerGradients:
         return any(p.grad is not None for p in self._parameters)
 
     def all_removed(self) -> bool:
-        """Return whether the script has removed all gradients of the last round; False if none."""
+        """Return whether the last round left gradients, and the script has removed all of them."""
         any_reduced = False
         for p, snapshot in zip(self._parameters, self._after_round, strict=True):
             if snapshot is not None:
@@ -436,7 +445,7 @@ class OptimizerGradients:
         return are_equal(self._collectives, value, "hvdkit.equal")
 
     def mark_changed_unreduced(self) -> None:
-        """Count gradients that the script has written in place as unreduced."""
+        """Mark all gradients as unreduced, because the script has written to them in place."""
         for number, p in enumerate(self._parameters):
             if p.grad is not None and number not in self._bases:
                 self._unreduced.add(number)
@@ -540,7 +549,10 @@ class OptimizerGradients:
         self._changed = False
 
     def used_parameters(self) -> Sequence[int]:
-        """Return 1 for each planned parameter with a gradient, else 0; empty if not needed."""
+        """Return 1 for each planned parameter with a gradient, else 0.
+
+        The result is empty without `find_unused`.
+        """
         if not self._reduction.find_unused:
             return ()
         return [int(self._has_gradient(number)) for number in range(len(self._parameters))]

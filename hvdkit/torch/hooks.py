@@ -37,7 +37,7 @@ def register(listener: Listener, parameter: torch.nn.Parameter, number: int | No
     Args:
         listener: the optimizer.
         parameter: the parameter.
-        number: passed to the listener.
+        number: the parameter's number, which is passed to the listener; None if it is in no plan.
     """
     reference = weakref.ref(listener)
     previous, *handles = _hooks.get(parameter, (reference,))

@@ -1,7 +1,9 @@
 """Collectives inside `torch.inference_mode()`.
 
-A tensor that is made in inference mode can only be resized in this mode, which belongs to a thread.
-For these collectives, Horovod's thread resizes the output, because ranks send different amounts.
+In the collectives of `_RESIZED`, ranks send different amounts, so Horovod's background thread
+resizes the output. Inference mode is a setting of one thread. A tensor that was created in this
+mode cannot be resized by a thread outside of it. So these collectives create their outputs outside
+of inference mode.
 """
 
 import functools
@@ -21,7 +23,11 @@ _RESIZED = (
 
 
 def allow_inference_mode(*modules: ModuleType) -> None:
-    """Make the functions of these modules create their outputs outside of inference mode."""
+    """Replace the collectives of `_RESIZED` by ones that work in inference mode.
+
+    Args:
+        modules: the modules in which to replace them. The first one has the functions.
+    """
     for name in _RESIZED:
         function = _outside(getattr(modules[0], name))
         for module in modules:

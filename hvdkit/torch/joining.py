@@ -30,7 +30,8 @@ def join(device: int = -1) -> int:
         if optimizer.accumulated:
             log.warning(
                 "hvd.join() dropped gradients that no step has used. To use them, call "
-                "optimizer.flush() before hvd.join(), if all ranks have as many passes."
+                "optimizer.flush() before hvd.join(). All ranks must then have made the same "
+                "number of passes."
             )
             optimizer.discard_accumulated()
             torch.optim.Optimizer.zero_grad(optimizer)

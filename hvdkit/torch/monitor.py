@@ -29,7 +29,8 @@ class Monitor(BaseMonitor):
         loggers: where to write, see `hvdkit.monitor`. Default: `ConsoleLogger()`.
         every: steps per record. A record covers all of these steps.
         grad_norm: in steps with a record, compute the norm of the reduced gradients. This reads all
-            gradients once. `hvd.clip_grad_norm_` reports the norm without this argument.
+            gradients once. If the script calls `hvd.clip_grad_norm_`, records have the norm without
+            this argument, too.
         process_set: the ranks that train together.
 
     Raises:
@@ -206,7 +207,7 @@ def totals() -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Return the memory of tensors on this rank's GPU; empty if it uses none."""
+    """Return the bytes of tensors on this rank's GPU; empty if this process uses no GPU."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     return {
@@ -216,7 +217,10 @@ def memory() -> dict[str, float]:
 
 
 def gpu() -> str | None:
-    """Return the UUID of this rank's GPU; None if it uses none, or an older PyTorch."""
+    """Return the UUID of this rank's GPU.
+
+    None if this process uses no GPU, or if PyTorch is too old to report the UUID.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)

@@ -3,4 +3,5 @@
 from horovod.torch.mpi_ops import *  # noqa: F403
 from horovod.torch.mpi_ops import HorovodInternalError, ProcessSet  # noqa: F401
 
+from hvdkit.torch.joining import join  # noqa: F401
 from hvdkit.torch.runtime import init, shutdown  # noqa: F401

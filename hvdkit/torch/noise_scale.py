@@ -18,8 +18,9 @@ from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 class GradientNoiseScale:
     """Measure the gradient noise scale of McCandlish et al. (arXiv:1812.06162, appendix A.1).
 
-    It compares the gradients of each rank with their mean over the ranks. A batch much smaller than
-    the scale wastes little data, a batch much larger than it wastes much. See docs/performance.md.
+    The measurement compares the gradients of each rank with their mean over the ranks. A batch that
+    is much smaller than the scale wastes few samples. A batch that is much larger than the scale
+    wastes many. See docs/performance.md.
     Every rank makes one, after the optimizer, with the same arguments. In a measured step, all
     gradients are read twice, and two numbers are summed over the ranks.
 
@@ -74,34 +75,38 @@ class GradientNoiseScale:
         self._average = Average(decay)
         self._process_set = own.process_set
         self._until = 0  # steps before the next measured one
-        # The squared norms of this rank's gradients; and, after each round, of their mean.
+        # The squared norm of each of this rank's gradients before the reduction.
         self._small: list[torch.Tensor] = []
+        # For each round since the last step, the squared norm of all reduced gradients.
         self._large: list[torch.Tensor] = []
         self._hooks: list[RemovableHandle] = []
-        # The optimizer keeps its hooks, and must not keep itself.
+        # A weak reference, because the optimizer holds the hook: a strong one would be a cycle.
         self._optimizer = weakref.ref(own)
         self._hook = own.register_step_pre_hook(self._before_step)
         self._watch()
 
     @property
     def scale(self) -> float | None:
-        """The noise scale in samples; None while the mean estimates are not positive."""
+        """The noise scale in samples; None until the mean estimates make it positive."""
         return self._average.scale
 
     @property
     def signal(self) -> float | None:
-        """The mean estimate of the squared norm of the true gradient."""
+        """The mean estimate of the squared norm of the true gradient; None before the first."""
         mean = self._average.mean
         return None if mean is None else mean.signal
 
     @property
     def noise(self) -> float | None:
-        """The mean estimate of the trace of the covariance of single samples' gradients."""
+        """The mean estimate of the trace of the covariance of single samples' gradients.
+
+        None before the first estimate.
+        """
         mean = self._average.mean
         return None if mean is None else mean.noise
 
     def close(self) -> None:
-        """Measure no more. Every rank calls this alike."""
+        """Stop measuring. Every rank must call this after the same step."""
         self._hook.remove()
         self._unwatch()
 
@@ -148,7 +153,8 @@ class GradientNoiseScale:
         if not self._until:
             self._watch()
         if len(large) != 1:
-            # Several passes in a step, or a step that was skipped. It is the same on all ranks.
+            # There were several passes in this step, or a step was skipped. All ranks have the same
+            # number of rounds, so all of them omit the collective.
             return
         both = torch.stack([small.to(large[0].device), large[0]])
         one, all_ranks = mpi_ops.allreduce(

@@ -6,8 +6,8 @@ import torch
 class NonFiniteNames:
     """The names of this rank's gradients with NaN or infinity, since the last round.
 
-    It computes the sum of each gradient, which is not finite if an element is not. The host reads
-    the sums of a device once, when the pass has ended.
+    It computes the sum of each gradient. The sum is not finite if an element of the gradient is not
+    finite. The host reads the sums of a device once, when the pass has ended.
     """
 
     def __init__(self) -> None:
@@ -18,13 +18,14 @@ class NonFiniteNames:
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of a parameter, in the order in which a pass computes them."""
         values = gradient._values() if gradient.is_sparse else gradient
-        # Not at the end of the pass, because the gradient may be reduced in place before.
+        # Compute the sum now: at the end of the pass, the gradient may be reduced in place already.
         if values.device.type == "cpu":
-            # A sum in float64 takes 4 times as long. The sum of finite elements may overflow.
+            # The sum is in the gradient's own dtype, because float64 takes 4 times as long. It may
+            # overflow although all elements are finite.
             if not values.sum().isfinite() and not values.isfinite().all():
                 self._found[name] = None
             return
-        # In these types the sum does not overflow. The host does not wait for the device here.
+        # In these wide dtypes the sum does not overflow. The host does not wait for the device.
         wide = torch.complex128 if values.is_complex() else torch.float64
         self._sums[name] = values.sum(dtype=wide)
 

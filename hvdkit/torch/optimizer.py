@@ -58,10 +58,11 @@ def DistributedOptimizer(
             class with the interface of Horovod's compressors, which gets gradients one by one.
         backward_passes_per_step: backward passes before each `step()`, whose gradients are summed.
         op: `Average` or `Sum` over the ranks; or `Adasum`, which returns Horovod's optimizer.
-        gradient_predivide_factor: with `Average`, gradients are divided by this before the sum
-            and by size / this after it. Default: the wire format decides.
-        num_groups: an older name of an integer `groups`.
-        groups: the number of buckets, or a list of parameters for each bucket.
+        gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
+            sum, and by size / factor after it. 1.0: the wire format chooses the factor.
+        num_groups: an older name of an integer `groups`; 0 for none.
+        groups: the number of buckets, or a list of parameters for each bucket. None: parameters
+            fill buckets of `bucket_bytes`.
         sparse_as_dense: reduce sparse gradients as dense ones. Otherwise their rows are gathered.
         process_set: the ranks to reduce over; other ranks step with their own gradients.
         accumulation_steps: backward passes per step, whose gradients are averaged. `step()`,
@@ -69,22 +70,24 @@ def DistributedOptimizer(
             pass; they do nothing before the last pass. `optimizer.stepped` is whether the last
             `step()` changed the parameters. `optimizer.flush()` ends a window early.
         find_unused_parameters: leave `.grad` None for parameters that no rank has used in a step,
-            as in one process. Costs a small allreduce per pass. Otherwise these parameters get
+            as in one process. It costs a small allreduce per pass. With False, these parameters get
             zeros.
-        bucket_bytes: the largest bucket of several gradients.
+        bucket_bytes: the largest size of a bucket with several gradients, in bytes. A larger
+            gradient has a bucket of its own.
         check_parameters: compare the parameters' values before the first reduction, and raise on
             every rank if they differ, for example because `hvd.broadcast_parameters` was forgotten.
             Frozen parameters in `named_parameters` are compared even if the optimizer does not have
             them.
-        check_interval: compare parameters, optimizer state and options every so many steps; 0 for
-            never. Needs `check_parameters`.
-        on_mismatch: what to do if such a comparison finds a difference: `"stop"` raises
-            `RankMismatchError` on every rank, unless the difference is as small as rounding, which
-            is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
-            none, as with two ranks.
-        on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction:
-            `"ignore"` does not check them; `"raise"` raises `NonFiniteGradients` on every rank,
-            with the ranks and the parameters; `"skip"` logs these and skips the step on every rank.
+        check_interval: compare parameters, optimizer state and options after every `check_interval`
+            steps; 0 for never. Needs `check_parameters`.
+        on_mismatch: what to do if this comparison finds a difference. `"stop"` raises
+            `RankMismatchError` on every rank; a difference as small as rounding is only logged.
+            `"repair"` copies the values of the majority of ranks. It raises if there is no
+            majority, as with two ranks.
+        on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction.
+            `"ignore"` does not check them. `"raise"` raises `NonFiniteGradients` on every rank;
+            the text names the ranks and the parameters. `"skip"` logs the same text and skips the
+            step on every rank.
             The check reads each gradient once, and waits for the device after the backward pass. Do
             not use it for float16 with a `GradScaler`, which expects infinity.
 
@@ -152,8 +155,9 @@ def DistributedOptimizer(
 def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Context in which backward passes add to this rank's gradients without a reduction.
 
-    For all but the last of several backward passes in one step, such as two losses. The next pass
-    outside of the context reduces the sum. Until then `p.grad` has only this rank's gradients.
+    Use it for all but the last of several backward passes in one step, such as the passes of two
+    losses. The next pass outside of the context reduces the sum of their gradients. Until then
+    `p.grad` has only this rank's gradients.
 
     Raises:
         UsageError: `optimizer` is not a `DistributedOptimizer`.

@@ -1,4 +1,4 @@
-"""Check the options that a library passes on to `hvd.DistributedOptimizer`."""
+"""Check the options that Lightning or Accelerate passes on to `hvd.DistributedOptimizer`."""
 
 import inspect
 from collections.abc import Mapping
@@ -24,9 +24,10 @@ def check_options(
     """Return a copy of the options.
 
     Args:
-        options: names and values.
-        receiver: what the options were given to, for errors.
-        refused: other options with the value that is refused, and the reason.
+        options: option name -> value.
+        receiver: the name of the class that the user gave the options to, for errors.
+        refused: (option name, value) -> the reason why the library does not support this value;
+            None for no such values.
 
     Raises:
         UsageError: an option does not exist, or the library decides it.

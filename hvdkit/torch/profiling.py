@@ -21,7 +21,7 @@ from hvdkit.torch.collectives import TorchCollectives
 
 # The name of the events that connect the profiler's clock with the system's.
 _MARK = "hvdkit.clock"
-# Marks at the beginning. The first ones take long.
+# The number of marks at the beginning. Several, because the first marks take long.
 _MARKS = 10
 
 
@@ -36,16 +36,17 @@ def profile(
 
     The trace has the operations of `torch.profiler`, the steps, and all collectives of each rank,
     on the clock of rank 0. Rank 0 writes it, for https://ui.perfetto.dev and chrome://tracing.
-    Every rank calls this, and `step` after each step of the optimizer; or loops over `batches`.
+    Every rank calls this function. Then every rank calls `step()` of the result after each step of
+    the optimizer, or loops over `batches(loader)` of the result.
     See docs/performance.md.
 
     With HOROVOD_TIMELINE=DYNAMIC, the trace also has Horovod's timeline of rank 0. On a GPU, each
     recorded step is an NVTX range, for Nsight Systems.
 
     Args:
-        path: the file for the trace, which is compressed with gzip. An existing one is replaced.
-        steps: the steps to record.
-        wait: the steps before them. The first steps are slower than the others.
+        path: the file for the trace, which is compressed with gzip. An existing file is replaced.
+        steps: the number of steps to record.
+        wait: the number of steps before the recorded ones. The first steps of a job are slower.
         options: arguments of `torch.profiler.profile`, such as `with_stack=True`.
 
     Raises:
@@ -90,7 +91,10 @@ class Profiler:
         try:
             self._profiler = torch.profiler.profile(**options)
         except TypeError as error:
-            raise UsageError(f"torch.profiler.profile: {error}") from error
+            raise UsageError(
+                f"hvd.profile was given {sorted(options)}: expected arguments of "
+                f"torch.profiler.profile, which raised: {error}"
+            ) from error
         self._running = False
         self._step: contextlib.ExitStack | None = None
         # The system's time before and after each mark.
@@ -168,7 +172,7 @@ def _of_rank(recorded: list[Event], rank: int, difference: int) -> list[Event]:
             event["ts"] = _nanoseconds(event["ts"]) + difference
             if "dur" in event:
                 event["dur"] = _nanoseconds(event["dur"])
-            if "id" in event:  # of an arrow, unique in the whole trace
+            if "id" in event:  # the id of an arrow must be unique in the whole trace
                 event["id"] = f"{rank}.{event['id']}"
         kept.append(event)
     return kept

@@ -1,7 +1,7 @@
-"""Reduce gradients that a training loop passes explicitly, as Keras does.
+"""Reduce gradients that the caller passes explicitly: Keras with the backend torch.
 
-`DistributedOptimizer` gets gradients from hooks. Here the loop passes the gradients that it
-applies. If it calls `expect` before its backward pass, buckets are sent during that pass.
+`DistributedOptimizer` gets gradients from hooks. Here the optimizer of Keras passes the gradients
+that it applies. If `expect` is called before a backward pass, buckets are sent during the pass.
 """
 
 import functools
@@ -78,7 +78,7 @@ class _Parameters:
         if self.expected_in is None:
             return
         if i in self._arrived:
-            # It is in several re-entrant checkpoints, each of which adds to its gradient.
+            # Several re-entrant checkpoints use the parameter, and each adds to its gradient.
             self.overlaps = False
         self._arrived.add(i)
         gradient = self.parameters[i].grad
@@ -137,9 +137,11 @@ class GradientReducer:
         reduction: the settings of the reduction.
         process_set: the ranks to reduce over; other ranks keep their gradients.
         context: further lines that must be the same on every rank; errors show them first.
-        passes: the number of backward passes in each gradient; the result is their mean.
+        passes: the number of backward passes whose gradients each given gradient sums. The result
+            is the mean over these passes.
         on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
-        times: measures the time that this rank spends in each section of its steps.
+        times: measures the time that this rank spends in each section of its steps; None for a
+            new one.
 
     Attributes:
         skips_step: whether all ranks skip the step, because gradients of the last call are not
@@ -162,7 +164,7 @@ class GradientReducer:
         self._window = Window(passes)
         self._context = tuple(context)
         self._collectives = TorchCollectives(process_set)
-        # Ids of parameters -> the parameters, which this reference keeps alive.
+        # Ids of parameters -> the parameters. The reference keeps them alive, so ids stay unique.
         self._known: dict[tuple[int, ...], _Parameters] = {}
         self._expecting: _Parameters | None = None
         self._resumed: list[ReductionState] = []
@@ -170,7 +172,7 @@ class GradientReducer:
     def state(self) -> list[dict[str, Any]]:
         """Return the state needed to resume with bit-identical sums, for each set of gradients.
 
-        It is the same on every rank.
+        The result is the same on every rank.
         """
         found = [known.synchronizer.state for known in self._known.values()]
         return [asdict(state) for state in [*found, *self._resumed] if state is not None]
@@ -178,7 +180,7 @@ class GradientReducer:
     def restore_state(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restore a value of `state()`, possibly of another process. Not a collective.
 
-        States of gradients that have not been reduced yet are used when they are.
+        A state of gradients that have not been reduced yet is used in their first reduction.
         """
         self._resumed = [ReductionState(**each) for each in state]
         for known in self._known.values():
@@ -209,7 +211,7 @@ class GradientReducer:
     def end_interrupted(self) -> None:
         """Complete the reduction of a backward pass that raised. A collective in that case.
 
-        Ranks whose pass did not raise wait in their call.
+        Ranks whose pass did not raise are waiting in `__call__` then.
 
         Raises:
             BackwardFailed: on every rank, when the backward pass raised on some only.

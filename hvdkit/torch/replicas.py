@@ -17,7 +17,7 @@ class TorchReplicas:
 
     Args:
         parameters: name -> parameter.
-        optimizer: the optimizer. Parameters that it does not have may be among `parameters`.
+        optimizer: the optimizer. It need not have all `parameters`: some may be frozen.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TorchReplicas:
         return elements.to(wide).numpy()
 
     def save(self, indices: Sequence[int], path: Path) -> Path:
-        """Write tensors to a file for `torch.load`: a dict of their names. Return its path."""
+        """Write tensors to a file for `torch.load`: a dict name -> tensor. Return the path."""
         file = path.with_name(f"{path.name}.pt")
         torch.save({self.names[i]: self._tensors[i].detach().cpu() for i in indices}, file)
         return file

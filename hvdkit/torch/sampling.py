@@ -351,7 +351,8 @@ def check_loader(loader: Any, sampler: ResumableSampler) -> None:
             )
     if sampler_of(loader) is not sampler:
         raise UsageError(
-            "the DataLoader has another sampler: create it with sampler= this ResumableSampler"
+            f"the DataLoader has another sampler (a {type(sampler_of(loader)).__name__}): create "
+            f"it with sampler=S, where S is the ResumableSampler whose S.batches(loader) was called"
         )
     _check_count(loader.dataset, sampler)
     # Without in_order, batches come in the order of their completion, so their number does not tell

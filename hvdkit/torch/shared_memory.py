@@ -20,6 +20,6 @@ def empty(elements: int, dtype: torch.dtype) -> torch.Tensor:
     if address is None:
         return torch.empty(elements, dtype=dtype)
     memory = (ctypes.c_char * size).from_address(address)
-    # Not at the end of the process, when other threads may still use the tensor.
+    # Do not release it at the end of the process: other threads may still use the tensor.
     weakref.finalize(memory, host_collectives.release, address).atexit = False
     return torch.frombuffer(memory, dtype=dtype)

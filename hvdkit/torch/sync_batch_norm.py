@@ -17,9 +17,9 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     It takes the arguments of `torch.nn.BatchNorm2d`, and inputs of shape [samples, channels, ...].
     In training, each forward and each backward pass needs one collective, so all ranks must run the
-    layer in the same order. Ranks may have different numbers of samples, also none.
+    layer in the same order. Ranks may have different numbers of samples. Some may have none.
 
-    On GPUs, it is Horovod's layer. Horovod's layer raises an error for tensors on a CPU.
+    For tensors on a GPU, this class calls Horovod's layer, which supports GPUs only.
     """
 
     @classmethod
@@ -112,7 +112,7 @@ class _Normalization(torch.autograd.Function):
             sums[0] = count
             sums[1 : channels + 1] = count * mean
             sums[channels + 1 :] = count * (variance + mean.square())
-        # With the same name, tensors have the same shape, so that Horovod's cache can serve them.
+        # Horovod caches a collective by its name and shape, so the name contains the channels.
         sums = mpi_ops.allreduce(sums, op=mpi_ops.Sum, name=f"sync_batch_norm.{channels}.sums")
         total = sums[0].item()
         mean = sums[1 : channels + 1] / total

@@ -28,7 +28,7 @@ from hvdkit.launch.network import (
 )
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
-#: The time until all ranks call `hvd.init()`. They may prepare data before.
+#: How long a rank waits until all ranks have called `hvd.init()`. Some may prepare data first.
 TIMEOUT = timedelta(minutes=30)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

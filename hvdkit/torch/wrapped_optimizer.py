@@ -1,4 +1,4 @@
-"""The class of wrapped optimizers, which reduces gradients in the backward pass.
+"""The class behind `hvd.DistributedOptimizer`: it reduces gradients in the backward pass.
 
 When `loss.backward()` returns, `p.grad` is the reduced gradient. These functions are called for a
 gradient, in this order; an indented function is called by the one above it:
@@ -10,7 +10,7 @@ gradient, in this order; an indented function is called by the one above it:
         Synchronizer.mark_ready                pack a full bucket and start its collective
     passes.end_pass                  PyTorch calls it at the end of the outermost backward pass
       Coordinator.send                         start the header and the other buckets
-      Coordinator.wait                         wait for the header: are all ranks in this round?
+      Coordinator.wait                         wait for the header, compare the ranks' rounds
         Rounds.complete                        wait for the buckets and unpack them into `p.grad`
           OptimizerGradients.end_round         add the bases
     step                             the plain optimizer's step
@@ -53,7 +53,7 @@ _wrapped_optimizers: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
 
 
 def coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
-    """Return the coordinator of a process set, which keeps it."""
+    """Return the coordinator of a process set: one per process set, kept as its attribute."""
     found: Coordinator | None = getattr(process_set, "_hvdkit_coordinator", None)
     if found is None:
         found = Coordinator(TorchCollectives(process_set))
@@ -81,7 +81,10 @@ def wrapped(optimizer: torch.optim.Optimizer) -> "WrappedOptimizer":
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """The base class of a wrapped optimizer's class, before the plain optimizer's class."""
+    """The first base class of a wrapped optimizer's class; the second is the plain class.
+
+    So the methods of this class take precedence over those of the plain class.
+    """
 
     def _wrap(
         self,
@@ -130,9 +133,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The current backward pass.
         self._task_id: int | None = None  # PyTorch's graph task
         self._nothing_to_reduce = False  # there is one rank and one pass per step
-        self._local_pass = False  # its gradients are not reduced at its end
+        self._local_pass = False  # it ends without a reduction
         self._plan_outdated = False  # buckets must wait for a new plan
-        self._generation = 0  # of the collectives when the pass began
+        self._generation = 0  # the generation of the collectives when the pass began
         # Whether another optimizer has wrapped parameters of this one.
         self._wrapped_again = False
         self._collectives = TorchCollectives(process_set)
@@ -148,7 +151,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = coordinator_of(process_set)
-        #: Compares parameters, optimizer state and options between ranks; None if it should not.
+        #: Compares parameters, optimizer state and options between ranks; None without
+        #: `check_parameters`.
         self.replicas: ReplicaCheck | None = None
         if check_parameters:
             self.replicas = ReplicaCheck(
@@ -418,7 +422,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             result = super().step(self._reducing(closure) if self._should_synchronize else closure)
         # An LR scheduler that holds the plain optimizer checks whether it has stepped.
         self._plain._opt_called = True  # type: ignore[attr-defined]
-        # A fused optimizer is called even if gradients are not finite, and skips the step itself.
+        # A GradScaler calls a fused optimizer even if gradients are not finite. The optimizer then
+        # skips the step.
         found = getattr(self, "found_inf", None)
         self.end_step()
         self._stepped = True if found is None else found
@@ -449,14 +454,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def flush(self, step: Callable[[], Any] | None = None) -> bool:
         """End an accumulation window early, for instance because the data have ended.
 
-        A collective: every rank calls it, even without accumulated passes. The gradient is the mean
-        over the passes that were made.
+        A collective: every rank calls it, even without accumulated passes. With
+        `accumulation_steps`, the gradient is the mean over the passes that were made.
 
         Args:
             step: a function to call instead of `self.step`, for instance one that also clips.
 
         Returns:
-            Whether a step was made, because there were passes.
+            Whether `step` was called: False if no rank has accumulated a pass.
 
         Raises:
             PassesDiffer: on every rank, when they have accumulated different numbers of passes.
@@ -499,7 +504,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.mean and self._window.size > 1:
             raise UsageError(
                 f"set_backward_passes_per_step({passes}) was called on an optimizer with "
-                f"accumulation_steps {self._window.size}: pass only one of the two"
+                f"accumulation_steps {self._window.size}. They cannot be combined: pass only one of "
+                f"the two"
             )
         self._window.close()
         self._window.size, self._window.mean = passes, False
@@ -556,7 +562,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def bucket_bytes(self) -> int:
-        """The largest bucket of several gradients, in bytes."""
+        """The largest size of a bucket with several gradients, in bytes."""
         return self._gradients.bucket_bytes
 
     def set_bucket_bytes(self, size: int) -> None:
@@ -565,11 +571,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.set_bucket_bytes(size)
 
     def distinct_bucket_bytes(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that make different buckets: of equal ones, the first."""
+        """Return `sizes` without those that make the same buckets as an earlier one."""
         return self._gradients.distinct_bucket_bytes(sizes)
 
     def reduction_lines(self) -> list[str]:
-        """Return lines that describe the gradients and how they are reduced, without their size."""
+        """Return lines that describe the gradients and their reduction, without the bucket size."""
         return self._gradients.reduction_lines()
 
     def reduction_states(self) -> list[ReductionState | None]:

@@ -133,6 +133,8 @@ def test_constants_and_errors_are_horovods(hvd):
     for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "HorovodInternalError"):
         assert getattr(hvd, name) is getattr(horovod.torch, name)
     assert hvd.global_process_set is horovod.torch.global_process_set
+    for name in ("init", "join", "shutdown"):
+        assert getattr(hvd.mpi_ops, name) is getattr(hvd, name)
 
 
 def test_methods_of_horovods_optimizer(hvd):

@@ -1,4 +1,4 @@
-"""Share the samples of an epoch that are left among the current ranks."""
+"""Divide the remaining samples of an epoch among the current ranks."""
 
 from collections.abc import Iterator
 from itertools import cycle, islice
@@ -12,7 +12,8 @@ class ElasticSampler(horovod_sampler.ElasticSampler):
     """Horovod's `ElasticSampler`: shard an epoch over the ranks, which may change during it.
 
     Keep the sampler in the state, call `record_batch` after each batch, and `set_epoch` at the end
-    of each epoch. After the ranks have changed, they share the samples that no committed batch had.
+    of each epoch. After a change of the ranks, the new ranks share the samples that are in no
+    committed batch.
 
     Every rank gets as many samples as the others. For this, up to `size - 1` samples are repeated
     at the end of an epoch. Horovod's class fails there if fewer samples are left than ranks.

@@ -1,4 +1,4 @@
-"""The state that an elastic job keeps and sends to new ranks."""
+"""The state of an elastic job: save it, restore it, and broadcast it to new ranks."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -90,7 +90,7 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`."""
-        # The file is this user's own, and contains arbitrary objects.
+        # The file contains arbitrary objects, and belongs to the user of this process.
         saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
         self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
@@ -103,11 +103,11 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
 
 
 class TorchState(ObjectState, horovod_state.TorchState):
-    """Horovod's `TorchState`, with commits that outlive the ranks.
+    """Horovod's `TorchState`, with commits that a restarted job can restore.
 
-    Models and optimizers are synchronised by hvdkit. Horovod's own way of synchronising an
-    optimizer takes a step with it, which for a wrapped one is a collective that only new ranks
-    would enter.
+    Models and optimizers are synchronised by hvdkit. Horovod's class calls `step()` of the
+    optimizer on new ranks. For a wrapped optimizer, `step()` is a collective, and the other ranks
+    would not call it.
 
     Args:
         model: a model.
@@ -131,7 +131,7 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 self._handlers[name] = _OptimizerHandler(handler.value)
 
     def _saved_handlers(self) -> Mapping[str, Any]:
-        # A handler of the user's own keeps what `save` saves in attributes, too.
+        # All handlers, also those of the user, keep in attributes what their `save` has saved.
         return {
             name: {key: value for key, value in vars(handler).items() if key != "value"}
             for name, handler in self._handlers.items()

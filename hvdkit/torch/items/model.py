@@ -23,6 +23,7 @@ class ModelItem:
     def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
         self._model = model
         self._subject = subject
+        # The tensors that `restore` loads with `load_state_dict`.
         self._to_load: list[str] = []
         # The addresses of the parameters that the planned partial restore restores.
         self._restored: set[int] = set()
@@ -33,7 +34,8 @@ class ModelItem:
         """Return the module's `state_dict`, without prefixes of `torch.compile` in names.
 
         Args:
-            saved: the names in the restored tree. Earlier versions saved prefixes.
+            saved: the names in the restored tree. Earlier versions of hvdkit saved names with these
+                prefixes.
         """
         state = self._model.state_dict()
         plain = compiled.without_prefixes(self._model)
@@ -45,7 +47,7 @@ class ModelItem:
             known = plain(name)
             if known not in saved and known in earlier:
                 known = earlier[known]
-            # A module that is not compiled may have both names.
+            # If another tensor has this name already, keep the tensor's full name.
             self._names[name if known in self._names else known] = name
         return {known: state[name] for known, name in self._names.items()}
 
@@ -164,7 +166,8 @@ class ModelItem:
             for t in itertools.chain(self._model.parameters(), self._model.buffers())
         }
         prepared = dict(tree)
-        # Load these with `load_state_dict`: copies, and tensors that are no longer tied.
+        # `load_state_dict` is needed for tensors that are copies of the model's memory, and for
+        # tensors that were tied in the saved model only.
         self._to_load = [
             name
             for name in own

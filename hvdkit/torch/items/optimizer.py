@@ -131,9 +131,9 @@ class OptimizerItem:
     def plan_dependent_restore(
         self, tree: Tree, wanted: Collection[str], planned: Collection[str]
     ) -> tuple[Tree, list[str]]:
-        """Plan the restore of the optimizer state of those parameters that are restored, too.
+        """Plan the restore of the state of each parameter whose value is restored.
 
-        Also restore the state of a parameter if no model that has it is among `wanted`. See
+        Also restore the state of a parameter that belongs to no model in `wanted`. See
         `hvdkit.checkpoint.state` for the arguments.
 
         Raises:
@@ -167,9 +167,11 @@ class OptimizerItem:
     def _devices(self, tree: Tree) -> Callable[[tuple[Any, ...], Any], torch.device]:
         """Return a function that returns the device for a tensor of the state.
 
-        It is the device of the parameter, or the host for tensors that were on the host while
-        others of the parameter were not, such as step counters. If all tensors of the parameter
-        were on the host, torch's rule decides.
+        A tensor that was saved from an accelerator gets the parameter's device. A tensor that was
+        saved from the host, such as a step counter, gets the host if other state of the same
+        parameter was on an accelerator. If all state of the parameter was on the host, the tensor
+        gets the device of the optimizer's current tensor. If there is none, it gets the device that
+        PyTorch would choose.
         """
         parameters = self._parameters()
         on_host = {tuple(path) for path in tree["on_host"]}

@@ -1,4 +1,4 @@
-"""The state of gradient reduction, which a resumed job needs for the same bits."""
+"""The state of the gradient reduction, needed to resume with bit-identical sums."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
 class ReductionItem:
-    """The reduction states of wrapped optimizers, which bit-identical sums need."""
+    """The reduction states of wrapped optimizers, needed to resume with bit-identical sums."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._optimizers = {

@@ -27,8 +27,10 @@ class StateDictItem:
         """Allocate memory for tensors, if there are any.
 
         Raises:
-            UsageError: the state is of another class: both have entries of their own.
-                A version of PyTorch may add entries, so a difference on one side is allowed.
+            UsageError: the saved and the current state each have entries that the other one lacks,
+                so they are of different classes. Additional entries in only one of them are
+                allowed, because another version of PyTorch may have added these. Also raised if
+                the object was disabled when it was saved, and is enabled now.
         """
         own = self._stateful.state_dict()
         is_enabled = getattr(self._stateful, "is_enabled", None)
@@ -58,7 +60,7 @@ class StateDictItem:
         own = self._stateful.state_dict()
         if isinstance(own, dict) and isinstance(tree, dict) and own.keys() != tree.keys():
             raise UsageError(
-                f"it was saved with {', '.join(map(str, tree))}, and has "
+                f"it was saved with the entries {', '.join(map(str, tree))}, and has the entries "
                 f"{', '.join(map(str, own))} here"
             )
         return self.plan_restore(tree), []

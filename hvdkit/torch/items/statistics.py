@@ -15,8 +15,9 @@ from hvdkit.torch.items.tensors import TorchTensor
 class Statistics:
     """A `RankItem`: the running statistics of normalisation layers, from this rank's batches.
 
-    Training does not depend on them, but validation does. Above `LARGEST_STATISTICS` bytes, all
-    ranks get those of the first rank.
+    Training does not depend on the statistics, but validation does. Above `LARGEST_STATISTICS`
+    bytes, they are not saved for each rank: all ranks get the first rank's statistics, which are
+    part of the model.
 
     Args:
         models: name -> model.

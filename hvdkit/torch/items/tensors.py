@@ -35,7 +35,7 @@ class TorchTensor:
     def __init__(self, tensor: torch.Tensor, subject: str = "a tensor") -> None:
         if torch.nn.parameter.is_lazy(tensor):
             raise UsageError(
-                f"{subject} is not initialised and has no shape: call the model on one batch before"
+                f"{subject} is not initialised and has no shape: call the model on one batch first"
             )
         kind = type(tensor)
         if _has_own_operations(kind):
@@ -80,7 +80,7 @@ class TorchTensor:
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None
-        # One element may have any stride.
+        # A contiguous tensor with one element may have any stride, which `view` would refuse.
         flat = tensor.as_strided((tensor.numel(),), (1,))
         memory: np.ndarray = flat.view(torch.uint8).numpy()
         return memory
@@ -123,13 +123,13 @@ def writable(tensor: torch.Tensor, subject: str) -> TorchTensor:
     wrapped = TorchTensor(tensor, subject)
     if tensor.is_meta:
         raise UsageError(
-            f"{subject} is on the meta device and has no content: create it on a device before, "
-            f"such as with Module.to_empty()"
+            f"{subject} is on the meta device and has no content: first create it on a "
+            f"device, for example with Module.to_empty()"
         )
     if overlaps(tensor):
         raise UsageError(
             f"{subject} has several elements in one place of its memory, as expand() makes them: "
-            f"expected a tensor that a restore can write to. Use clone() or contiguous() before"
+            f"expected a tensor that a restore can write to. Use clone() or contiguous() first"
         )
     return wrapped
 

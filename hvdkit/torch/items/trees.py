@@ -1,4 +1,4 @@
-"""Trees with torch tensors, and the same trees as a checkpoint holds them."""
+"""Convert trees with torch tensors to the trees that a checkpoint holds, and back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
