@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import hvdkit
-from hvdkit.console import Console
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.signals import STOP_SIGNALS, handle_stop_signals, status_before_start
 
@@ -43,8 +42,9 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
     """Parse the arguments, run the verb, and report its errors."""
     shown = Namespace(verb="", when_ended="nothing was done.", resumable_before_start=False)
     try:
-        shown = options = _parser().parse_args(arguments)
-        options.words = list(sys.argv[1:] if arguments is None else arguments)[1:]
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        shown = options = _parser(words).parse_args(words)
+        options.words = words[1:]
         status = int(options.run(options))
         sys.stdout.flush()
         return status
@@ -89,7 +89,11 @@ def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     raise _Ended(signal.Signals(number))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of `words`, with the verb that `words` begins with, or else all verbs.
+
+    Each verb imports its package, which takes longer than most commands.
+    """
     parser = argparse.ArgumentParser(
         prog="hvdkit",
         description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
@@ -101,16 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         resumable_before_start=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    _add_build(verbs)
-    _add_doctor(verbs)
-    _add_run(verbs)
-    _add_bench(verbs)
-    _add_checkpoint(verbs)
-    _add_why(verbs)
-    _add_inspect(verbs)
-    _add_report(verbs)
-    _add_generate(verbs)
-    _add_migrate(verbs)
+    for name in words[:1] if words and words[0] in _VERBS else _VERBS:
+        _VERBS[name](verbs)
     return parser
 
 
@@ -194,6 +190,7 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _build(options: argparse.Namespace) -> int:
+    from hvdkit.console import Console
     from hvdkit.engine import build, plan, report
 
     console = Console(soft_wrap=True)
@@ -241,6 +238,7 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _doctor(options: argparse.Namespace) -> int:
     from hvdkit import diagnostics, doctor
+    from hvdkit.console import Console
     from hvdkit.launch import command
 
     several = options.hosts is not None or options.hostfile is not None
@@ -353,6 +351,20 @@ def _add_migrate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     verb = _add_verb(verbs, "migrate", command.HELP, command.EXAMPLE)
     command.add_arguments(verb)
     verb.set_defaults(run=command.run, when_ended="each file is as before, or migrated.")
+
+
+_VERBS = {
+    "build": _add_build,
+    "doctor": _add_doctor,
+    "run": _add_run,
+    "bench": _add_bench,
+    "checkpoint": _add_checkpoint,
+    "why": _add_why,
+    "inspect": _add_inspect,
+    "report": _add_report,
+    "generate": _add_generate,
+    "migrate": _add_migrate,
+}
 
 
 def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:

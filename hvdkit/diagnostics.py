@@ -1,11 +1,14 @@
 """The results of `hvdkit doctor` and the preflight check, as text or JSON."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
+if TYPE_CHECKING:
+    from rich.console import Console
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
@@ -46,6 +49,8 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
 
 def show(diagnostics: Sequence[Diagnostic], console: Console) -> None:
     """Print a line for each diagnostic, and its advice below."""
+    from rich.markup import escape  # not at the top: each start of `hvdkit run` would import rich
+
     width = max(len(diagnostic.name) for diagnostic in diagnostics)
     for diagnostic in diagnostics:
         console.print(

@@ -44,7 +44,7 @@ _OF_A_SCRIPT = st.one_of(
 @given(before=st.sampled_from([[], ["--"]]), arguments=st.lists(_OF_A_SCRIPT, max_size=5))
 def test_the_arguments_of_a_script_are_its_own(before, arguments):
     command = ["python", "train.py", *arguments]
-    options = cli._parser().parse_args(["run", "-np", "2", *before, *command])
+    options = cli._parser(["run"]).parse_args(["run", "-np", "2", *before, *command])
     assert options.num_proc == 2
     assert options.command in (command, [*before, *command])
 

@@ -163,12 +163,23 @@ def test_framework_free_packages_load_no_framework(package):
     assert not FRAMEWORKS & {name.split(".")[0] for name in loaded}
 
 
-def test_the_launcher_and_its_agents_load_no_numpy():
-    """On a host with many ranks, each start of an agent would take longer."""
+def test_the_launcher_and_its_agents_import_little():
+    """Each start of `hvdkit run` and of an agent would take longer."""
     loaded = run_python(
-        "import hvdkit.launch.command, hvdkit.launch.agent, sys; print(*sys.modules)"
+        "import hvdkit.launch.agent, hvdkit.cli, sys;"
+        "hvdkit.cli.main(['run', '-np', '1', '--dry-run', 'true']); print(*sys.modules)"
     )
-    assert "numpy" not in loaded.split()
+    others = {"numpy", "rich", "hvdkit.bench", "hvdkit.checkpoint", "hvdkit.migrate"}
+    assert not others & set(loaded.split())
+
+
+def test_adapters_do_not_import_slow_packages_at_the_top():
+    """Each of these packages imports SymPy, which takes a second in each rank."""
+    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torch.fx")
+    for package in ("core", "torch", "keras"):
+        for path in modules_of(package):
+            for name, in_function in imports_of(path):
+                assert in_function or not name.startswith(slow), f"{path} imports {name}"
 
 
 def test_hvdkit_is_imported_in_a_fifth_of_a_second():

@@ -5,15 +5,13 @@ backward pass. A `DistributedOptimizer` of the same parameters would reduce them
 """
 
 import gc
+import sys
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdkit.errors import UsageError
-
-_REDUCING = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_not_reduced(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
@@ -43,11 +41,21 @@ def check_not_reduced(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 def _first_reduced(named: list[tuple[str, torch.nn.Parameter]]) -> tuple[str, str] | None:
     """Return the name of the first parameter in such a module, and the module's class."""
     # PyTorch keeps no list of these modules, and a parameter does not know its modules.
+    reducing = _reducing_classes()
     owners = {
         id(parameter): type(module).__name__
         for module in gc.get_objects()
         # Not isinstance, which calls code of proxies.
-        if issubclass(type(module), _REDUCING)
+        if issubclass(type(module), reducing)
         for parameter in module.parameters()
     }
     return next(((name, owners[id(p)]) for name, p in named if id(p) in owners), None)
+
+
+def _reducing_classes() -> tuple[type[torch.nn.Module], ...]:
+    # An import of FSDP takes a second, because FSDP imports SymPy. Without an import by the script,
+    # no module is of this class.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return (DistributedDataParallel,)
+    return (DistributedDataParallel, fsdp.FullyShardedDataParallel)

@@ -12,7 +12,7 @@ from hvdkit.launch import config_file
 
 
 def options_of(words):
-    options = cli._parser().parse_args(["run", *words])
+    options = cli._parser(["run"]).parse_args(["run", *words])
     options.words = words
     return options
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import uuid
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hvdkit.errors import UsageError
 
 @contextlib.contextmanager
 def process_group(hvd):
-    path = hvd.broadcast_object(os.path.join(os.environ["TMPDIR"], f"store-{os.getpid()}"))
+    path = hvd.broadcast_object(os.path.join(os.environ["TMPDIR"], f"store-{uuid.uuid4()}"))
     store = distributed.FileStore(path, hvd.size())
     distributed.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
     try:
@@ -28,6 +29,16 @@ def test_parameters_of_ddp_are_refused(hvd):
         model = nn.Sequential(DistributedDataParallel(nn.Linear(2, 1)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UsageError, match=r"'0\.module\.weight' belongs to a Distributed"):
+            hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def test_parameters_of_fsdp_are_refused(hvd):
+    from torch.distributed.fsdp import FullyShardedDataParallel  # slow: it imports SymPy
+
+    with process_group(hvd):
+        model = FullyShardedDataParallel(nn.Linear(2, 1), device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="belongs to a FullyShardedDataParallel module"):
             hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
 
