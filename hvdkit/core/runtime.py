@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 from hvdkit.core import loaded_modules
+from hvdkit.core.departure import Departure
 from hvdkit.core.host_collectives import HostCollectives, check_choice
 from hvdkit.core.recorder import Recorder, stall_seconds
 from hvdkit.errors import HvdkitError, UsageError
@@ -184,6 +185,8 @@ class Runtime:
         self._generation = 0
         self._warned = False
         self._prepared_forks = False
+        #: The notes of ranks that have called `shutdown`.
+        self.departure = Departure()
         #: The engine's shared memory for the ranks of one host.
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
         #: The engine's flight recorder.
@@ -247,6 +250,7 @@ class Runtime:
                 f"which cannot connect them. Unset HOROVOD_CONTROLLER, or start the script with "
                 f"horovodrun."
             )
+        self.departure.remove()
         single = whole_world and processes == 1 and horovod.gloo_built()
         with one_rank_over_gloo(os.environ) if single else nullcontext():
             horovod.init(*args, **kwargs)
@@ -261,6 +265,7 @@ class Runtime:
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()
+        self.departure.begin(horovod.size())
         self.recorder.watch(horovod.rank(), horovod.size(), stall_limit(os.environ))
         loaded_modules.report(horovod.rank())
         self._report()
@@ -268,6 +273,8 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
+        with contextlib.suppress(ValueError):  # Horovod has not been initialized
+            self.departure.write(self._horovod.rank())
         self.recorder.unwatch()
         self._horovod.shutdown()
 

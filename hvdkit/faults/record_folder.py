@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from hvdkit.owned_folders import OwnedFolder
 REQUEST = "request"
 #: A rank touches this file when it has saved a checkpoint (`hvdkit/core/progress.py`).
 SAVED = "saved"
+#: A rank that shuts Horovod down writes a note to this file (`hvdkit/core/departure.py`).
+NOTE, _NOTE = "shutdown-{}.json", re.compile(r"shutdown-(\d+)\.json")
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
 
@@ -25,6 +28,8 @@ class RecordFolder:
         self._folder: OwnedFolder | None = None
         # The size and time of each file that `changed` has returned.
         self._seen: dict[str, tuple[int, int]] = {}
+        # The notes that `changed_notes` has returned, or `write_note` has written.
+        self._notes: dict[int, str] = {}
 
     @property
     def path(self) -> Path:
@@ -62,6 +67,36 @@ class RecordFolder:
         before = self._seen.get(SAVED)
         self._seen[SAVED] = stamp
         return before != stamp
+
+    def changed_notes(self) -> Iterator[tuple[int, str]]:
+        """Yield the notes of shutdowns that were written since the last call: rank, content.
+
+        The content is "" for a note that was removed.
+        """
+        if self._folder is None:
+            return
+        found = {}
+        for file in self._folder.path.glob(NOTE.format("*")):
+            if match := _NOTE.fullmatch(file.name):
+                with contextlib.suppress(OSError):
+                    found[int(match[1])] = file.read_text(encoding="utf-8", errors="replace")
+        before, self._notes = self._notes, found
+        for rank in sorted(before.keys() | found.keys()):
+            if before.get(rank) != found.get(rank):
+                yield rank, found.get(rank, "")
+
+    def write_note(self, rank: int, content: str) -> None:
+        """Write the note of a rank on another host, or remove it if the content is ""."""
+        path = self.path / NOTE.format(rank)
+        with contextlib.suppress(OSError):
+            if content:
+                draft = path.with_suffix(".tmp")
+                draft.write_text(content, encoding="utf-8")
+                draft.replace(path)
+                self._notes[rank] = content
+            else:
+                path.unlink(missing_ok=True)
+                self._notes.pop(rank, None)
 
     def remove(self) -> None:
         """Delete the folder."""

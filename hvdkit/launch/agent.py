@@ -253,6 +253,8 @@ class Agent:
             case "record" if self._ranks.all:
                 self._ranks.records.request()
                 self._send("states", states=self._ranks.states())
+            case "shutdown" if self._ranks.all:
+                self._ranks.records.write_note(message["rank"], message["content"])
             case "heartbeat":
                 self._report_alive()
             case "keep":
@@ -325,6 +327,8 @@ class Agent:
         self._records_at = time.monotonic()
         for text in self._ranks.records.changed():
             self._send("record", text=text)
+        for rank, content in self._ranks.records.changed_notes():
+            self._send("shutdown", rank=rank, content=content)
         if self._ranks.records.saved():
             self._send("saved")
         if self._commits is not None:

@@ -186,13 +186,20 @@ class Failures:
         origin = next((each for each in alike if each.is_chained), failures[0])
         return [origin, *(each for each in failures if each is not origin)]
 
-    def report(self, ended: int, finished: Sequence[int], before: str = "") -> str:
+    def report(
+        self,
+        ended: int,
+        finished: Sequence[int],
+        before: str = "",
+        departed: Sequence[str] = (),
+    ) -> str:
         """Return the report for the user.
 
         Args:
             ended: the number of ranks that the launcher ended because of the failures.
             finished: the ranks that ended without an error.
             before: the verdict on the stall in which the ranks failed; empty if there was none.
+            departed: for each rank that has called `hvd.shutdown()`, a sentence.
         """
         first, *others = self._ordered()
         alike = self.suspects
@@ -210,7 +217,9 @@ class Failures:
             lines[0] += f" The launcher ended {ended} other rank{'' if ended == 1 else 's'}."
         if first.kind == _LOST_PEER:
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
-            if before and not finished and not stopped:
+            if departed:
+                lines.append(_shut_down(departed))
+            elif before and not finished and not stopped:
                 lines.append("Before it failed: " + before.replace("\n", " "))
             else:
                 lines.append(_without_cause(self._describe, finished, stopped))
@@ -229,6 +238,19 @@ class Failures:
                 f"{same} more rank{'s' if same > 1 else ''} failed like rank {first.rank}."
             )
         return "\n".join(lines)
+
+
+def _shut_down(departed: Sequence[str]) -> str:
+    """Return what ranks have shut Horovod down."""
+    more = len(departed) - _SHOWN
+    return " ".join(
+        [
+            *departed[:_SHOWN],
+            *([f"{_count(more)} more called it."] if more > 0 else []),
+            "This shuts Horovod down on all ranks: call it only after the last collective of every "
+            "rank.",
+        ]
+    )
 
 
 def _without_cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -125,6 +126,8 @@ class Job:
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly)
         self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
+        # Rank -> where it has called `hvd.shutdown()`.
+        self._departed: dict[int, str] = {}
         self._problem = ""
         self._ended_by_launcher = 0
         self._finished: set[Connection] = set()
@@ -166,6 +169,8 @@ class Job:
                 self._output.write(message["rank"], message["stream"], text)
             case "record":
                 self._stalls.add(message["text"], time.monotonic())
+            case "shutdown":
+                self._on_shutdown(connection, message)
             case "saved":
                 self._saved = True
             case "states":
@@ -183,6 +188,17 @@ class Job:
                     self._lost.append(host)
                 left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
                 self._fail(f"lost {host.name}: {connection.explain()}. {left}")
+
+    def _on_shutdown(self, connection: Connection, message: Message) -> None:
+        """Keep the note of a rank that has called `hvd.shutdown()`, and send it to other hosts."""
+        rank, content = message["rank"], message["content"]
+        try:
+            self._departed[rank] = str(json.loads(content)["text"])
+        except (ValueError, KeyError, TypeError):
+            self._departed.pop(rank, None)  # it has started Horovod again
+        for other in self._agents.connections:
+            if other is not connection:
+                other.send("shutdown", rank=rank, content=content)
 
     def _on_rank_ended(self, rank: int, status: int) -> None:
         self._output.finish(rank)
@@ -363,7 +379,8 @@ class Job:
             return self._ended_by(self._stopped_by, code)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
         before = self._stalls.verdict_on_failure()
-        report = self._failures.report(self._ended_by_launcher, finished, before)
+        departed = list(self._departed.values())
+        report = self._failures.report(self._ended_by_launcher, finished, before, departed)
         report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
         return Outcome(

@@ -16,6 +16,7 @@ To the agent:
     end        {grace}                       end every process: SIGTERM, `grace` seconds, SIGKILL
     record     {}                            ask the ranks for records, and send the states of their
                                              processes
+    shutdown   {rank, content}               a note of a rank on another host, see below
     keep       {name}                        make the folders for an elastic job's commits, and
                                              delete them at the end
     hosts      {version}                     the version of the elastic job's list of hosts
@@ -30,6 +31,8 @@ From the agent:
     output     {rank, stream, text}          bytes that a rank has written
     ended      {rank, status}                the status is negative for a signal
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
+    shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
+                                             if it has started Horovod again
     saved      {}                            a checkpoint or a commit was saved
     kept       {folders}                     the folders for commits
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""

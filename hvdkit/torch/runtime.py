@@ -51,6 +51,10 @@ _runtime = Runtime(
     _refuse_collectives,
 )
 
+for _name in ("horovod_torch_wait_and_clear", *_COLLECTIVES):
+    _function = getattr(mpi_ops.mpi_lib, _name)
+    setattr(mpi_ops.mpi_lib, _name, _runtime.departure.explained(_function))
+
 init = _runtime.init
 host_collectives = _runtime.host_collectives
 recorder = _runtime.recorder

@@ -2,13 +2,15 @@
 
     scripts/chaos --minutes 60
     scripts/chaos --faults 25 --only "SIGKILL of all ranks" --framework torch --ranks 4
-    scripts/chaos --faults 1 --seed 17 --verbose    # repeats the first job of a run
+    scripts/chaos --jobs 1 --seed 17 --verbose    # the same choices as in the first job of a run
 
-Each job of `hvdkit run` gets some faults, one after another: a rank, an agent or the launcher is
-killed or stopped, a host reboots, a link is down, a disk is full, and so on. After each fault the
-job must train again within a minute (longer on a slow machine), by itself or with the same command.
-The launcher must have named the rank or host at fault. At the end its weights must be those of
-an undisturbed job, and nothing may be left over. Several hosts need root.
+Each job of `hvdkit run` gets faults until it ends, in bursts of one to six: a rank, an agent or
+the launcher is killed or stopped, a host reboots, a link is down, a disk is full, and so on. The
+faults of a burst overlap: the next one comes after up to `--gap` seconds, or during the restart.
+After each burst the job must train again within a minute (longer on a slow machine), by itself or
+with the same command. The launcher must have named a rank or host at fault, and no other rank as
+killed. At the end the weights must be those of an undisturbed job, and nothing may be left over.
+Several hosts need root.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hvdkit.bench import namespaces
-from tests.chaos.settings import PROGRAMS, Limits
+from tests.chaos.settings import PROGRAMS, STARTS, Limits
 from tests.chaos.trial import ALL, References, Result, Trial
 from tests.chaos.world import world
 from tests.cluster import ssh_servers
 
-_FAULTS_OF_A_JOB = (3, 7)
+#: Of the launcher's output in a line of `--json`.
+_SHOWN_BYTES = 2000
 
 
 def main() -> int:
@@ -57,6 +60,8 @@ def main() -> int:
         ("elsewhere",) if args.checkpoints else tuple(args.store),
         args.ranks,
         shutil.which("cc") is not None,
+        tuple(args.start),
+        args.passes,
     )
     print(f"--seed {seed}{f'; one host only: {several}' if several else ''}", flush=True)
     deadline = time.monotonic() + 60 * (args.minutes or float("inf"))
@@ -65,16 +70,26 @@ def main() -> int:
         made.elsewhere = args.checkpoints
         references = References(made)
         number = 0
-        while time.monotonic() < deadline and _count(results) < (args.faults or float("inf")):
+        while (
+            time.monotonic() < deadline
+            and (left := (args.faults or float("inf")) - _count(results)) > 0
+            and number < (args.jobs or float("inf"))
+        ):
             # Each job has a seed of its own, so that it can be repeated alone.
             draw = random.Random(seed + number)
-            count = min(draw.randint(*_FAULTS_OF_A_JOB), args.faults or 100)
-            setting = limits.draw(draw, count)
-            result = Trial(setting, count, made, references, draw, args.only).run()
+            setting = limits.draw(draw)
+            gap = None if args.gap < 0 else args.gap
+            trial = Trial(setting, left, made, references, draw, args.only, gap)
+            result = trial.run()
             results.append(result)
             _show(result, seed + number, args.verbose)
             if args.json:
                 _write(args.json, seed + number, result)
+            if args.keep and result.problems:
+                shutil.copytree(
+                    trial.job.folder, args.keep / str(seed + number), symlinks=True,
+                    dirs_exist_ok=True,
+                )  # fmt: skip
             number += 1
     print(f"\n{table(results)}\n")
     problems = [problem for result in results for problem in result.problems]
@@ -88,6 +103,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, help="start no job after this time")
     parser.add_argument("--faults", type=int, help="start no job after this number of faults")
+    parser.add_argument("--jobs", type=int, help="start no job after this number of jobs")
     parser.add_argument("--seed", type=int, help="of the random choices (default: a new one)")
     parser.add_argument("--only", action="append", default=[], choices=[k.name for k in ALL])
     parser.add_argument("--framework", action="append", default=[], choices=PROGRAMS)
@@ -96,11 +112,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--store", action="append", default=[], choices=["folder", "s3"])
     parser.add_argument("--checkpoints", metavar="PLACE", help="a folder or URL; empty there")
     parser.add_argument("--ranks", type=int, default=2, help="of a job on one host (default 2)")
-    parser.add_argument("--json", type=Path, help="append each job to this file, in a line")
+    parser.add_argument("--start", action="append", default=[], choices=STARTS)
+    parser.add_argument("--passes", type=int, default=150, help="of a job (default 150)")
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=1.5,
+        metavar="S",
+        help="the longest time between the faults of a burst; -1: no bursts (default 1.5)",
+    )
+    parser.add_argument("--json", type=Path, help="append a line for each fault and each job")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy jobs with problems there")
     parser.add_argument("--verbose", action="store_true", help="show what the launcher says")
     args = parser.parse_args()
-    if not args.minutes and not args.faults:
-        args.faults = 5
+    if not args.minutes and not args.faults and not args.jobs:
+        args.jobs = 1
     return args
 
 
@@ -110,12 +136,14 @@ def _count(results: Sequence[Result]) -> int:
 
 def _show(result: Result, seed: int, verbose: bool) -> None:
     print(f"{result.setting} (--seed {seed})")
+    shown = 0
     for event in result.events:
         named = {True: ", named", False: ", NOT NAMED", None: ""}[event.named]
-        early = " at the start" if event.early else ""
-        print(f"  {event.fault}{early}: {event.outcome}, {event.seconds:.1f} s{named}")
-        if verbose:
+        when = f"{event.burst}: {event.fault}, {event.moment}"
+        print(f"  {when}: {event.outcome}, {event.seconds:.1f} s{named}")
+        if verbose and event.burst > shown:
             print("".join(f"      {line}\n" for line in event.text.splitlines()), end="")
+        shown = event.burst
     for problem in result.problems:
         print(f"  PROBLEM {problem}")
     sys.stdout.flush()
@@ -142,11 +170,10 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _write(path: Path, seed: int, result: Result) -> None:
-    line = {
-        "seed": seed,
-        "setting": asdict(result.setting),
-        "events": [asdict(event) | {"text": ""} for event in result.events],
-        "problems": result.problems,
-    }
+    about = {"seed": seed, "setting": str(result.setting)}
+    lines = [asdict(event) | about for event in result.events]
+    for line, event in zip(lines, result.events, strict=True):
+        line["text"] = event.text[:_SHOWN_BYTES]
+    end = about | {"faults": len(lines), "problems": result.problems}
     with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write("".join(f"{json.dumps(line)}\n" for line in [*lines, end]))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import psutil
 
-from tests.chaos.job import STALL_SECONDS, Job, Start
+from tests.chaos.job import HOST_SECONDS, STALL_SECONDS, Job, Start
 
 
 class Fault:
@@ -26,6 +26,7 @@ class Fault:
         damages: whether a step that was saved may be lost.
         names: patterns. After a fault that has ended or stalled the job, the launcher's output must
             match one of them.
+        killed: the ranks that the launcher may report as killed by a signal.
         seconds: the time from `inject` to `lift`.
     """
 
@@ -39,6 +40,7 @@ class Fault:
         self.draw = draw
         self.job = job
         self.names: Sequence[str] = ()
+        self.killed: set[int] = set()
         self.seconds = 0.0
 
     @classmethod
@@ -80,6 +82,7 @@ class KillRank(Fault):
         if rank is None:
             return False
         where = self._where(rank.rank)
+        self.killed = {rank.rank}
         self.names = [
             rf"rank {rank.rank} on {where} failed: killed by signal 9",
             # A rank of an earlier start, or a host that was lost at the same time.
@@ -96,6 +99,7 @@ class KillAllRanks(Fault):
 
     def inject(self) -> bool:
         alive = self.job.alive()
+        self.killed = set(alive)
         self.names = [r"rank \d+ on \S+ failed: killed by signal 9", r"lost \S+:"]
         for rank in alive.values():
             _signal(rank.pid, signal.SIGKILL)
@@ -112,6 +116,10 @@ class KillAgent(Fault):
         if found is None:
             return False
         rank, agent = found
+        # The agents of a smaller job are on other hosts, and mpirun starts one for each rank.
+        self.killed = {
+            r for r, each in self.job.alive().items() if self.job.agent_of(each) == agent
+        }
         self.names = [rf"lost {self._where(rank.rank)}:"]
         _signal(agent.pid, signal.SIGKILL)
         return True
@@ -132,6 +140,42 @@ class KillLauncher(Fault):
         return True
 
 
+class StopJob(Fault):
+    """A request to the launcher to stop the job. The user runs the same command again."""
+
+    name = "SIGTERM or SIGINT of the launcher"
+
+    def inject(self) -> bool:
+        if self.job.status() is not None:
+            return False
+        self.names = [
+            r"stopped; start the job again",
+            r"ended by SIG(TERM|INT)",
+            r"got SIG(TERM|INT)|SIG(TERM|INT): asking",
+            r"did not stop within",
+        ]
+        self.job.stop(self.draw.choice([signal.SIGTERM, signal.SIGINT]))
+        return True
+
+
+class TerminateRank(Fault):
+    """SIGTERM of one rank, as before a preemption: it saves a checkpoint, or ends."""
+
+    name = "SIGTERM of a rank"
+
+    def inject(self) -> bool:
+        rank = self._rank()
+        if rank is None:
+            return False
+        self.killed = {rank.rank}
+        self.names = [
+            r"stopped; start the job again",
+            rf"rank {rank.rank} on {self._where(rank.rank)} failed: (killed by|exit status)",
+        ]
+        _signal(rank.pid, signal.SIGTERM)
+        return True
+
+
 class StopRank(Fault):
     """SIGSTOP of a rank, and SIGCONT before or shortly after the first verdict."""
 
@@ -143,7 +187,7 @@ class StopRank(Fault):
         if rank is None:
             return False
         self._pid = rank.pid
-        self.seconds = self.draw.choice([0.2, 1.0, 2.0, STALL_SECONDS + 3.0])
+        self.seconds = self.draw.choice([0.2, 1.0, 2.0, STALL_SECONDS + 1.5])
         self.names = [rf"Rank {rank.rank}\b.* stopped", rf"rank {rank.rank} on "]
         _signal(rank.pid, signal.SIGSTOP)
         return True
@@ -163,6 +207,7 @@ class StopRankForGood(Fault):
         rank = self._rank()
         if rank is None:
             return False
+        self.killed = {rank.rank}
         self.names = [rf"Rank {rank.rank}\b.* stopped"]
         _signal(rank.pid, signal.SIGSTOP)
         return True
@@ -179,7 +224,7 @@ class StopAgent(Fault):
         if found is None:
             return False
         self._pid = found[1].pid
-        self.seconds = self.draw.choice([0.5, 2.0, STALL_SECONDS + 2.0])
+        self.seconds = self.draw.choice([0.5, 2.0, STALL_SECONDS + 1.0, HOST_SECONDS + 3.0])
         self.names = [rf"{self._where(found[0].rank)}"]
         _signal(self._pid, signal.SIGSTOP)
         return True
@@ -196,7 +241,7 @@ class StopLauncher(Fault):
 
     def inject(self) -> bool:
         assert self.job.process is not None
-        self.seconds = self.draw.choice([0.5, 2.0, 6.0])
+        self.seconds = self.draw.choice([0.5, 2.0, 6.0, HOST_SECONDS + 3.0])
         _signal(self.job.process.pid, signal.SIGSTOP)
         return self.job.status() is None
 
@@ -216,7 +261,8 @@ class LimitMemory(Fault):
         if rank is None:
             return False
         self._pid = rank.pid
-        self.seconds = 3.0
+        self.seconds = 2.0
+        self.killed = {rank.rank}
         self.names = [
             rf"rank {rank.rank} on {self._where(rank.rank)} failed",
             # Its engine may hang, because it cannot raise an exception without memory.
@@ -244,6 +290,8 @@ FAULTS: list[type[Fault]] = [
     KillAllRanks,
     KillAgent,
     KillLauncher,
+    StopJob,
+    TerminateRank,
     StopRank,
     StopRankForGood,
     StopAgent,

@@ -8,19 +8,24 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tests.chaos.settings import PROGRAMS, Setting
+from tests.chaos.settings import ELASTIC, NODES, Setting
 from tests.chaos.world import REPOSITORY, World
 from tests.checkpoint import s3_server
 
 #: Seconds without progress before a verdict, and before the job ends.
-STALL_SECONDS, LIMIT_SECONDS = 4, 10
+STALL_SECONDS, LIMIT_SECONDS = 3, 7
+#: Seconds without an answer after which a host is lost. The default is 30.
+HOST_SECONDS = 8
 _PACE_SECONDS = 0.03
-_STOP_SECONDS = 40
+_STOP_SECONDS = 25
+_START_SECONDS = 30
+_PORT = 29400
 _ENV = {
     "OMP_NUM_THREADS": "1",
     "HVDKIT_STALL_TIMEOUT": str(STALL_SECONDS),
@@ -58,8 +63,12 @@ class Job:
         self.set_clock(0)
         self.errors = self.folder / "launcher.err"
         self.errors.touch()
+        #: The running command; with `--nodes` that of node 0.
         self.process: subprocess.Popen[bytes] | None = None
         self.commands = 0
+        self._others: list[subprocess.Popen[bytes]] = []
+        self._hostfile = self.folder / "hosts"
+        self.set_hosts(self.host_names)
 
     @property
     def checkpoints(self) -> str:
@@ -78,31 +87,67 @@ class Job:
         assert self.world.cluster is not None
         return [host.name for host in self.world.cluster.hosts[: self.setting.hosts]]
 
-    def command(self) -> list[str]:
-        """Return the command line of the launcher."""
+    def set_hosts(self, names: Sequence[str]) -> None:
+        """Set the hosts of an elastic job."""
+        slots = self.setting.ranks // self.setting.hosts
+        draft = self.folder / "hosts.draft"
+        draft.write_text("".join(f"{name} slots={slots}\n" for name in names))
+        draft.replace(self._hostfile)
+
+    def commands_of_hosts(self) -> list[list[str]]:
+        """Return the command lines of the launcher; with `--nodes` one for each node."""
         setting = self.setting
-        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(setting.ranks)]
-        command += ["--output-dir", str(self.folder / "runs"), "--launcher", setting.controller]
-        command += ["--stop-grace", str(_STOP_SECONDS)]
-        if setting.restarts and self.saves:
-            command += ["--restarts", str(setting.restarts)]
-            command += ["--min-np", str(setting.min_ranks)] if setting.min_ranks else []
+        if setting.started != NODES or not self.saves:
+            command = self._command(*self._on_hosts())
+            if setting.hosts > 1:
+                assert self.world.cluster is not None
+                return [self.world.cluster.hosts[0].command(command)]
+            return [command]
+        assert self.world.cluster is not None
+        hosts = self.world.cluster.hosts[: setting.hosts]
+        place = ("--nodes", str(len(hosts)), "--rdzv", f"{hosts[0].address}:{_PORT}")
+        return [
+            host.command(self._command(*place, "--node-rank", str(number)))
+            for number, host in enumerate(hosts)
+        ]
+
+    def _on_hosts(self) -> list[str]:
+        """Return the arguments with the hosts of a job that is started from one of them."""
+        setting = self.setting
+        hosts = [f"{name}:{setting.ranks // setting.hosts}" for name in self.host_names]
+        words = ["--launcher", setting.controller]
+        if setting.started == ELASTIC and self.saves:
+            words += ["--elastic", "--hostfile", str(self._hostfile)]
+        elif setting.hosts > 1:
+            words += ["-H", ",".join(hosts)]
         if setting.hosts > 1:
             assert self.world.access is not None
-            slots = setting.ranks // setting.hosts
-            command += [f"--ssh-arg=-F{self.world.access.config}", "--no-preflight"]
-            command += ["-H", ",".join(f"{name}:{slots}" for name in self.host_names)]
-            for name in [*_ENV, *PROGRAMS[setting.framework][1]]:
-                command += ["-x", name]
-        program = Path(__file__).with_name(PROGRAMS[setting.framework][0])
+            words += [f"--ssh-arg=-F{self.world.access.config}", "--no-preflight"]
+            for name in [*_ENV, *setting.program[1]]:
+                words += ["-x", name]
+        return words
+
+    def _command(self, *words: str) -> list[str]:
+        setting = self.setting
+        command = [sys.executable, "-m", "hvdkit", "run", *words]
+        command += ["--output-dir", str(self.folder / "runs")]
+        command += ["--stop-grace", str(_STOP_SECONDS), "--host-timeout", str(HOST_SECONDS)]
+        command += ["--start-timeout", str(_START_SECONDS)]
+        if setting.started == ELASTIC and self.saves:
+            command += ["--min-np", str(setting.min_ranks or setting.ranks)]
+            command += ["--restarts", str(setting.restarts), "--max-np", str(setting.ranks)]
+        else:
+            command += ["-np", str(setting.ranks)]
+            if setting.restarts and self.saves:
+                command += ["--restarts", str(setting.restarts)]
+                command += ["--min-np", str(setting.min_ranks)] if setting.min_ranks else []
+        command += [] if setting.spares else ["--no-spares"]
+        program = Path(__file__).with_name(setting.program[0])
         command += [*self._with_clock(), sys.executable, str(program), str(self.out)]
         for name in ("wire", "accumulation", "steps"):
             command += [f"--{name}", str(getattr(setting, name))]
         if self.saves:
             command += ["--checkpoints", self.checkpoints, "--pace", str(_PACE_SECONDS)]
-        if setting.hosts > 1:
-            assert self.world.cluster is not None
-            return self.world.cluster.hosts[0].command(command)
         return command
 
     def _with_clock(self) -> list[str]:
@@ -118,27 +163,37 @@ class Job:
 
     def start(self) -> None:
         """Start the command."""
-        env = dict(os.environ) | _ENV | PROGRAMS[self.setting.framework][1]
-        env |= {"TMPDIR": str(self.world.temporary)}
+        env = dict(os.environ) | _ENV | self.setting.program[1]
+        env |= {"TMPDIR": str(self.world.temporary), "HVDKIT_JOB_KEY": "0123456789abcdef"}
         env["PYTHONPATH"] = str(REPOSITORY)
         if self.setting.store == "s3":
             env |= s3_server.CREDENTIALS | {"AWS_ENDPOINT_URL": self.world.store.address}
         self.commands += 1
-        with self.errors.open("ab") as errors, (self.folder / "launcher.out").open("ab") as out:
-            self.process = subprocess.Popen(
-                self.command(),
-                env=env,
-                cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=errors,
-                start_new_session=True,
-            )
+        started = []
+        for number, command in enumerate(self.commands_of_hosts()):
+            name = f"node{number}" if number else "launcher"
+            with (
+                (self.folder / f"{name}.err").open("ab") as errors,
+                (self.folder / f"{name}.out").open("ab") as out,
+            ):
+                process = subprocess.Popen(
+                    command,
+                    env=env,
+                    cwd=REPOSITORY,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            started.append(process)
+        self.process, *self._others = started
 
     def status(self) -> int | None:
-        """Return the exit status of the command; None while it runs."""
+        """Return the exit status of the command; None while it runs on a host."""
         assert self.process is not None
-        return self.process.poll()
+        if any(process.poll() is None for process in [self.process, *self._others]):
+            return None
+        return self.process.returncode
 
     def said(self, since: int = 0) -> str:
         """Return what the launcher has written to its standard error, from this byte on."""
@@ -156,7 +211,8 @@ class Job:
         """Return the agent of a rank: its parent."""
         with contextlib.suppress(psutil.Error):
             parent = psutil.Process(start.pid).parent()
-            if parent is not None and "hvdkit.launch.agent" in " ".join(parent.cmdline()):
+            words = parent.cmdline() if parent is not None else []
+            if "hvdkit.launch.agent" in words or "--node-rank" in words:
                 return parent
         return None
 
@@ -165,10 +221,10 @@ class Job:
         slots = self.setting.ranks // self.setting.hosts
         return self.host_names[rank // slots]
 
-    def passes(self) -> list[tuple[int, int]]:
-        """Return the process of rank 0 and the number of steps, for each pass so far."""
+    def passes(self) -> list[tuple[int, float]]:
+        """Return the process of rank 0 and the time (monotonic), for each pass so far."""
         found = lines_of(self.out / "losses.0")
-        return [(int(line[0]), int(line[2])) for line in found if len(line) == 4]
+        return [(int(line[0]), float(line[4])) for line in found if len(line) == 5]
 
     def resumed(self) -> list[int]:
         """Return the step from which rank 0 has resumed, for each start so far."""
@@ -176,7 +232,19 @@ class Job:
 
     def finished(self) -> bool:
         """Return whether the command has succeeded."""
-        return self.status() == 0
+        return self.process is not None and self.status() == 0
+
+    @property
+    def committed(self) -> int:
+        """The step of the last commit of an elastic job."""
+        found = lines_of(self.out / "committed")
+        return int(found[-1][0]) if found else 0
+
+    def stop(self, number: int) -> None:
+        """Ask the job to stop, as Ctrl-C does."""
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
 
     def left(self) -> list[str]:
         """Return the processes of the job that still run."""
@@ -192,9 +260,10 @@ class Job:
     def kill(self) -> None:
         """End everything that was started, after a failure."""
         pids = [int(text.split()[0].rstrip(",")) for text in self.left()]
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(30)
+        for process in [self.process, *self._others]:
+            if process is not None:
+                process.kill()
+                process.wait(30)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

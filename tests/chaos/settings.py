@@ -15,10 +15,14 @@ PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 #: The weights of random choices. A job of TensorFlow takes three times as long to start.
-_FRAMEWORKS = {"torch": 14, "keras-torch": 3, "keras-tensorflow": 1}
-_CONTROLLERS = {"gloo": 4, "mpi": 1}
-_HOSTS = {1: 5, 2: 3, 3: 1, 4: 1}
+_FRAMEWORKS = {"torch": 12, "keras-torch": 3, "keras-tensorflow": 2}
+_CONTROLLERS = {"gloo": 2, "mpi": 1}
+_HOSTS = {1: 4, 2: 4, 3: 2, 4: 1}
 _STORES = {"folder": 4, "s3": 1, "elsewhere": 0}
+#: How the ranks are started: from one host over ssh, with `--elastic`, or with `--nodes`.
+SSH, ELASTIC, NODES = "ssh", "elastic", "nodes"
+_STARTS = {SSH: 6, ELASTIC: 2, NODES: 2}
+STARTS = tuple(_STARTS)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Setting:
         restarts: the value of `--restarts`.
         min_ranks: the value of `--min-np`; None without it.
         clock: whether the clock of the ranks can be changed.
+        started: how the ranks are started, such as `NODES`.
+        spares: whether agents keep spare interpreters.
     """
 
     framework: str
@@ -50,11 +56,28 @@ class Setting:
     restarts: int = 0
     min_ranks: int | None = None
     clock: bool = False
+    started: str = SSH
+    spares: bool = False
 
     @property
     def undisturbed(self) -> Setting:
         """The job whose weights this job must have."""
-        return replace(self, store="folder", restarts=0, min_ranks=None, clock=False)
+        # An elastic job has another script.
+        started = ELASTIC if self.started == ELASTIC else SSH
+        return replace(
+            self,
+            store="folder",
+            restarts=0,
+            min_ranks=None,
+            clock=False,
+            started=started,
+            spares=False,
+        )
+
+    @property
+    def program(self) -> tuple[str, dict[str, str]]:
+        """The training script, and variables of its environment."""
+        return ("train_elastic.py", {}) if self.started == ELASTIC else PROGRAMS[self.framework]
 
     def __str__(self) -> str:
         parts = [
@@ -67,6 +90,8 @@ class Setting:
         ]
         parts += [f"--min-np {self.min_ranks}"] if self.min_ranks else []
         parts += ["a clock of their own"] if self.clock else []
+        parts += ["--no-spares"] if self.restarts and not self.spares else []
+        parts += [f"--{self.started}"] if self.started != SSH else []
         return ", ".join(parts)
 
 
@@ -81,6 +106,8 @@ class Limits:
         stores: of `Setting.store`.
         ranks: the number of ranks of a job on one host. On several hosts, each has 1 or 2.
         clock: whether the clock of ranks can be changed.
+        starts: of `Setting.started`.
+        passes: the passes of a job. Repeated passes after a fault are not counted.
     """
 
     frameworks: tuple[str, ...] = ()
@@ -89,9 +116,11 @@ class Limits:
     stores: tuple[str, ...] = ()
     ranks: int = 2
     clock: bool = False
+    starts: tuple[str, ...] = ()
+    passes: int = 150
 
-    def draw(self, draw: random.Random, faults: int) -> Setting:
-        """Return a random setting for a job with this many faults."""
+    def draw(self, draw: random.Random) -> Setting:
+        """Return a random setting."""
 
         def choose(weights, allowed):
             kept = {value: weight or 1 for value, weight in weights.items() if value in allowed}
@@ -100,19 +129,32 @@ class Limits:
         hosts = choose(_HOSTS, self.hosts)
         per_host = draw.choice([1, 2]) if hosts == 2 else 1
         restarts = draw.choice([0, 20, 20, 20])
+        framework = choose(_FRAMEWORKS, self.frameworks)
         controller = choose(_CONTROLLERS, self.controllers)
+        store = choose(_STORES, self.stores)
+        started = choose(_STARTS, self.starts)
+        accumulation = draw.choice([1, 3])
+        if started == NODES and hosts == 1:
+            started = SSH
+        if started != SSH:
+            controller = "gloo"
+        if started == ELASTIC:
+            framework, restarts, accumulation = "torch", 20, 1
         min_ranks = 1 if hosts > 1 and restarts and draw.random() < 0.4 else None
         return Setting(
-            choose(_FRAMEWORKS, self.frameworks),
+            framework,
             controller,
             hosts,
             self.ranks if hosts == 1 else hosts * per_host,
             draw.choice(["none", "fp16"]),
-            draw.choice([1, 3]),
-            20 + 15 * faults,
+            accumulation,
+            self.passes // accumulation,
             # The object store of these tests listens on this machine's loopback interface.
-            choose(_STORES, self.stores) if hosts == 1 or "elsewhere" in self.stores else "folder",
+            store if hosts == 1 or "elsewhere" in self.stores else "folder",
             restarts,
             min_ranks,
             self.clock and hosts == 1 and draw.random() < 0.3,
+            started,
+            # Spares need as much time of the processors as ranks.
+            bool(restarts) and draw.random() < 0.3,
         )

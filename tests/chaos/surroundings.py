@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from hvdkit.bench.namespaces import Host
 from tests.chaos.faults import Fault
-from tests.chaos.job import Job
+from tests.chaos.job import HOST_SECONDS, Job
+from tests.chaos.settings import ELASTIC
 
 _SECONDS = 30
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -33,9 +34,10 @@ class _OfHost(Fault):
         self.host = self.draw.choice(self.job.world.cluster.hosts[1 : self.job.setting.hosts])
         slots = self.job.setting.ranks // self.job.setting.hosts
         first = self.job.host_names.index(self.host.name) * slots
-        ranks = "|".join(map(str, range(first, first + slots)))
         # Ranks of a smaller job have other numbers.
-        ranks = r"\d+" if self.job.setting.min_ranks else ranks
+        smaller = self.job.setting.min_ranks is not None
+        self.killed = set(range(self.job.setting.ranks) if smaller else range(first, first + slots))
+        ranks = r"\d+" if smaller else "|".join(map(str, sorted(self.killed)))
         self.names = [
             rf"lost {self.host.name}:",
             rf"left out: {self.host.name}:",
@@ -56,7 +58,7 @@ class LinkDown(_OfHost):
     name = "link down"
 
     def inject(self) -> bool:
-        self.seconds = self.draw.choice([1.0, 3.0, 8.0, 20.0])
+        self.seconds = self.draw.choice([0.5, 1.0, 3.0, HOST_SECONDS + 2.0])
         found = super().inject()
         if found:
             _link(self.host, "down")
@@ -95,7 +97,7 @@ class Reboot(_OfHost):
     power_cut: ClassVar[bool] = False
 
     def inject(self) -> bool:
-        self.seconds = self.draw.uniform(1.0, 8.0)
+        self.seconds = self.draw.uniform(0.5, 4.0)
         found = super().inject()
         if found:
             if self.power_cut:
@@ -120,8 +122,31 @@ class PowerCut(Reboot):
 
     def inject(self) -> bool:
         found = super().inject()
-        self.seconds = self.draw.choice([5.0, 45.0])
+        self.seconds = self.draw.choice([2.0, HOST_SECONDS + 4.0])
         return found
+
+
+class HostLeaves(Fault):
+    """A host of an elastic job is removed from the list of hosts, and added again."""
+
+    name = "host removed and added"
+    weight = 6
+
+    @classmethod
+    def possible(cls, job: Job) -> bool:
+        setting = job.setting
+        return setting.started == ELASTIC and setting.hosts > 1 and setting.min_ranks is not None
+
+    def inject(self) -> bool:
+        self.seconds = self.draw.choice([0.5, 4.0, 8.0])
+        names = self.job.host_names
+        gone = self.draw.choice(names[1:])
+        self.names = ["the hosts have changed"]
+        self.job.set_hosts([name for name in names if name != gone])
+        return True
+
+    def lift(self) -> None:
+        self.job.set_hosts(self.job.host_names)
 
 
 class FullDisk(Fault):
@@ -139,7 +164,7 @@ class FullDisk(Fault):
         self.names = [_NO_SPACE]
 
     def inject(self) -> bool:
-        self.seconds = self.draw.choice([0.5, 2.0, 5.0])
+        self.seconds = self.draw.choice([0.3, 1.0, 3.0])
         _fill(self._ballast)
         return True
 
@@ -174,6 +199,7 @@ class DamageStep(Fault):
 
     def inject(self) -> bool:
         alive = self.job.alive()
+        self.killed = set(alive)
         # Rank 0 first, because it writes.
         for rank in sorted(alive):
             with contextlib.suppress(ProcessLookupError):
@@ -248,6 +274,7 @@ FAULTS: list[type[Fault]] = [
     LinkSlow,
     Reboot,
     PowerCut,
+    HostLeaves,
     FullDisk,
     DamageStep,
     StoreFails,

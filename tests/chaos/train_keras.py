@@ -1,8 +1,8 @@
 """The training of a job under faults, with Keras's `fit`.
 
-Each rank writes a line to `out` for each batch: the process id, the batch, the number of steps, and
-the sum of loss, accuracy and two random numbers. At the end it writes its weights and its optimizer
-state.
+Each rank writes a line to `out` for each batch: the process id, the batch, the number of steps,
+the sum of loss, accuracy and two random numbers, and the time. At the end it writes its weights and
+its optimizer state.
 
 The training has all state that a resume could lose: dropout, statistics of each rank, random
 numbers, metrics, a schedule, several buckets, and a learning rate that a callback lowers. The
@@ -60,7 +60,7 @@ class Record(keras.callbacks.Callback):
         step = int(self.model.optimizer.iterations)
         noise = random.random() + float(np.random.rand())
         number = float(logs["loss"]) + noise + float(logs["accuracy"])
-        append(self._losses, os.getpid(), self._batches, step, number.hex())
+        append(self._losses, os.getpid(), self._batches, step, number.hex(), time.monotonic())
         if step >= self._steps:
             self.model.stop_training = True
 

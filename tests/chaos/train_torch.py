@@ -1,8 +1,8 @@
 """The training of a job under faults, with PyTorch.
 
-Each rank writes to `out` a line for each pass (process id, pass, number of steps, loss), and at the
-end the bytes of its weights and optimizer state. The training has all state that a resume could
-lose: dropout, random numbers of each kind, a schedule, and several buckets. The magnitude of
+Each rank writes to `out` a line for each pass (process id, pass, number of steps, loss, time), and
+at the end the bytes of its weights and optimizer state. The training has all state that a resume
+could lose: dropout, random numbers of each kind, a schedule, and several buckets. The magnitude of
 gradients changes so much that the scales of a 16-bit wire format change, too.
 """
 
@@ -84,7 +84,9 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 losses = args.out / f"losses.{rank}"
-                append(losses, os.getpid(), counts["passes"], step, loss.item().hex())
+                append(
+                    losses, os.getpid(), counts["passes"], step, loss.item().hex(), time.monotonic()
+                )
                 if optimizer.stepped:
                     step += 1
                     schedule.step()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,15 @@ _REFERENCE_SECONDS = 300.0
 #: The passes of one process after a fault that show that the job trains again.
 _PASSES = 3
 _LEFT_SECONDS = 25.0
-#: Half of the faults are injected within this time after a start, the others after some steps.
-_EARLY_SECONDS = 4.0
+#: A fault at the start comes within this time after it. Other faults come after up to so many
+#: passes, or at the next save.
+_EARLY_SECONDS, _PASSES_BEFORE, _SAVE_SECONDS = 4.0, 12, 5.0
+#: The time that a fault may wait for the restart after the one before it.
+_RESTART_SECONDS = 8.0
+#: How many faults come together, and how often.
+_BURSTS = {1: 3, 2: 3, 3: 3, 4: 2, 6: 1}
+#: A report of the launcher that a rank was killed.
+_KILLED = re.compile(r"rank (\d+) on \S+ failed: killed by signal")
 #: The accuracy of a job that has changed its size may differ by this much.
 _ACCURACY = 0.15
 #: Temporary files of killed processes of TensorFlow, PyTorch and Open MPI.
@@ -39,6 +47,7 @@ RESTARTED = "restarted by the launcher"
 STOPPED = "ended with an error, started again"
 RELAUNCHED = "launcher killed, started again"
 NOTHING = "came too late"
+_AT_START = "at the start"
 
 ALL: list[type[Fault]] = [*faults.FAULTS, *surroundings.FAULTS]
 
@@ -49,10 +58,11 @@ class Event:
 
     Attributes:
         fault: its name.
-        outcome: one of the constants of this module.
-        seconds: the time from the end of the fault until the job trained again.
-        named: whether the launcher has named the cause; None if it need not.
-        early: whether the fault was injected while the ranks started.
+        outcome: one of the constants of this module, for the burst of this fault.
+        seconds: the time from the end of the fault to the next pass of the training.
+        named: whether the launcher has named the cause of the burst; None if it need not.
+        moment: when it was injected, such as "at the start".
+        burst: the number of the burst.
         text: what the launcher said.
     """
 
@@ -60,8 +70,26 @@ class Event:
     outcome: str
     seconds: float
     named: bool | None
-    early: bool
+    moment: str
+    burst: int
     text: str = ""
+
+
+@dataclass
+class _Injected:
+    """A fault of the current burst.
+
+    Attributes:
+        fault: the fault.
+        moment: as of `Event`.
+        ends: the time at which it is lifted.
+        lifted: whether it was.
+    """
+
+    fault: Fault
+    moment: str
+    ends: float
+    lifted: bool = False
 
 
 @dataclass
@@ -116,40 +144,46 @@ class Trial:
 
     Args:
         setting: the job.
-        count: the number of faults.
+        most: the largest number of faults.
         world: where it runs.
         references: the undisturbed jobs.
         draw: the random numbers.
         only: the names of faults; empty for all.
+        gap: the longest time between the faults of a burst; None for single faults.
     """
 
     def __init__(
         self,
         setting: Setting,
-        count: int,
+        most: float,
         world: World,
         references: References,
         draw: random.Random,
         only: Sequence[str] = (),
+        gap: float | None = 1.5,
     ) -> None:
-        self._count = count
+        self._most = most
         self._reference = references.get(setting)
         self._limit = references.limit
         self._before = _temporary(world)
         self.job = Job(setting, world)
         self._world = world
         self._draw = draw
+        self._gap = gap
         self._kinds = [
             kind for kind in ALL if kind.possible(self.job) and (not only or kind.name in only)
         ]
         self.result = Result(setting)
+        self._bursts = 0
+        # The time at which the user starts the command again; None while it should run.
+        self._start_at: float | None = None
 
     def run(self) -> Result:
         """Run the job and its faults, and check it."""
         try:
             self.job.start()
-            for _ in range(self._count):
-                if self.job.finished() or not self._one_fault():
+            while not self.job.finished() and len(self.result.events) < self._most:
+                if not self._burst():
                     break
             if not self.result.problems and self._run_to_the_end():
                 self._check()
@@ -157,87 +191,157 @@ class Trial:
             self.job.kill()
         return self.result
 
-    def _one_fault(self) -> bool:
-        """Inject a fault, and wait until the job trains again. False after a problem."""
-        kind = self._draw.choices(self._kinds, [kind.weight for kind in self._kinds])[0]
-        fault = kind(self._draw, self.job)
-        early = fault.early and self._draw.random() < 0.4
-        if not self._wait_for_the_moment(early):
+    def _burst(self) -> bool:
+        """Inject some faults, and wait until the job trains again. False after a problem."""
+        job = self.job
+        self._bursts += 1
+        moment = self._wait_for_the_moment()
+        if moment is None:
             return False
-        if self.job.finished():
+        if job.finished():
             return True
-        said = len(self.job.errors.read_bytes())
-        before = self.job.alive()
-        commands = self.job.commands
-        newest, resumed = self._newest_step(), len(self.job.resumed())
-        began = time.monotonic()
-        happened = fault.inject()
-        self._keep_running(began + fault.seconds)
-        if happened:
-            fault.lift()
-        if fault.relaunch and happened:
-            self.job.start()
-        passes, lifted = len(self.job.passes()), time.monotonic()
+        said = len(job.errors.read_bytes())
+        before, commands = job.alive(), job.commands
+        newest, resumed = self._newest_step(), len(job.resumed())
+        injected = self._inject(moment)
+        relaunched = any(each.fault.relaunch for each in injected)
+        passes, lifted = len(job.passes()), time.monotonic()
         # The ranks of a killed launcher still train for a moment.
-        old = {start.pid for start in before.values()} if fault.relaunch else set()
+        old = {start.pid for start in before.values()} if relaunched else set()
         trains = self._wait(lambda: self._trains(passes, old))
-        seconds = time.monotonic() - lifted
-        text = self.job.said(said)
-        after = {start.pid for start in self.job.starts()[-1:]}
-        if not happened or (self.job.finished() and not text):
+        times = [at for pid, at in job.passes()[passes:] if pid not in old]
+        trained_at = times[0] if times else time.monotonic()
+        text = job.said(said)
+        after = {start.pid for start in job.starts()[-1:]}
+        if not injected or (job.finished() and not text):
             outcome = NOTHING
-        elif fault.relaunch:
+        elif relaunched:
             outcome = RELAUNCHED
-        elif self.job.commands > commands:
+        elif job.commands > commands:
             outcome = STOPPED
         elif after & {start.pid for start in before.values()}:
             outcome = UNAFFECTED
         else:
             outcome = RESTARTED
-        event = Event(fault.name, outcome, seconds, self._named(fault, outcome, text), early, text)
+        names = [name for each in injected for name in each.fault.names]
+        named = self._named(names, outcome, text)
+        kinds = " + ".join(each.fault.name for each in injected)
         if outcome != NOTHING:
-            self.result.events.append(event)
+            for each in injected:
+                seconds = max(0.0, trained_at - each.ends)
+                self.result.events.append(
+                    Event(each.fault.name, outcome, seconds, named, each.moment, self._bursts, text)
+                )
+        seconds = max(0.0, trained_at - lifted)
         if not trains:
-            self._problem(f"{fault.name}: no progress {seconds:.0f} s after it", text)
+            self._problem(f"{kinds}: no progress {seconds:.0f} s after it", text)
         elif seconds > self._limit:
-            self._problem(f"{fault.name}: {seconds:.0f} s until the job trained again", text)
-        from_steps = self.job.resumed()[resumed:]
-        if not fault.damages and any(step < newest for step in from_steps):
-            self._problem(f"{fault.name}: resumed from {from_steps}, and step {newest} was saved")
-        if event.named is False:
-            self._problem(f"{fault.name}: expected one of {fault.names}", text)
+            self._problem(f"{kinds}: {seconds:.0f} s until the job trained again", text)
+        from_steps = job.resumed()[resumed:]
+        damaged = any(each.fault.damages for each in injected)
+        if not damaged and any(step < newest for step in from_steps):
+            self._problem(f"{kinds}: resumed from {from_steps}, and step {newest} was saved")
+        if named is False:
+            self._problem(f"{kinds}: expected one of {names}", text)
+        blamed = {int(rank) for rank in _KILLED.findall(text)}
+        killed = {rank for each in injected for rank in each.fault.killed}
+        if injected and job.setting.min_ranks is None and not blamed <= killed:
+            self._problem(f"{kinds}: ranks {blamed - killed} are said to be killed", text)
         return trains
 
-    def _named(self, fault: Fault, outcome: str, text: str) -> bool | None:
+    def _inject(self, moment: str) -> list[_Injected]:
+        """Inject the faults of a burst, and return those that have happened, all lifted."""
+        count = 1
+        if self._gap is not None:
+            count = self._draw.choices(list(_BURSTS), list(_BURSTS.values()))[0]
+        count = int(min(count, self._most - len(self.result.events)))
+        kinds, done = list(self._kinds), []
+        for number in range(count):
+            if number:
+                moment = self._wait_between(done)
+            if self.job.finished() or not kinds:
+                break
+            kind = self._draw.choices(kinds, [kind.weight for kind in kinds])[0]
+            if moment == _AT_START and not kind.early:
+                continue
+            # Two faults of a kind with a duration would end each other.
+            if kind.lift is not Fault.lift:
+                kinds.remove(kind)
+            fault = kind(self._draw, self.job)
+            if not fault.inject():
+                continue
+            done.append(_Injected(fault, moment, time.monotonic() + fault.seconds))
+            if fault.relaunch:
+                self._start_at = time.monotonic() + self._draw.choice([0.0, 0.0, 0.5, 2.0])
+        while not all(each.lifted for each in done) or self._start_at is not None:
+            self._tend(done)
+        return done
+
+    def _tend(self, injected: Sequence[_Injected]) -> None:
+        """Lift the faults whose time is over, and start the command again if it has ended."""
+        time.sleep(0.02)
+        now = time.monotonic()
+        for each in injected:
+            if not each.lifted and now > each.ends:
+                each.fault.lift()
+                each.lifted = True
+        if self._start_at is None and not self.job.finished() and self.job.status() is not None:
+            self._start_at = now
+        # The commands of other nodes may run for some time after that of node 0.
+        if self._start_at is not None and now > self._start_at and self.job.status() is not None:
+            self._start_at = None
+            self.job.start()
+
+    def _wait_between(self, injected: Sequence[_Injected]) -> str:
+        """Wait for the moment of the next fault of a burst: some time, or the next restart."""
+        assert self._gap is not None
+        starts, began = len(self.job.starts()), time.monotonic()
+        until = began + self._draw.uniform(0, self._gap)
+        moment = f"{until - began:.1f} s after the fault before it"
+        in_restart = self._draw.random() < 0.3
+        while in_restart and time.monotonic() < began + _RESTART_SECONDS:
+            self._tend(injected)
+            if len(self.job.starts()) > starts:
+                moment = "during the restart"
+                until = time.monotonic() + self._draw.uniform(0, 2 * self._gap)
+                break
+        while time.monotonic() < until:
+            self._tend(injected)
+        return moment
+
+    def _named(self, names: Sequence[str], outcome: str, text: str) -> bool | None:
         """Return whether the launcher has named the cause; None if there was nothing to name."""
-        if outcome in (NOTHING, RELAUNCHED) or (outcome == UNAFFECTED and not text.strip()):
+        if outcome == NOTHING or (outcome == UNAFFECTED and not text.strip()):
             return None
-        if not fault.names:
-            return outcome == UNAFFECTED or None
-        return any(re.search(pattern, text) for pattern in fault.names)
+        if not names and outcome == UNAFFECTED:
+            # Other programs may delay a rank so much that the launcher reports it.
+            return None
+        found = any(re.search(pattern, text) for pattern in names)
+        # The launcher was killed, maybe before it could say anything.
+        return True if found else None if outcome == RELAUNCHED else False
 
     def _problem(self, problem: str, text: str = "") -> None:
         shown = "".join(f"\n      {line}" for line in text.splitlines()[-40:])
         self.result.problems.append(f"{problem}{shown}")
 
-    def _wait_for_the_moment(self, early: bool) -> bool:
-        """Wait until the job has started, or has trained for a while."""
-        if early:
+    def _wait_for_the_moment(self) -> str | None:
+        """Wait until the job starts, saves or has trained for a while. None after a problem."""
+        if self._bursts == 1 and self._draw.random() < 0.5:
             time.sleep(self._draw.uniform(0, _EARLY_SECONDS))
-            return True
+            return _AT_START
         passes = len(self.job.passes())
-        wanted = self._draw.randrange(0, 20)
+        wanted = self._draw.randrange(0, _PASSES_BEFORE)
         if not self._wait(lambda: len(self.job.passes()) > passes + wanted):
             self._problem("no progress before the next fault", self.job.said()[-3000:])
-            return False
+            return None
+        if self.job.setting.store == "folder" and self._draw.random() < 0.3:
+            pattern = f"{self.job.checkpoints}/.writing*"
+            if wait_until(lambda: bool(glob.glob(pattern)), _SAVE_SECONDS, 0.001):
+                return "during a save"
         time.sleep(self._draw.uniform(0, 0.2))
-        return True
+        return "while it trained"
 
-    def _keep_running(self, until: float) -> None:
-        while time.monotonic() < until:
-            time.sleep(0.02)
-
-    def _wait(self, condition) -> bool:
+    def _wait(self, condition: Callable[[], bool]) -> bool:
         """Wait for a condition or the end of the job. Start the command again if it fails."""
 
         def look() -> bool:

@@ -75,7 +75,10 @@ class World:
         return {server.pid for server in self._servers.values() if server.poll() is None}
 
     def start_ssh(self, host: Host) -> None:
-        """Start the ssh server of a host, after it was killed."""
+        """Start the ssh server of a host, unless one runs."""
+        known = self._servers.get(host.name)
+        if known is not None and known.poll() is None:
+            return
         config = self.folder / "ssh" / host.name / "sshd_config"
         self._servers[host.name] = subprocess.Popen(
             host.command(["/usr/sbin/sshd", "-D", "-e", "-f", str(config)]),

@@ -260,6 +260,11 @@ CASES: list[Case] = [
         instead_of_step="if not (at_fault and step == 10): ",
     ),
     Case(
+        "shuts Horovod down",
+        r"Rank {rank} on \S+ called hvd\.shutdown\(\) at \S*train\.py:\d+ in fault: hvd\.shutdown",
+        "hvd.shutdown(); time.sleep(100)",
+    ),
+    Case(
         "does not add a process set",
         r"waited \d+ s for add_process_set(.|\n)*" + _STALL + r".*time\.sleep",
         options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",

@@ -25,6 +25,23 @@ def test_a_folder_is_removed(parent):
     assert not list(parent.iterdir())
 
 
+def test_notes_of_shutdowns(parent):
+    folder, other = RecordFolder(), RecordFolder()
+    own = folder.path / "shutdown-1.json"
+    own.write_text("of rank 1")
+    assert list(folder.changed_notes()) == [(1, "of rank 1")]
+    other.write_note(1, "of rank 1")
+    assert (other.path / own.name).read_text() == "of rank 1"
+    # A copy is not a new note.
+    assert list(other.changed_notes()) == list(folder.changed_notes()) == []
+    own.unlink()
+    assert list(folder.changed_notes()) == [(1, "")]
+    other.write_note(1, "")
+    assert not (other.path / own.name).exists()
+    folder.remove()
+    other.remove()
+
+
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(parent):
     code = """
 import time

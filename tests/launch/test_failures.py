@@ -122,6 +122,16 @@ def test_the_verdict_on_the_stall_in_which_ranks_failed():
     assert "waits" not in failures((0, 1, BAD)).report(ended=1, finished=[], before="Rank 0 waits")
 
 
+def test_a_rank_that_has_shut_horovod_down_is_named():
+    departed = ["Rank 1 on vm called hvd.shutdown() at train.py:3 in <module>."]
+    report = failures((0, 1, LOST)).report(1, [1], "Rank 0 waits.", departed)
+    assert report.splitlines()[1] == (
+        f"{departed[0]} This shuts Horovod down on all ranks: call it only after the last "
+        "collective of every rank."
+    )
+    assert "hvd.shutdown" not in failures((0, 1, BAD)).report(1, [], departed=departed)
+
+
 def test_an_exception_group():
     group = [
         "  + Exception Group Traceback (most recent call last):",

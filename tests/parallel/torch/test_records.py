@@ -80,6 +80,16 @@ def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     assert "a deadlock" in done.stderr
 
 
+def test_a_rank_that_shuts_horovod_down_is_named(tmp_path):
+    done = run(tmp_path, "hvd.shutdown(); sys.exit(0)", 1, 2)
+    assert done.returncode == 1
+    named = r"Rank 1 on \S+ called hvd\.shutdown\(\) at \S+/train\.py:\d+ in fault: hvd\.shutdown"
+    # The report, and the error of the other rank.
+    assert re.search(r"^" + named, done.stderr, re.MULTILINE), done.stderr
+    assert re.search("HorovodInternalError: Horovod has been shut down.*" + named, done.stderr)
+    assert re.search(named, why(tmp_path / "runs").splitlines()[0])
+
+
 @pytest.mark.long
 def test_a_profile_on_one_rank_only_is_named(tmp_path):
     done = run(tmp_path, "hvd.profile().__enter__()", 1, 2)
