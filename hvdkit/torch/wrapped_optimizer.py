@@ -504,8 +504,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.mean and self._window.size > 1:
             raise UsageError(
                 f"set_backward_passes_per_step({passes}) was called on an optimizer with "
-                f"accumulation_steps {self._window.size}. They cannot be combined: pass only one of "
-                f"the two"
+                f"accumulation_steps {self._window.size}. They cannot be combined: pass only one "
+                f"of the two"
             )
         self._window.close()
         self._window.size, self._window.mean = passes, False
