@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from hvdkit.faults.verdict import describe_call, judge, timeline
 
 #: In the output folder of a start: the folder for records, and the states of the ranks' processes.
 FOLDER, STATES = "records", "states.json"
-_ERROR, _LATEST = "error.json", "latest"
+_ERROR, _START, _LATEST = "error.json", "start.json", "latest"
+# Verdicts are derived from the records again.
+_VERDICT = re.compile(r"Ranks? [\d, ]+ (and \d+ more )?(has|have) waited")
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 
@@ -36,7 +39,7 @@ def why(folder: Path, count: int = 20) -> str:
     start = folder / _LATEST if (folder / _LATEST).is_dir() else folder
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
-    failure = _failure(start / _ERROR)
+    failure = _failure(start / _ERROR) or _reason(start / _START)
     if not found and failure is None:
         raise UsageError(
             f"{folder} has neither records nor the failure of a rank: expected a folder of "
@@ -151,6 +154,16 @@ def _failure(path: Path) -> str | None:
             f"cannot read {path}: {error!r}. Expected the file that `hvdkit run --output-dir` "
             "writes. Delete it to read the records alone"
         ) from error
+
+
+def _reason(path: Path) -> str | None:
+    """Return a line about the end of a job in which no rank failed first, such as a lost host."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        reason = str(content["reason"]) if content["failed"] else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if not reason or _VERDICT.match(reason) else f"The job failed: {reason}"
 
 
 def _states(path: Path) -> dict[int, str]:

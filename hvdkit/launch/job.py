@@ -85,10 +85,13 @@ class Outcome:
     @property
     def reason(self) -> str:
         """The failure in one line."""
+        if self.failure is None:
+            # The first line alone does not name the hosts or the ranks.
+            return " ".join(line.strip() for line in self.report.splitlines())
         line = self.report.partition("\n")[0]
         if self.possible_causes:
             return f"{line} {self.possible_causes}"
-        exception = self.failure.exception if self.failure is not None else None
+        exception = self.failure.exception
         return f"{line} {exception}" if exception else line
 
 

@@ -16,6 +16,7 @@ Several hosts need root.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import shutil
@@ -24,13 +25,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hvdkit.bench import namespaces
 from tests.chaos.settings import PROGRAMS, STARTS, Limits
-from tests.chaos.trial import ALL, References, Result, Trial
+from tests.chaos.trial import ALL, Event, References, Result, Trial
 from tests.chaos.world import world
 from tests.cluster import ssh_servers
 
@@ -79,12 +81,14 @@ def main() -> int:
             draw = random.Random(seed + number)
             setting = limits.draw(draw)
             gap = None if args.gap < 0 else args.gap
-            trial = Trial(setting, left, made, references, draw, args.only, gap)
+            about = {"seed": seed + number, "setting": str(setting)}
+            record = functools.partial(_write_event, args.json, about)
+            trial = Trial(setting, left, made, references, draw, args.only, gap, record)
             result = trial.run()
             results.append(result)
             _show(result, seed + number, args.verbose)
-            if args.json:
-                _write(args.json, seed + number, result)
+            end = {"faults": len(result.events), "problems": result.problems}
+            _write(args.json, about | end)
             if args.keep and result.problems:
                 shutil.copytree(
                     trial.job.folder, args.keep / str(seed + number), symlinks=True,
@@ -169,11 +173,11 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, seed: int, result: Result) -> None:
-    about = {"seed": seed, "setting": str(result.setting)}
-    lines = [asdict(event) | about for event in result.events]
-    for line, event in zip(lines, result.events, strict=True):
-        line["text"] = event.text[:_SHOWN_BYTES]
-    end = about | {"faults": len(lines), "problems": result.problems}
-    with path.open("a") as file:
-        file.write("".join(f"{json.dumps(line)}\n" for line in [*lines, end]))
+def _write_event(path: Path | None, about: Mapping[str, Any], event: Event) -> None:
+    _write(path, asdict(event) | {"text": event.text[:_SHOWN_BYTES]} | about)
+
+
+def _write(path: Path | None, line: Mapping[str, Any]) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(f"{json.dumps(line)}\n")

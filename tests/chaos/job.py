@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import struct
@@ -245,6 +246,15 @@ class Job:
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
+
+    def ended_starts(self) -> list[Path]:
+        """Return the output folders of the starts that have failed by themselves."""
+        found = []
+        for path in (self.folder / "runs").glob("2*/start.json"):
+            with contextlib.suppress(ValueError):
+                if json.loads(path.read_text())["failed"]:
+                    found.append(path.parent)
+        return found
 
     def left(self) -> list[str]:
         """Return the processes of the job that still run."""

@@ -6,12 +6,15 @@ import glob
 import os
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdkit.checkpoint.store import Store
+from hvdkit.errors import HvdkitError
+from hvdkit.faults.command import why
 from tests.chaos import faults, surroundings
 from tests.chaos.faults import Fault
 from tests.chaos.job import Job, lines_of
@@ -150,6 +153,7 @@ class Trial:
         draw: the random numbers.
         only: the names of faults; empty for all.
         gap: the longest time between the faults of a burst; None for single faults.
+        record: called with each event.
     """
 
     def __init__(
@@ -161,7 +165,9 @@ class Trial:
         draw: random.Random,
         only: Sequence[str] = (),
         gap: float | None = 1.5,
+        record: Callable[[Event], None] = lambda event: None,
     ) -> None:
+        self._record = record
         self._most = most
         self._reference = references.get(setting)
         self._limit = references.limit
@@ -203,6 +209,7 @@ class Trial:
         said = len(job.errors.read_bytes())
         before, commands = job.alive(), job.commands
         newest, resumed = self._newest_step(), len(job.resumed())
+        earlier = set(job.ended_starts())
         injected = self._inject(moment)
         relaunched = any(each.fault.relaunch for each in injected)
         passes, lifted = len(job.passes()), time.monotonic()
@@ -211,7 +218,8 @@ class Trial:
         trains = self._wait(lambda: self._trains(passes, old))
         times = [at for pid, at in job.passes()[passes:] if pid not in old]
         trained_at = times[0] if times else time.monotonic()
-        text = job.said(said)
+        # Without the output of ranks.
+        text = re.sub(r"^\[\d+\].*\n", "", job.said(said), flags=re.MULTILINE)
         after = {start.pid for start in job.starts()[-1:]}
         if not injected or (job.finished() and not text):
             outcome = NOTHING
@@ -229,9 +237,10 @@ class Trial:
         if outcome != NOTHING:
             for each in injected:
                 seconds = max(0.0, trained_at - each.ends)
-                self.result.events.append(
-                    Event(each.fault.name, outcome, seconds, named, each.moment, self._bursts, text)
-                )
+                moment = each.moment
+                event = Event(each.fault.name, outcome, seconds, named, moment, self._bursts, text)
+                self.result.events.append(event)
+                self._record(event)
         seconds = max(0.0, trained_at - lifted)
         if not trains:
             self._problem(f"{kinds}: no progress {seconds:.0f} s after it", text)
@@ -243,6 +252,9 @@ class Trial:
             self._problem(f"{kinds}: resumed from {from_steps}, and step {newest} was saved")
         if named is False:
             self._problem(f"{kinds}: expected one of {names}", text)
+        explained = [self._why(start) for start in job.ended_starts() if start not in earlier]
+        if named and explained and not any(re.search(n, t) for n in names for t in explained):
+            self._problem(f"{kinds}: hvdkit why has none of {names}", "\n---\n".join(explained))
         blamed = {int(rank) for rank in _KILLED.findall(text)}
         killed = {rank for each in injected for rank in each.fault.killed}
         if injected and job.setting.min_ranks is None and not blamed <= killed:
@@ -308,6 +320,19 @@ class Trial:
         while time.monotonic() < until:
             self._tend(injected)
         return moment
+
+    def _why(self, start: Path) -> str:
+        """Return what `hvdkit why` says about a start, in the words of the launcher."""
+        try:
+            text = why(start)
+        except HvdkitError as error:
+            return str(error)
+
+        def replace(match: re.Match[str]) -> str:
+            return f"rank {match[1]} failed: killed by signal {signal.Signals[match[2]].value}"
+
+        text = re.sub(r"Rank (\d+ on \S+) failed first: (SIG[A-Z]+)", replace, text)
+        return re.sub(r"Rank (\d+ on \S+) failed first", r"rank \1 failed", text)
 
     def _named(self, names: Sequence[str], outcome: str, text: str) -> bool | None:
         """Return whether the launcher has named the cause; None if there was nothing to name."""

@@ -76,6 +76,29 @@ def test_possible_causes_instead_of_a_lost_peer(start):
     )
 
 
+def test_a_lost_host_is_named(tmp_path, start):
+    content = {"failed": True, "reason": "lost host1: its agent has not answered for 30 s"}
+    (start / "start.json").write_text(json.dumps(content))
+    assert why(tmp_path) == f"The job failed: {content['reason']}"
+    (start / "error.json").write_text(json.dumps(ERROR))
+    assert why(tmp_path).startswith("Rank 1 on host1 failed first: SIGKILL.")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"failed": True, "reason": "Ranks 0, 1 have waited 61 s for the allreduce 'loss'."},
+        {"failed": False, "reason": "ended by SIGINT"},
+        {"failed": True},
+        [],
+    ],
+)
+def test_starts_without_another_cause(tmp_path, start, content):
+    (start / "start.json").write_text(json.dumps(content))
+    (start / "records" / "rank-0.json").write_text(json.dumps(RECORD))
+    assert why(tmp_path).startswith("Rank 0 on host0: the allreduce 'loss'")
+
+
 def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
     """The file of an earlier record may be written after the request."""
     folder = tmp_path / f"{PREFIX}x"

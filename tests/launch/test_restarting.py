@@ -104,6 +104,13 @@ def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():
     assert outcome.reason == "rank 0 failed. Rank 1 had ended without an error."
 
 
+def test_the_reason_names_hosts_that_could_not_be_started():
+    report = "1 of 2 hosts cannot take part; nothing was started.\n  host1: it has no ssh server"
+    assert Outcome(1, report).reason == (
+        "1 of 2 hosts cannot take part; nothing was started. host1: it has no ssh server"
+    )
+
+
 def test_no_host_is_left_out_for_an_error_of_all_ranks():
     failure = failed(3, 0, 1, 2)
     _, plans, *_ = supervise([failure, failure, Outcome(0)], min_size=2)
