@@ -1,7 +1,7 @@
-"""The calls of a `Manager`: check that all ranks are in the same one.
+"""Check that all ranks have called the same method of a `Manager`.
 
-Each call begins with the same allreduce of 16 bytes. Otherwise, a rank in `maybe_save` and a rank
-in another call would wait for each other.
+Each method begins with the same allreduce of 16 bytes. With different collectives, a rank in
+`maybe_save` and a rank in another method would wait for each other.
 """
 
 from collections.abc import Mapping, Sequence
