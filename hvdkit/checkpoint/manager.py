@@ -263,8 +263,8 @@ class Manager:
         missing = set(self._store.retention.missing(metrics)) if metrics else set()
         for name in sorted(missing - self._unknown_metrics):
             _log.warning(
-                "keep_best does not keep a step without its metric: it asks for %r, and save() got "
-                "%s",
+                "keep_best ranks steps by the metric %r, but save() got only %s: keep_best does not "
+                "keep this step",
                 *(name, ", ".join(sorted(metrics))),
             )
         self._unknown_metrics |= missing

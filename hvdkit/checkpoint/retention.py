@@ -1,6 +1,6 @@
 """Decide which steps to keep: a pure function of the steps' manifests.
 
-`Writer` asks after each save; `hvdkit checkpoint prune` asks when a user runs it.
+Called by `Writer` after each save, and by `hvdkit checkpoint prune`.
 """
 
 from __future__ import annotations

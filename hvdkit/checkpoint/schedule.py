@@ -50,8 +50,8 @@ class Schedule:
             return None
         return UsageError(
             f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
-            f"trained since the first epoch, such as epoch * len(loader) + batch. To go back in a "
-            f"training, call restore()"
+            f"trained since the first epoch, such as epoch * len(loader) + batch. To continue from "
+            f"an earlier step, call restore()"
         )
 
     def see(self, step: int) -> None:

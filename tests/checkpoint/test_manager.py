@@ -171,8 +171,8 @@ def test_a_metric_that_no_step_has(tmp_path, caplog):
     on_ranks(run)
     warnings = [r.message for r in caplog.records if "keep_best" in r.message]
     assert warnings == [
-        "keep_best does not keep a step without its metric: it asks for 'val_acc', and save() got "
-        "val_accuracy"
+        "keep_best ranks steps by the metric 'val_acc', but save() got only val_accuracy: "
+        "keep_best does not keep this step"
     ]
 
 

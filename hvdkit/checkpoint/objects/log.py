@@ -1,9 +1,9 @@
 """The commit log of an object store: numbered records, each created exclusively.
 
-A record lists all steps; the record with the highest number is the current list. Each change of the
-list creates the next record. The creation fails if another writer has created a record with the same
-number, so a replaced writer cannot change the list. The newest record names the process that is the
-writer.
+A record lists all steps; the record with the highest number is the current list. Each change of
+the list creates the next record. The creation fails if another writer has created a record with the
+same number, so a replaced writer cannot change the list. The newest record names the process that
+is the writer.
 
     log/00000000000000000042.json   {"writer": …, "steps": [{"name": …, "step": …, "run": …}]}
 """
