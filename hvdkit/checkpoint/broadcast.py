@@ -1,8 +1,9 @@
 """Read tensor files on the first rank and broadcast them to all ranks, piece by piece.
 
-A piece is a range of a file, at most `chunks.CHUNK_BYTES` long. Its bytes are broadcast as they are:
-every rank knows from the outline which tensors they belong to. The first rank reads ahead during a
-broadcast. The extra memory is a few pieces on the first rank and one piece on the other ranks.
+A piece is a range of a file, at most `chunks.CHUNK_BYTES` long. Its bytes are broadcast as they
+are: every rank knows from the outline which tensors they belong to. The first rank reads ahead
+during a broadcast. The extra memory is a few pieces on the first rank and one piece on the other
+ranks.
 """
 
 import contextlib

@@ -211,7 +211,7 @@ class Manager:
         self._begin("save")
         wait = bool(wait) or not self._asynchronous
         consequence = f"step {step} was not saved"
-        # The previous copy is in use until it is written.
+        # The thread uses the previous copy until it is written.
         self._finish("save", consequence)
         saving = Saving(
             *(self._collectives, self._parts, self._rank_parts, self._alike),
@@ -263,8 +263,8 @@ class Manager:
         missing = set(self._store.retention.missing(metrics)) if metrics else set()
         for name in sorted(missing - self._unknown_metrics):
             _log.warning(
-                "keep_best ranks steps by the metric %r, but save() got only %s: keep_best does not "
-                "keep this step",
+                "keep_best ranks steps by the metric %r, but save() got only %s: keep_best does "
+                "not keep this step",
                 *(name, ", ".join(sorted(metrics))),
             )
         self._unknown_metrics |= missing
@@ -300,22 +300,22 @@ class Manager:
             # Report a folder that cannot be written at the first step, not at the first save.
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
-        due, back = self._schedule.is_due(step), self._schedule.error_at(step)
+        wrong = self._schedule.error_at(step)
         agreed = StepWord(
-            due=int(due),
+            due=int(wrong is None and self._schedule.is_due(step)),
             stops=int(bool(self._signals.asked)),
             in_window=int(bool(self._cannot_save_now())),
             late=int(self._schedule.is_late() and self._first),
             failed=int(self._writer.failed),
-            backward=int(back is not None),
+            wrong=int(wrong is not None),
         ).sum(self._collectives)
         if agreed.present < ranks:
             # Some ranks have called `join`, and take part in reductions only.
             return False
         if agreed.elsewhere:
             calls.exchange_in_call(self._collectives, "maybe_save")
-        if agreed.backward:
-            exchange(self._collectives, {}, back)
+        if agreed.wrong:
+            exchange(self._collectives, {}, wrong)
         self._schedule.see(step)
         if agreed.failed:
             self.wait()

@@ -2,6 +2,7 @@
 
 import time
 
+from hvdkit.checkpoint.storage import check_number
 from hvdkit.errors import UsageError
 
 
@@ -45,7 +46,11 @@ class Schedule:
         return self._every_seconds is not None and passed >= self._every_seconds
 
     def error_at(self, step: int) -> UsageError | None:
-        """Return the error for a step that is lower than an earlier one; else None."""
+        """Return the error for a step that is not valid, or lower than an earlier one; else None."""
+        try:
+            check_number("step", step)
+        except UsageError as error:
+            return error
         if step >= self._seen_step:
             return None
         return UsageError(

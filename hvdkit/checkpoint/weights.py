@@ -1,8 +1,8 @@
 """Export the weights of a model as safetensors files, for tools without hvdkit.
 
 `export_file` writes one file, for `safetensors.torch.load_model`. `export_folder` writes a folder
-for Hugging Face's transformers: one file, or several files and an index that maps each tensor to its
-file. The tensors are copied from the checkpoint in pieces, so memory does not grow with their size.
+for Hugging Face's transformers: one file, or several files and an index that maps each tensor to
+its file. The tensors are copied from the checkpoint in pieces, so memory does not grow with their size.
 No framework is needed.
 """
 

@@ -819,6 +819,16 @@ def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
     on_ranks(run)
 
 
+def test_a_step_that_is_not_a_number_on_one_rank_is_an_error_on_all_ranks(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path, every_steps=4) as saving:
+            with pytest.raises(UsageError, match="rank 1: step is '3': expected a whole number"):
+                saving.maybe_save("3" if collectives.rank == 1 else 3)
+            assert not saving.maybe_save(3)
+
+    on_ranks(run)
+
+
 @pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait", "delete"])
 def test_a_rank_in_another_call_than_maybe_save_is_an_error_on_all_ranks(tmp_path, call):
     def run(collectives):

@@ -1,7 +1,7 @@
 """Objects under one URL, through fsspec, with deadlines and retries for each request.
 
-The file systems of fsspec (https://filesystem-spec.readthedocs.io) raise many kinds of errors. For a
-missing object, the methods here return None or raise FileNotFoundError. They convert every other
+The file systems of fsspec (https://filesystem-spec.readthedocs.io) raise many kinds of errors. For
+a missing object, the methods here return None or raise FileNotFoundError. They convert every other
 error to a `CheckpointError`.
 """
 
