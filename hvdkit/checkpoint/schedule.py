@@ -46,7 +46,7 @@ class Schedule:
         return self._every_seconds is not None and passed >= self._every_seconds
 
     def error_at(self, step: int) -> UsageError | None:
-        """Return the error for a step that is not valid, or lower than an earlier one; else None."""
+        """Return an error if a step is not valid, or lower than in an earlier call; else None."""
         try:
             check_number("step", step)
         except UsageError as error:

@@ -428,6 +428,6 @@ class Search:
             )
         return CheckpointError(
             f"none of the {len(self._damaged)} steps of run {entry.run} in {location} is good; "
-            f"the newest, step {entry.step}, is damaged ({why}). Move them away to start again, or "
-            f"to continue an older run, or give another folder."
+            f"the newest, step {entry.step}, is damaged ({why}). Give another folder; or move "
+            f"these steps out of this folder, to start again or to continue an older run."
         )

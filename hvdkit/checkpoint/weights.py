@@ -2,8 +2,8 @@
 
 `export_file` writes one file, for `safetensors.torch.load_model`. `export_folder` writes a folder
 for Hugging Face's transformers: one file, or several files and an index that maps each tensor to
-its file. The tensors are copied from the checkpoint in pieces, so memory does not grow with their size.
-No framework is needed.
+its file. The tensors are copied from the checkpoint in pieces, so memory does not grow with their
+size. No framework is needed.
 """
 
 from __future__ import annotations
