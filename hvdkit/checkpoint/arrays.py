@@ -34,7 +34,7 @@ class ArrayTensor:
         out.view(dtype).reshape(self.array.shape)[...] = self.array
 
     def memory(self) -> np.ndarray | None:
-        """The array's own memory, if it is row-major and little-endian."""
+        """Return the array's own memory; None if it is not row-major and little-endian."""
         array = self.array
         if not array.flags.c_contiguous or array.dtype != array.dtype.newbyteorder("<"):
             return None

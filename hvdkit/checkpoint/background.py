@@ -67,7 +67,7 @@ class _Write:
             CheckpointError: nothing was stored for a long time.
         """
         end = time.monotonic() + seconds
-        # A thread that an interrupt kept from starting has ended as well.
+        # If an interrupt came before the thread started, the write counts as ended.
         while self._thread.is_alive():
             left = end - time.monotonic()
             if left <= 0:
@@ -97,7 +97,7 @@ class _Write:
             self.failure = CheckpointError(f"step {step} was not saved: {error!r}")
         else:
             _log.info("%s written in %.1f s", location, time.perf_counter() - began)
-        # Free its memory now: the next call may be hours later.
+        # Free the snapshot's memory now: the next call may be hours later.
         self._snapshot = None
 
     def _try(self, snapshot: Snapshot) -> str:
@@ -141,7 +141,7 @@ class BackgroundWriter:
     Args:
         store: the store.
         overwrite: begin a new run if there are steps and none was restored.
-        run: a run of this process to continue.
+        run: a run that this process has begun, to continue; None: see `open`.
 
     Attributes:
         run: the current run; None before the first write.
@@ -204,7 +204,7 @@ class BackgroundWriter:
             )
 
     def try_to_open(self) -> None:
-        """Call `open`, and let `finished` raise its error."""
+        """Call `open`. If it fails, keep the error; `finished` raises it later."""
         try:
             if not self.failed:
                 self.open()
@@ -214,7 +214,8 @@ class BackgroundWriter:
     def begin(self, snapshot: Snapshot) -> None:
         """Start to write a snapshot, after `open` and `finished`.
 
-        The snapshot must not change until `finished` returns True. `finished` also raises errors.
+        The snapshot must not change until `finished` returns True. If the write fails, `finished`
+        raises the error.
         """
         assert self._writer is not None
         assert self._write is None
@@ -229,7 +230,7 @@ class BackgroundWriter:
             self._failure = CheckpointError(f"step {snapshot.step} was not saved: {error}")
 
     def finished(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the current write; return whether there is none any more.
+        """Wait at most `seconds` for the current write. Return whether no write is running.
 
         Raises:
             CheckpointError: the write failed or made no progress for 10 minutes.

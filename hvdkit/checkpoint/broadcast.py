@@ -1,8 +1,9 @@
 """Read tensor files on the first rank and broadcast them to all ranks, piece by piece.
 
-The bytes of the file are broadcast: every rank knows the position of each tensor in it. The first
-rank reads ahead during a broadcast. The extra memory is a few pieces on the first rank and one
-piece on the other ranks.
+A piece is a range of a file, at most `chunks.CHUNK_BYTES` long. Its bytes are broadcast as they
+are: every rank knows from the outline which tensors they belong to. The first rank reads ahead
+during a broadcast. The extra memory is a few pieces on the first rank and one piece on the other
+ranks.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ class _Piece:
         """Write the piece into the tensors.
 
         Args:
-            content: the bytes of the piece, in an array that owns its memory.
+            content: the bytes of the piece, in memory that `allocate` aligned.
         """
         for tensor, begin, end, start in self.tensors:
             part = content[begin:end]

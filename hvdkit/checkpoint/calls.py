@@ -1,7 +1,7 @@
-"""The calls of a `Manager`: check that all ranks are in the same one.
+"""Check that all ranks have called the same method of a `Manager`.
 
-Each call begins with the same allreduce of 16 bytes. Otherwise, a rank in `maybe_save` and a rank
-in another call would wait for each other.
+Each method begins with the same allreduce of 16 bytes. With different collectives, a rank in
+`maybe_save` and a rank in another method would wait for each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class StepWord(NamedTuple):
         late: 1 on the first rank if a save is due by its clock.
         failed: 1 on the first rank if a write has failed.
         elsewhere: 1 if this rank is in another call than `maybe_save`.
-        backward: 1 if the step is lower than that of an earlier call.
+        wrong: 1 if this rank's step is not a valid number, or is lower than in an earlier call.
     """
 
     present: int = 1
@@ -35,7 +35,7 @@ class StepWord(NamedTuple):
     late: int = 0
     failed: int = 0
     elsewhere: int = 0
-    backward: int = 0
+    wrong: int = 0
 
     def sum(self, collectives: Collectives) -> "StepWord":
         """Return the sum of all ranks' words. A collective."""

@@ -127,7 +127,7 @@ def gather(collectives: Collectives, data: bytes, name: str) -> list[bytes]:
     """Send every rank's data to the first rank. A collective.
 
     Returns:
-        The data of each rank; empty bytes on the other ranks.
+        On the first rank, the data of each rank. On the other ranks, a list of empty bytes.
     """
     parts = [data] + [b""] * (len(collectives.ranks) - 1)
     return collectives.alltoall(parts, name)

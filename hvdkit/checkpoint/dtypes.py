@@ -53,7 +53,7 @@ def numpy_dtype(code: str) -> np.dtype:
     try:
         return np.dtype(name)
     except TypeError:
-        # Not a requirement of hvdkit: Keras and TensorFlow, which make such arrays, install it.
+        # hvdkit does not require ml_dtypes. Keras and TensorFlow install it, and make such arrays.
         try:
             import ml_dtypes
 

@@ -14,8 +14,8 @@ class Variables:
     """A `StatefulItem` of ordered, named variables.
 
     Args:
-        variables: returns name -> variable. Saved and own variables must have the same order, and
-            the same names apart from the numbers that Keras adds to layers of one class.
+        variables: returns name -> variable. The saved variables and these must have the same
+            order, and the same names except for Keras's numbers of layers (`dense_1`), see `plain`.
         subject: the name of the variables in errors.
         tensor: returns a `Tensor` for a variable.
     """
@@ -54,8 +54,8 @@ class Variables:
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Return destinations for the variables with the same name, shape and dtype.
 
-        Layers of one class, which Keras numbers, are matched in order if there are as many of them
-        as were saved, otherwise by their full names.
+        Keras numbers the layers of one class (`dense`, `dense_1`). They are matched in order if the
+        checkpoint and the model have equally many of them, and otherwise by their full names.
         """
         tensors = self.save()
         own = _by_line({name: tensor.spec for name, tensor in tensors.items()})
@@ -66,7 +66,7 @@ class Variables:
             there, here = saved.get(line, []), own.get(line, [])
             pairs = list(zip(there, here, strict=False))
             if len(there) != len(here):
-                # The order does not show which of them is new.
+                # The order does not show which layer was added or removed.
                 pairs = [(name, name) for name in there if name in here]
             prepared |= {a: tensors[b] for a, b in pairs}
             both = {name for pair in pairs for name in pair}
@@ -154,7 +154,7 @@ class Plain:
 
 
 def kept_in(values: Any) -> Plain:
-    """Return the item of a user's dict. A restore keeps names that were not saved.
+    """Return an item that saves a user's dict. A restore keeps the dict's other keys.
 
     Raises:
         UsageError: `values` is not a dict.
@@ -165,7 +165,14 @@ def kept_in(values: Any) -> Plain:
 
 
 def several(argument: str, given: Any) -> dict[str, Any]:
-    """Return name -> item for an argument that is one item, or a dict of items."""
+    """Return part -> item for an argument of the checkpointer.
+
+    One model gives the part `model`. A dict of models gives a part `model-NAME` for each.
+
+    Args:
+        argument: the name of the argument, such as `model`.
+        given: its value: an item, a dict of items, or None for no item.
+    """
     if given is None:
         return {}
     if isinstance(given, Mapping):

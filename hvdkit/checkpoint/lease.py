@@ -133,7 +133,7 @@ def wait_for_death(
         own: the lease of this process.
         writer: the lease of the writer; None if it is not readable.
         read: returns the current content of the writer's lease; None if it was removed.
-        timeout: seconds without a heartbeat after which the writer is dead.
+        timeout: seconds without a heartbeat after which a writer on another host counts as dead.
 
     Raises:
         WriterConflict: the writer is alive.

@@ -82,34 +82,38 @@ class SavedStep:
 
 
 class Manager:
-    """Save and restore a job's state. A context manager; every rank makes one with equal arguments.
+    """Save and restore a job's state. A context manager.
+
+    Every rank creates a manager, with the same arguments.
 
     Args:
         store: the storage. Only the first rank uses it.
         collectives: of the ranks of the job.
-        parts: items whose state is the same on all ranks, by the name of their part. The first
-            rank's state is saved, and restored on all ranks, in this order. For a `ShardedItem`,
-            every rank's rows are saved.
-        rank_parts: items with a state of their own on each rank. They are restored after `parts`,
-            in this order, and only in a job with the same number of ranks. In another job, a
-            `RequiredRankItem` is an error, unless `strict` is False.
-        alike: names of parts without tensors that are compared between the ranks at each save.
+        parts: name of a part -> its item, whose state is the same on all ranks. The first rank's
+            state is saved, and restored on all ranks, in this order. For a `ShardedItem`, every
+            rank's rows are saved.
+        rank_parts: name of a part -> its item, which has its own state on each rank. These items
+            are restored after `parts`, in this order, and only in a job with the same number of
+            ranks. With another number of ranks, a `RequiredRankItem` makes `restore` fail, unless
+            `strict` is False.
+        alike: names of parts that have no tensors. Each save checks that the content of these
+            parts is equal on all ranks.
         of_this_size: names of parts that are only restored in a job with the same number of ranks.
         versions: package name -> version, such as the framework's.
-        sum_order: returns what the order of additions depends on, see `HostCollectives.sum_order`.
-            It is saved, and a restore warns if it differs.
+        sum_order: returns a text that describes the order in which gradients are added, see
+            `HostCollectives.sum_order`. The text is saved, and a restore warns if it differs.
         every_steps: `maybe_save` saves at the first call at or after each multiple of this number.
         every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock.
         asynchronous: write while training continues. Otherwise `save` returns after the write.
-        overwrite: begin a new run if the folder has steps and none was restored. Otherwise saving
-            is refused there.
-        run: the run of an earlier manager of this process, to be continued.
+        overwrite: for a folder that has steps, of which none was restored. True: begin a new run
+            there. False: `save` raises an error.
+        run: the `run` of an earlier manager of this process, which this manager continues. None:
+            continue the run of the restored step, or begin a new run.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
-        cannot_save_now: returns whether this rank has gradients that wait for a step, for example
-            inside an accumulation window.
-        replicas: returns the comparison of each optimizer's replicas, in the same order on all
-            ranks; None for an optimizer whose replicas are not compared. Each save makes the
-            comparisons.
+        cannot_save_now: returns whether this rank has gradients that the optimizer has not applied
+            yet, for example inside an accumulation window.
+        replicas: returns a `ReplicaCheck` for each optimizer, in the same order on all ranks; None
+            for an optimizer whose replicas are not compared. Each save runs these checks.
         allocate: allocates the first rank's memory for its copy of the state.
 
     Raises:
@@ -183,16 +187,16 @@ class Manager:
         """Save the state as it is now. A collective.
 
         Compare parameters and optimizer state between the ranks, unless they were compared since
-        the last step. Copy the state and return; a thread writes the copy. If the previous write is
-        still running, wait for it first. With `wait`, or without `asynchronous`, write the state
-        without a copy.
+        the last optimizer step. Copy the state and return; a thread writes the copy. If the
+        previous write is still running, wait for it first. With `wait`, or without `asynchronous`,
+        make no copy, and return after the write.
 
         Args:
             step: the number of steps trained, the same on all ranks.
-            epoch: the epoch of the step, for people.
-            metrics: values by name, for `keep_best` and for people. The first rank's are saved. A
-                second save of a step replaces it. If the tensors are the same as before, it keeps
-                the metrics that are not given again.
+            epoch: the epoch of the step, for display only.
+            metrics: values by name, for `keep_best` and for display. The first rank's values are
+                saved. A second save of the same step replaces the first save. If the tensors are
+                equal in both, the metrics that are not given again are kept.
             wait: return after everything is on the disk.
 
         Raises:
@@ -207,7 +211,7 @@ class Manager:
         self._begin("save")
         wait = bool(wait) or not self._asynchronous
         consequence = f"step {step} was not saved"
-        # The previous copy is in use until it is written.
+        # The thread uses the previous copy until it is written.
         self._finish("save", consequence)
         saving = Saving(
             *(self._collectives, self._parts, self._rank_parts, self._alike),
@@ -221,9 +225,9 @@ class Manager:
             self._expect_whole_state()
             if self._cannot_save_now():
                 raise UsageError(
-                    f"save({step}) while gradients wait for a step: after backward() and before "
-                    f"step(), or inside an accumulation window. Call save() after step(), or "
-                    f"maybe_save(), which waits for the end of a window"
+                    f"save({step}) was called while gradients wait for a step: after backward() "
+                    f"and before step(), or inside an accumulation window. Call save() after "
+                    f"step(); or call maybe_save(), which saves at the end of a window"
                 )
             if self._first:
                 self._writer.open()
@@ -259,8 +263,8 @@ class Manager:
         missing = set(self._store.retention.missing(metrics)) if metrics else set()
         for name in sorted(missing - self._unknown_metrics):
             _log.warning(
-                "keep_best does not keep a step without its metric: it asks for %r, and save() got "
-                "%s",
+                "keep_best ranks steps by the metric %r, but save() got only %s: keep_best does "
+                "not keep this step",
                 *(name, ", ".join(sorted(metrics))),
             )
         self._unknown_metrics |= missing
@@ -272,8 +276,9 @@ class Manager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Save if a save is due, and stop if the job was asked to. A collective, for every step.
+        """Save if a save is due. If the job was asked to stop, save and stop. A collective.
 
+        Call it after every step.
         Costs one allreduce of 16 bytes. It may be called after every pass of an accumulation
         window; a save that is due inside a window happens at its end.
 
@@ -283,10 +288,10 @@ class Manager:
         Raises:
             Stopped: on all ranks: a rank got a stop signal, and the state is on the disk. The
                 process exits with status 75 (`RESUMABLE`).
-            UsageError: see `save`; also if the step is lower than an earlier one, as that of a loop
-                that counts the batches of each epoch from 0.
+            UsageError: see `save`; also if the step is lower than in an earlier call, for example
+                because the loop counts the batches of each epoch from 0.
             RankMismatchError: see `save`.
-            CheckpointError: see `save`; also if an earlier write failed and no save is due.
+            CheckpointError: see `save`; also if no save is due, but an earlier write has failed.
         """
         self._check_open()
         self._expect_whole_state()
@@ -295,22 +300,22 @@ class Manager:
             # Report a folder that cannot be written at the first step, not at the first save.
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
-        due, back = self._schedule.is_due(step), self._schedule.error_at(step)
+        wrong = self._schedule.error_at(step)
         agreed = StepWord(
-            due=int(due),
+            due=int(wrong is None and self._schedule.is_due(step)),
             stops=int(bool(self._signals.asked)),
             in_window=int(bool(self._cannot_save_now())),
             late=int(self._schedule.is_late() and self._first),
             failed=int(self._writer.failed),
-            backward=int(back is not None),
+            wrong=int(wrong is not None),
         ).sum(self._collectives)
         if agreed.present < ranks:
             # Some ranks have called `join`, and take part in reductions only.
             return False
         if agreed.elsewhere:
             calls.exchange_in_call(self._collectives, "maybe_save")
-        if agreed.backward:
-            exchange(self._collectives, {}, back)
+        if agreed.wrong:
+            exchange(self._collectives, {}, wrong)
         self._schedule.see(step)
         if agreed.failed:
             self.wait()
@@ -349,7 +354,11 @@ class Manager:
         raise Stopped(step)
 
     def request_stop(self, reason: str = "request_stop()") -> None:
-        """Make the next `maybe_save` save and stop, as a stop signal does. On any rank."""
+        """Make the next `maybe_save` save and stop, as a stop signal does. Not a collective.
+
+        Args:
+            reason: the reason, for the log. It must not be empty.
+        """
         self._signals.asked = reason
 
     def restore(
@@ -362,17 +371,19 @@ class Manager:
     ) -> Restored | None:
         """Restore the newest good step of the newest run. A collective.
 
+        A step is good if its files are complete and match their hashes.
+
         Args:
             step: restore this step only. If newer steps exist, they stay, and the next save begins
                 a new run from this step.
             run: restore from this run instead of the newest.
-            strict: False: restore the state that fits, and name the rest in a warning, such as a
-                scheduler that was added, or layers of a model.
-            only: restore only these items, by the names of the arguments, such as `("model",)`.
-                The next save begins a new run.
+            strict: True: all state must fit. False: restore the state that fits. A warning names
+                the rest, for example a scheduler that was added, or a layer whose shape differs.
+            only: restore only these items, given by the names of the checkpointer's arguments,
+                such as `("model",)`. The next save begins a new run. None: restore all items.
 
         Returns:
-            The restored step; None if there is no checkpoint, and nothing has changed.
+            The restored step. None if there is no checkpoint; then nothing was changed.
 
         Raises:
             UsageError: on all ranks: the state does not fit, or there is no such `step`.
@@ -417,7 +428,7 @@ class Manager:
         if found is None:
             return None
         self._half_restored = False
-        # With `only` it is another training, with its own count of steps.
+        # A restore with `only` begins another training, which counts its own steps.
         self._schedule.record_restore(found.step if only is None else None)
         if only is not None:
             self._writer.begin_run()
@@ -518,8 +529,7 @@ class Manager:
         """Begin a call other than `maybe_save`. A collective.
 
         Raises:
-            UsageError: on all ranks that are in a call: the manager is closed, or see
-                `calls.begin`.
+            UsageError: the manager is closed on this rank; or see `calls.begin`.
         """
         self._check_open()
         calls.begin(self._collectives, call)
@@ -567,14 +577,14 @@ class Manager:
             self._closed = True
             self._signals.remove()
             self._writer.close()
-        # A signal after the last `maybe_save`.
+        # Deliver a signal that came after the last `maybe_save`.
         self._signals.deliver()
 
     def abandon(self) -> None:
         """Close on this rank alone, and log an error instead of raising it. Not a collective.
 
-        For a rank that ends with an exception which other ranks may not have. The `with` block
-        calls `close`, or after an exception `abandon`.
+        For a rank that ends with an exception; the other ranks may continue. A `with` block calls
+        `abandon` after an exception, and otherwise `close`.
         """
         if self._closed:
             return

@@ -28,15 +28,15 @@ TENSORS_SUFFIX = ".safetensors"
 #: Larger JSON files are neither written nor read: a hostile file could fill the memory.
 MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
-#: Of each rank.
+#: The limit for the state of one rank, a line of RANKS.
 MAX_RANK_BYTES = 64_000_000
 #: The most values in a JSON file, as `json_values` counts them. They take at most about 0.7 GB of
 #: memory; 60 MB of JSON can take more than 4 GB. 100,000 parameter tensors with Adam are
 #: 4 million values.
 MAX_JSON_VALUES = 6_000_000
 
-#: Version 1 has one hash for each file. Version 2 has one for each chunk of a file; a tree may have
-#: arrays, and tensors of a dtype that safetensors has not.
+#: Version 1 has one hash for each file. Version 2 has one for each chunk of a file. Its trees may
+#: have arrays, and tensors of dtypes that safetensors does not have.
 _FORMAT, _VERSION, _VERSIONS = "hvdkit checkpoint", 2, (1, 2)
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -58,9 +58,9 @@ class Manifest:
         world_size: the number of ranks of the job that saved the step.
         commit: the number of the commit in the folder, from 1. The step with the highest number
             is the newest, also after a rollback to a lower step.
-        time: when the step was written, in seconds since 1970. For people only.
+        time: when the step was written, in seconds since 1970. For display only.
         metrics: name -> value.
-        versions: of hvdkit, Python and the framework, by name.
+        versions: package name -> version: hvdkit, Python and the framework.
         files: name -> size and hashes.
         run: the number of the training run, from 1. A resumed training continues its run. Steps
             that were saved before runs existed belong to run 1.

@@ -36,7 +36,7 @@ class Outline:
             tensors are stored without gaps. The dtypes are those of the tensors; a file may store
             another dtype (`dtypes.PAIRS`).
         begins: part -> the offset of the first tensor in the part's file, in bytes.
-        rank_parts: the names of the parts that each rank saved for itself.
+        rank_parts: the names of the parts that have their own state on each rank.
     """
 
     manifest: Manifest
@@ -98,12 +98,12 @@ class Outline:
 class OpenCheckpoint:
     """A step with its files open. A context manager.
 
-    Every chunk of a file is compared with its hash before its content is returned.
+    Every chunk of a file is compared with its hash before its last byte is returned.
 
     Attributes:
         outline: all of the step except the content of its tensors.
         location: its path or URL.
-        ranks: the JSON that each rank saved for itself; see `rank_tree`.
+        ranks: for each rank, the JSON of its own state; see `rank_tree`.
 
     In a folder, an open step stays readable if it is deleted meanwhile.
     """
@@ -166,8 +166,8 @@ class OpenCheckpoint:
     def _file(self, part: str) -> ChunkedFile:
         if part not in self.outline.specs:
             raise CheckpointError(
-                f"step {self.manifest.step} has no tensors of a part {part!r}; it has those of "
-                f"{', '.join(self.outline.specs) or 'none'}."
+                f"step {self.manifest.step} has no tensors of part {part!r}; it has tensors of "
+                f"these parts: {', '.join(self.outline.specs) or 'none'}."
             )
         name = part + manifest.TENSORS_SUFFIX
         return _chunked(self._files, self.manifest, name, self._files.readers)
@@ -328,7 +328,7 @@ def _chunked(files: StepFiles, found: Manifest, name: str, readers: int = 0) -> 
 
 
 def rank_tree(content: bytes) -> Tree:
-    """Return the tree that a rank saved for itself.
+    """Return the tree of one rank's own state.
 
     Raises:
         Damaged: it is not valid.
@@ -401,7 +401,7 @@ def _check(name: str, check: Callable[[], Result]) -> Result:
 
 
 def _rank_parts(found: Manifest, ranks: Sequence[bytes]) -> frozenset[str]:
-    """Return the names of the parts that the ranks saved for themselves."""
+    """Return the names of the parts that have their own state on each rank."""
     if len(ranks) != found.world_size:
         raise Damaged(manifest.RANKS, f"it has {len(ranks)} ranks instead of {found.world_size}")
     names: set[str] = set()

@@ -1,4 +1,7 @@
-"""The output of `hvdkit checkpoint`."""
+"""Run the actions of `hvdkit checkpoint` on a `Store`, and print the results.
+
+`command` parses the arguments and calls these functions.
+"""
 
 from __future__ import annotations
 
@@ -292,7 +295,10 @@ def _expect_metrics(retention: Retention, store: Store) -> None:
 
 @contextmanager
 def _progress(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a callback for numbers of bytes. Shows a bar on a terminal, else some lines."""
+    """Yield a callback that receives the number of bytes read since its previous call.
+
+    On a terminal, show a progress bar. Otherwise print lines, see `_PlainProgress`.
+    """
     if not console.is_terminal:
         yield _PlainProgress(console, title, total)
         return

@@ -27,7 +27,7 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-#: Text that errors add before any state has changed, and after that.
+#: Text that is added to errors: before any state has changed, and after a change.
 NOTHING_RESTORED = "nothing was restored"
 _HALF_RESTORED = "the state is half restored: restore another step, or end the job"
 
@@ -63,7 +63,7 @@ def wanted_parts(only: Collection[str] | None, known: Collection[str]) -> set[st
     """
     if only is None:
         return set(known)
-    # Several models are `model-NAME`, one is `model`.
+    # A dict of models gives the parts `model-NAME`; a single model gives the part `model`.
     wanted = {name for name in known if name in only or name.partition("-")[0] in only}
     arguments = {part for name in known for part in (name, name.partition("-")[0])}
     unknown = [name for name in only if name not in arguments]
@@ -107,7 +107,7 @@ class Restoring:
         self._sum_order = sum_order
         #: Whether `run` has begun to change the state and has not completed. Equal on all ranks.
         self.half_restored = False
-        # Text that errors add. It changes if a step turns out to be damaged while it is read.
+        # Text that is added to errors. It changes if a step is found damaged while it is read.
         self._consequence = NOTHING_RESTORED
 
     @property
@@ -331,7 +331,8 @@ class Restoring:
             name: the name of the part.
             outline: the outline of the step.
             planned: the names of the parts that have been planned.
-            not_restored: descriptions of the state that is not restored. The function appends.
+            not_restored: descriptions of the state that is not restored. The method appends to
+                this list.
 
         Raises:
             UsageError: the state does not fit.

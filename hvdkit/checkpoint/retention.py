@@ -1,4 +1,7 @@
-"""Decide which steps to keep: a pure function of the steps in the store."""
+"""Decide which steps to keep: a pure function of the steps' manifests.
+
+Called by `Writer` after each save, and by `hvdkit checkpoint prune`.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ class KeepBest:
         metric, colon, mode = text.rpartition(":")
         if not metric or not colon or mode not in ("min", "max"):
             raise UsageError(
-                f"--keep-best is {text!r}; expected a metric and which is best, such as loss:min."
+                f"--keep-best is {text!r}; expected METRIC:min or METRIC:max, such as loss:min."
             )
         return cls(metric, "min" if mode == "min" else "max")
 
@@ -114,7 +117,7 @@ class Retention:
     Attributes:
         keep_last: the number of newest steps to keep, at least 1; None keeps all.
         keep_best: the best steps to keep as well.
-        keep_every: keep steps whose number is a multiple of this as well; None: no such steps.
+        keep_every: also keep steps whose number is a multiple of this; None: no such steps.
     """
 
     keep_last: int | None = 3

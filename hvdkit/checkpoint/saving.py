@@ -136,7 +136,7 @@ class Saving:
             gathered: the messages of all ranks.
 
         Raises:
-            UsageError: on all ranks: they do not.
+            UsageError: on all ranks: the ranks save different states.
         """
         for kind, subject in (
             ("step", "the step to save"),
@@ -158,7 +158,7 @@ class Saving:
             check_layouts(self._collectives.ranks, layouts, self._consequence)
 
     def _described(self, check: ReplicaCheck | None) -> dict[str, Any] | None:
-        """Return a comparison as the ranks exchange it; None if it cannot be made here."""
+        """Return a check as JSON values for the other ranks; None if it cannot run on this rank."""
         if check is None or not check.settings.interval:
             return None
         if list(check.ranks) != list(self._collectives.ranks):
@@ -166,7 +166,7 @@ class Saving:
         return {"settings": str(check.settings), "stepped": check.has_stepped()}
 
     def _compare_replicas(self, gathered: Sequence[Sequence[Any]]) -> None:
-        """Compare replicas between the ranks if one rank has stepped since. A collective.
+        """Compare replicas if an optimizer has stepped since the last comparison. A collective.
 
         Args:
             gathered: rank -> optimizer -> the result of `_described`.
@@ -177,7 +177,7 @@ class Saving:
         if len({len(of_rank) for of_rank in gathered}) > 1:
             return
         for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
-            # A rank without the comparison would leave the others waiting.
+            # If one rank cannot run the check, the other ranks would wait for it.
             if check is None or not all(described):
                 continue
             same = len({each["settings"] for each in described}) == 1

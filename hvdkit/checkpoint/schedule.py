@@ -2,6 +2,7 @@
 
 import time
 
+from hvdkit.checkpoint.storage import check_number
 from hvdkit.errors import UsageError
 
 
@@ -45,13 +46,17 @@ class Schedule:
         return self._every_seconds is not None and passed >= self._every_seconds
 
     def error_at(self, step: int) -> UsageError | None:
-        """Return the error for a step that is lower than an earlier one; else None."""
+        """Return an error if a step is not valid, or lower than in an earlier call; else None."""
+        try:
+            check_number("step", step)
+        except UsageError as error:
+            return error
         if step >= self._seen_step:
             return None
         return UsageError(
             f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
-            f"trained since the first epoch, such as epoch * len(loader) + batch. To go back in a "
-            f"training, call restore()"
+            f"trained since the first epoch, such as epoch * len(loader) + batch. To continue from "
+            f"an earlier step, call restore()"
         )
 
     def see(self, step: int) -> None:

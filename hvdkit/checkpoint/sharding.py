@@ -1,9 +1,9 @@
 """Tensors whose rows are divided among the ranks, such as a large embedding.
 
-A checkpoint stores each of them as one whole tensor. So other tools can read it, and any number of
-ranks can restore it with any division. A save gathers the rows on the first rank, which holds the
-whole tensors in memory until they are written. A restore broadcasts them piece by piece; each rank
-keeps its own rows.
+A checkpoint stores each of them as one whole tensor. So other tools can read the tensor, and a job
+that divides the rows differently can restore it. A save gathers the rows on the first rank, which
+holds the whole tensors in memory until they are written. A restore broadcasts the tensors piece by
+piece, and each rank keeps only its own rows.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Shard:
     """This rank's rows of a tensor whose rows are divided among the ranks.
 
     Attributes:
-        tensor: the rows, of shape [rows, ...]; `rows` may be 0. Or a function that returns them at
-            each save and restore, for a tensor that is replaced during training. A restore writes
-            into the result, so it must not be a copy.
-        first: the index of the first of these rows in the whole tensor.
+        tensor: the rows, of shape [rows, ...]; `rows` may be 0. Or a function without arguments
+            that returns the rows, for a tensor that is replaced during training. Each save and
+            restore calls the function. A restore writes into the returned tensor, so the function
+            must not return a copy.
+        first: the index of this rank's first row in the whole tensor.
         total: the number of rows of the whole tensor.
     """
 
@@ -129,7 +130,7 @@ class ShardedItem:
             UsageError: a function returns new memory.
         """
         for name, shard in self._shards.items():
-            # Both are kept meanwhile, so that they cannot have the same address by chance.
+            # Keep both results: if the first were freed, the second could get the same address.
             first, second = self._given(name), self._given(name)
             if callable(shard.tensor) and self._identity(first) != self._identity(second):
                 raise UsageError(

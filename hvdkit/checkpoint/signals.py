@@ -1,4 +1,4 @@
-"""Record the signals that ask a job to stop; the training loop reads them."""
+"""Record the signals that ask a job to stop; `Manager.maybe_save` reads the record."""
 
 import logging
 import signal
@@ -56,7 +56,10 @@ class StopSignals:
         self._since: dict[int, float] = {}
 
     def install(self) -> None:
-        """Install the handlers. Outside the main thread, where Python cannot, only warn."""
+        """Install the handlers. In another thread than the main thread, only log a warning.
+
+        Python can install signal handlers in the main thread only.
+        """
         if self._installed or not self._numbers:
             return
         self._installed = True
@@ -79,7 +82,7 @@ class StopSignals:
             self._installed = False
 
     def deliver(self) -> None:
-        """After `remove`: give a signal that stopped nothing its original effect."""
+        """Raise a recorded signal again if no save stopped the job for it. Call `remove` first."""
         number, self.unanswered = self.unanswered, None
         if number is not None:
             signal.raise_signal(number)

@@ -23,7 +23,8 @@ class TensorSpec:
     """The dtype and the shape of a tensor.
 
     Attributes:
-        dtype: safetensors' name, such as `F32` or `BF16`; also `C128` and `C32`.
+        dtype: safetensors' name, such as `F32` or `BF16`; or `C128` or `C32`, which safetensors
+            does not have.
         shape: its dimensions.
     """
 
@@ -105,7 +106,10 @@ class StatefulItem(Protocol):
 
 @runtime_checkable
 class ComparedItem(StatefulItem, Protocol):
-    """An item that each save compares between the ranks, because a restore must fit all of them."""
+    """An item whose structure each save compares between the ranks, such as a model.
+
+    A restore sends the first rank's state to all ranks, so it must fit the item of every rank.
+    """
 
     def signature(self) -> list[str]:
         """Return a text for each part of the structure, such as a tensor's name, dtype and shape.
@@ -124,8 +128,8 @@ class PartialItem(StatefulItem, Protocol):
         """Return destinations for the tensors that fit.
 
         Returns:
-            The tree, with a `Discarded` for each saved tensor that does not fit; and a description
-            of each tensor that is not restored, of the checkpoint or of the item.
+            The tree, with a `Discarded` for each saved tensor that does not fit. A description of
+            each tensor, in the checkpoint or in the item, that is not restored.
         """
         ...
 
@@ -141,8 +145,8 @@ class DependentItem(StatefulItem, Protocol):
 
         Args:
             tree: the saved state.
-            wanted: the names of the parts that the restore was asked for.
-            planned: the names of those that it restores, maybe in part.
+            wanted: the names of the parts to restore.
+            planned: the names of the parts that fit, at least partly, and will be restored.
 
         Returns:
             As `PartialItem.plan_partial_restore`.
@@ -195,8 +199,8 @@ class CheckedRankItem(RankItem, Protocol):
         """Check a saved state before anything is restored.
 
         Raises:
-            UsageError: the state does not fit. A restore with `strict=False` does not change the
-                item then.
+            UsageError: the state does not fit. With `strict=False`, `restore` is called
+                nevertheless and must load only what fits; a `RequiredRankItem` is not restored.
         """
         ...
 
@@ -205,7 +209,8 @@ class CheckedRankItem(RankItem, Protocol):
 class RequiredRankItem(CheckedRankItem, Protocol):
     """A `CheckedRankItem` that a job needs to resume, such as a rank's position in its data.
 
-    A restore fails if it cannot restore the item. With `strict=False` it does not change the item.
+    If the item cannot be restored, the whole restore fails. With `strict=False`, the restore
+    continues without the item.
 
     Attributes:
         required: always true.

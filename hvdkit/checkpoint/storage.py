@@ -71,7 +71,7 @@ class StepFiles(Protocol):
     readers: int
 
     def open(self, name: str) -> int:
-        """Open the file `name`. Returns its size in bytes.
+        """Open the file `name`. Return its size in bytes.
 
         Raises:
             Damaged: the file is missing, or is not a plain file.
@@ -206,7 +206,7 @@ class Storage(Protocol):
     """A folder or object store with steps. `str` gives its path or URL."""
 
     def exists(self) -> bool:
-        """Return whether the folder or a part of the URL exists."""
+        """Return whether the folder exists, or any object of steps under the URL."""
         ...
 
     def location(self, name: str) -> str:
@@ -217,7 +217,8 @@ class Storage(Protocol):
         """List all steps, incomplete ones included, in the order of `in_commit_order`.
 
         Raises:
-            CheckpointError: the storage cannot be read. One that does not exist has no steps.
+            CheckpointError: the storage cannot be read. A storage that does not exist raises no
+                error: it has no steps.
         """
         ...
 
@@ -281,8 +282,10 @@ def in_commit_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def expect_manifests(entries: Iterable[Entry], location: str) -> None:
-    """Check that no manifest is unreadable for now: the place of its step is not known.
+    """Raise an error if a manifest cannot be read now.
 
+    Without its manifest, the place of a step in the order of commits is unknown. A manifest that is
+    known to be damaged raises no error.
     Args:
         entries: the steps.
         location: of the storage, for the error.
@@ -327,7 +330,7 @@ def open_storage(
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/([^/]|$)", text):
         raise UsageError(
             f"the checkpoint folder is {text}, a URL with only one slash. pathlib.Path removes the "
-            f"other: give the URL as a string."
+            f"second slash: give the URL as a string."
         )
     url = _URL.fullmatch(text)
     if url is not None and url[1] in ("file", "local") and not url[2].startswith("/"):

@@ -39,7 +39,7 @@ class StepInfo:
 
 
 class Store:
-    """The checkpoints in a folder or an object store. The constructor touches nothing.
+    """The checkpoints in a folder or an object store. The constructor does not access the storage.
 
     Attributes:
         location: the absolute path of the folder, or the URL.
@@ -59,8 +59,8 @@ class Store:
             folder: a local or shared folder, created by `open_for_writing` if it does not exist;
                 or a URL that fsspec knows, such as `s3://bucket/run`.
             keep_last: the number of newest steps to keep, at least 1; None: all.
-            keep_best: the best steps to keep as well.
-            keep_every: keep steps whose number is a multiple of this as well.
+            keep_best: the best steps to keep as well, see `KeepBest`.
+            keep_every: also keep steps whose number is a multiple of this; None: no such steps.
             storage_options: for fsspec's file system, such as `endpoint_url`; for URLs only.
 
         Raises:
@@ -158,7 +158,7 @@ class Store:
     def verify_entry(
         self, entry: Entry, progress: Callable[[int], None] | None = None
     ) -> list[Damaged]:
-        """Verify one of `entries`. A step that was deleted meanwhile has no problems."""
+        """Verify one of `entries`. Return no problems for a step that was deleted meanwhile."""
         opened, problems = self.examine(entry, progress)
         if opened is not None:
             opened.close()
@@ -173,8 +173,8 @@ class Store:
         says which file is damaged and why.
 
         Args:
-            step: open this step only. If the newest run does not have it, open that of the newest
-                run that does.
+            step: open this step only. If the newest run does not have this step, open it in the
+                newest run that has it.
             run: search this run instead of the newest.
             quarantine: False: only log which steps are damaged, and do not move them.
 
@@ -182,8 +182,8 @@ class Store:
             The step; None if the folder has no steps at all.
 
         Raises:
-            CheckpointError: there are steps, and none is good; or `step` is damaged. No step is
-                quarantined then, so a second call fails alike.
+            CheckpointError: there are steps, and none is good; or `step` is damaged. Then no step
+                is quarantined, so a second call raises the same error.
             UsageError: there is no such `step`.
         """
         search = self.search(step, run, quarantine=quarantine)
@@ -205,8 +205,8 @@ class Store:
     ) -> list[Entry]:
         """List the complete steps of the newest run that `retention` deletes, oldest first.
 
-        The steps to keep are read and verified. A damaged step is neither kept nor deleted, so at
-        least one good step stays.
+        The steps to keep are read and verified. A damaged step is not deleted, but `retention` does
+        not count it. So at least one good step stays, if there is one.
 
         Args:
             retention: which steps are kept.
@@ -323,8 +323,9 @@ class Store:
 class Search:
     """A search for the newest good step.
 
-    Tensors may be verified after a step was opened, while they are read. If a step was found
-    damaged and a later one good, `end` quarantines the damaged step.
+    `open_next` opens the newest step. Its tensors may be verified later, while they are read. If
+    they are damaged, call `reject`, and then `open_next` for the next older step. Once a step is
+    good, `end` quarantines the damaged steps that are newer.
     """
 
     def __init__(self, store: Store, step: int | None, run: int | None, quarantine: bool) -> None:
@@ -358,8 +359,8 @@ class Search:
 
         Raises:
             CheckpointError: there are steps, quarantined ones included, and none is good; or the
-                one asked for is damaged.
-            UsageError: there is no such step.
+                search is for one step, and this step is damaged.
+            UsageError: the search is for one step, and there is no such step.
         """
         store = self._store
         while self._attempts_left:
@@ -371,7 +372,7 @@ class Search:
                     return None
                 raise CheckpointError(
                     f"step {self._opened.step} in {store.location} was removed while it was read, "
-                    f"and there is no other. Keep more steps."
+                    f"and there is no other step. Keep more steps."
                 )
             if len(listed) > 1:
                 # Any of these steps may be the newest.
@@ -422,11 +423,11 @@ class Search:
         why = "; ".join(map(str, problems))
         if self._step is not None:
             return CheckpointError(
-                f"step {self._step} in {location} is damaged ({why}). Choose another step, or "
-                "none for the newest good one."
+                f"step {self._step} in {location} is damaged ({why}). Choose another step, or give "
+                "no step to get the newest good one."
             )
         return CheckpointError(
             f"none of the {len(self._damaged)} steps of run {entry.run} in {location} is good; "
-            f"the newest, step {entry.step}, is damaged ({why}). Move them away to start again, or "
-            f"to continue an older run, or give another folder."
+            f"the newest, step {entry.step}, is damaged ({why}). Give another folder; or move "
+            f"these steps out of this folder, to start again or to continue an older run."
         )

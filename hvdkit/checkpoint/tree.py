@@ -22,7 +22,8 @@ from hvdkit.checkpoint.arrays import ArrayTensor
 from hvdkit.checkpoint.state import SmallTensor, TensorSpec, Tree
 from hvdkit.errors import UsageError
 
-#: The most levels of a tree. A deeper tree contains itself, or is made to overflow the stack.
+#: The most levels of a tree. A deeper tree probably contains itself, or a hostile file was made to
+#: overflow the stack.
 MAX_DEPTH = 50
 
 #: The largest array or small tensor that is written as text, in bytes.
@@ -69,8 +70,8 @@ def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
 
     Args:
         encoded: the JSON form.
-        tensors: name -> tensor. If it is a `TensorSpec` with the dtype of the file, the tree gets a
-            `TensorSpec` with the dtype of the tensor, or for a NumPy array a new array.
+        tensors: name -> tensor, or name -> the `TensorSpec` in the file. For a `TensorSpec`, the
+            tree gets a `TensorSpec` with the tensor's own dtype, or a new array for a NumPy array.
 
     Raises:
         ValueError: `encoded` is not a result of `encode`, or has a tensor that is not in `tensors`.

@@ -1,8 +1,9 @@
 """Export the weights of a model as safetensors files, for tools without hvdkit.
 
-Writes one file, for `safetensors.torch.load_model`, or a folder for Hugging Face's transformers:
-several files, and an index of tensors and files. The tensors are copied from the checkpoint in
-pieces, so memory does not grow with their size. No framework is needed.
+`export_file` writes one file, for `safetensors.torch.load_model`. `export_folder` writes a folder
+for Hugging Face's transformers: one file, or several files and an index that maps each tensor to
+its file. The tensors are copied from the checkpoint in pieces, so memory does not grow with their
+size. No framework is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from hvdkit.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-#: Key in a model's tree: name of a tensor that shares memory with another -> name of the other.
+#: Key in a model's tree. Its value is: additional name of a tensor, such as that of a shared
+#: weight -> the name under which the tensor is saved.
 TIED = "(tied)"
 #: The size of a file in bytes, as in transformers.
 SHARD_BYTES = 5_000_000_000

@@ -56,9 +56,9 @@ class Snapshot:
         step: the number of steps trained, 0 or more.
         epoch: the epoch that the step is in, if the training counts epochs.
         metrics: values by name; NaN and infinities are allowed.
-        versions: of hvdkit, Python and the framework, by name.
+        versions: package name -> version: hvdkit, Python and the framework.
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
-        ranks: one tree for each rank, without tensors, as the result of `rank_to_bytes`.
+        ranks: for each rank, its own state: a result of `rank_to_bytes`.
         sum_order: see `Manifest.sum_order`.
         withdrawn: when set, the step is not committed: its tensors may have changed.
     """
@@ -89,7 +89,7 @@ class Snapshot:
 class Writer:
     """The writer of a storage; `Store.open_for_writing` returns one. A context manager.
 
-    Any thread may call a method, but only one at a time.
+    Any thread may call a method, but only one thread at a time.
 
     Attributes:
         run: the number of the run that is written. Retention deletes steps of this run only.
@@ -328,7 +328,7 @@ class Writer:
 
 
 def _of_tensors(files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return the records of the files of tensors; of the other state if there are no tensors."""
+    """Return the records of the tensor files; without tensors, the record of the JSON state."""
     found = {n: made for n, made in files.items() if n.endswith(manifest.TENSORS_SUFFIX)}
     return found or {manifest.STATE: files[manifest.STATE]}
 

@@ -171,8 +171,8 @@ def test_a_metric_that_no_step_has(tmp_path, caplog):
     on_ranks(run)
     warnings = [r.message for r in caplog.records if "keep_best" in r.message]
     assert warnings == [
-        "keep_best does not keep a step without its metric: it asks for 'val_acc', and save() got "
-        "val_accuracy"
+        "keep_best ranks steps by the metric 'val_acc', but save() got only val_accuracy: "
+        "keep_best does not keep this step"
     ]
 
 
@@ -815,6 +815,16 @@ def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
             assert not saving.maybe_save(5)
             saving.restore(6, only=("model",))
             assert saving.maybe_save(1) is False
+
+    on_ranks(run)
+
+
+def test_a_step_that_is_not_a_number_on_one_rank_is_an_error_on_all_ranks(tmp_path):
+    def run(collectives):
+        with make(collectives, tmp_path, every_steps=4) as saving:
+            with pytest.raises(UsageError, match="rank 1: step is '3': expected a whole number"):
+                saving.maybe_save("3" if collectives.rank == 1 else 3)
+            assert not saving.maybe_save(3)
 
     on_ranks(run)
 

@@ -140,7 +140,7 @@ def test_one_tensor_can_be_read(place):
         np.testing.assert_array_equal(out, data)
         with pytest.raises(ValueError, match="has 140 bytes, not 3"):
             opened.read("model", "layer.weight", out[:3])
-        with pytest.raises(CheckpointError, match="has no tensors of a part 'loop'; .*model"):
+        with pytest.raises(CheckpointError, match="has no tensors of part 'loop'; .*model"):
             opened.stream("loop")
         with pytest.raises(CheckpointError, match="has no part 'gone'; it has model, optimizer"):
             opened.outline.tree("gone")

@@ -1,7 +1,8 @@
 """Objects under one URL, through fsspec, with deadlines and retries for each request.
 
-The file systems of fsspec (https://filesystem-spec.readthedocs.io) raise many kinds of errors. This
-module converts each to a missing object or a `CheckpointError`.
+The file systems of fsspec (https://filesystem-spec.readthedocs.io) raise many kinds of errors. For
+a missing object, the methods here return None or raise FileNotFoundError. They convert every other
+error to a `CheckpointError`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _log = logging.getLogger(__name__)
 #: The deadline of a request in seconds, plus seconds for each byte that it sends or receives.
 REQUEST_SECONDS = 60.0
 SECONDS_PER_BYTE = 1e-6
-#: The deadline of a heartbeat in seconds; it is not repeated.
+#: The deadline of a heartbeat in seconds. A heartbeat is not retried.
 SOON_SECONDS = 10.0
-#: Seconds before the first retry of a request, and before later retries at most.
+#: Seconds before the first retry of a request, and the most seconds before a later retry.
 FIRST_PAUSE_SECONDS = 0.3
 LONGEST_PAUSE_SECONDS = 10.0
-#: Seconds after which a request is not repeated.
+#: Seconds after which a request is not retried.
 RETRY_SECONDS = 120.0
 #: The limits before the first reply of the store, which are shorter: the address may be wrong.
 FIRST_RETRY_SECONDS = 10.0
@@ -60,7 +61,7 @@ _LASTING = (
 # Not the functions of the module `random`: a retry would change the random numbers of the training.
 _jitter = random.Random()
 
-#: Attempts of the check for exclusive creation, because another process may disturb one.
+#: Attempts to check for exclusive creation. Another process may delete the object of an attempt.
 _PROBES = 3
 
 _INSTALL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -71,7 +72,7 @@ _S3_CONFIG = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_
 
 
 class Bucket:
-    """The objects under a URL. The constructor touches nothing.
+    """The objects under a URL. The constructor sends no request.
 
     Attributes:
         url: the URL, without a password.
@@ -126,7 +127,7 @@ class Bucket:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
         """Return an object's content, or its bytes from `start` to `end`; None if it is missing."""
         size = 0 if start is None or end is None else end - start
-        # Otherwise s3fs requests the size first.
+        # Without this argument, s3fs first requests the size.
         how: dict[str, Any] = (
             {"max_concurrency": 1} if "max_concurrency" in self._parameters("cat_file") else {}
         )
@@ -301,8 +302,9 @@ class Bucket:
         self._put(name, data, **how)
 
     def copy(self, name: str, new: str) -> None:
-        """Copy an object on the server; on Azure, which does not report the end of a copy, through
-        this process.
+        """Copy an object on the server.
+
+        On Azure, copy it through this process, because Azure does not report the end of a copy.
 
         Raises:
             FileNotFoundError: the object is missing.
@@ -417,7 +419,7 @@ class Bucket:
         return text.replace(self._password, "***") if self._password else text
 
     def _parameters(self, method: str) -> Mapping[str, Any]:
-        """Return the parameters of a method, those that only this file system has included."""
+        """Return the parameters of a method, including those that only this file system has."""
         fs = self._file_system()
         return inspect.signature(getattr(fs, "_" + method, getattr(fs, method))).parameters
 

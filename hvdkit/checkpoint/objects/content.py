@@ -27,7 +27,7 @@ class Content:
     def __getitem__(self, place: slice) -> bytes:
         start, stop, step = place.indices(len(self))
         if step != 1:
-            raise ValueError(f"a step of {step}: expected 1")
+            raise ValueError(f"the slice has a step of {step}: expected 1")
         found = []
         at = bisect.bisect_right(self._ends, start)
         while start < stop:

@@ -68,7 +68,7 @@ class ObjectFiles:
             done += len(piece)
 
     def close(self) -> None:
-        """Free the memory of what was read."""
+        """Free the memory of the bytes that were read."""
         self._small = {}
         self._window = ("", 0, b"")
 

@@ -1,8 +1,9 @@
 """The commit log of an object store: numbered records, each created exclusively.
 
-A record lists all steps; the record with the highest number is valid. Each change of the list
-creates the next record. This fails if another writer has created a record with the same number, so
-a replaced writer cannot change the list. The newest record names the process that is the writer.
+A record lists all steps; the record with the highest number is the current list. Each change of
+the list creates the next record. The creation fails if another writer has created a record with the
+same number, so a replaced writer cannot change the list. The newest record names the process that
+is the writer.
 
     log/00000000000000000042.json   {"writer": …, "steps": [{"name": …, "step": …, "run": …}]}
 """
@@ -25,8 +26,9 @@ _log = logging.getLogger(__name__)
 _FORMAT, _VERSION = "hvdkit checkpoint log", 1
 _NAME = re.compile(r"log/(\d{20})\.json")
 
-#: The number of records to keep. A reader with an outdated listing finds the newest record from any
-#: of these. A replaced writer finds that the next record exists, or its own was deleted.
+#: The number of records to keep. A reader with an outdated listing begins at one of these records
+#: and reads on to the newest. A replaced writer finds that the next record exists, or that its own
+#: record was deleted.
 KEPT_RECORDS = 100
 
 # How often to list again after a live writer has deleted a record.
@@ -50,7 +52,7 @@ class Record:
         number: the number of the record.
         writer: the process that created it.
         steps: all steps, oldest first.
-        is_open: whether that process is still the writer. False in its last record.
+        is_open: whether `writer` is still the writer; False in its last record.
     """
 
     number: int

@@ -1,6 +1,7 @@
 """The writer of an object store: it appends records to the commit log.
 
-While it writes, a thread renews its heartbeat. A writer without a heartbeat can be replaced.
+A thread renews the writer's heartbeat. If the heartbeat stops, another process can become the
+writer.
 """
 
 from __future__ import annotations
@@ -73,18 +74,18 @@ class ObjectDraft:
 
 
 class ObjectWriter:
-    """The writer in the newest record of the log."""
+    """The writer. The newest record of the log names it."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._lease = Lease.own()
         self._head = Head()
         self._attempts = 0
-        # Steps of records that may or may not exist, because the request failed.
+        # Steps whose record may exist or not, because the request to create the record failed.
         self._unknown: set[str] = set()
         # Steps whose objects could not be deleted.
         self._left: set[str] = set()
-        # Steps that were found whole. No other process changes them.
+        # Complete steps, by name. No other process changes them.
         self._entries: dict[str, Entry] = {}
         self._stop = threading.Event()
         with ExitStack() as resources:
@@ -142,7 +143,7 @@ class ObjectWriter:
         return listed.name
 
     def discard(self, draft: Draft) -> None:
-        """Delete the objects of a draft, unless a record of unknown outcome may list it."""
+        """Delete the objects of a draft, unless a record that may exist lists the draft."""
         assert isinstance(draft, ObjectDraft)
         name = draft.listed.name
         if name in self._unknown:
@@ -172,7 +173,7 @@ class ObjectWriter:
         self._delete([name for name in self._left if name not in listed | self._unknown])
 
     def close(self) -> None:
-        """Append the last record."""
+        """Append a record that ends this writer."""
         if os.getpid() == self._lease.pid:
             self._resources.close()
 
@@ -232,8 +233,8 @@ class ObjectWriter:
             entry = listing.look(self._bucket, Listed(name, step, run), sizes[name])
             if entry.manifest is None and not isinstance(entry.error, Damaged):
                 raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
-            # The commit number in the manifest of an uncommitted draft is that of a readable
-            # record, or comes after the last record.
+            # The lost records have the numbers between these two. The manifest of a draft that was
+            # never committed has the number of a readable record, or a number after the last one.
             if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
                 found.append(Listed(name, step, run))
         return found
@@ -257,7 +258,8 @@ class ObjectWriter:
         """Check that the newest record of this writer still exists.
 
         Raises:
-            WriterConflict: another writer has appended so many records that it was trimmed.
+            WriterConflict: the record was trimmed, because another writer has appended many
+                records.
         """
         if self._bucket.size(log.name_of(self._head.number)) is None:
             raise taken_over(self._bucket.url, self._lease, None, LEASE_TIMEOUT_SECONDS)
@@ -302,7 +304,7 @@ class ObjectWriter:
             log.trim(self._bucket, record.number)
 
     def _adopt(self, record: Record) -> None:
-        """Accept a record of this writer whose reply was lost.
+        """Accept a record that this writer has created, although the store's reply was lost.
 
         Raises:
             WriterConflict: the record is another writer's.

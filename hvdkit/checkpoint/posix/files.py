@@ -33,7 +33,7 @@ class PosixFiles:
         self._descriptors: dict[str, int] = {}
 
     def open(self, name: str) -> int:
-        """Open the file `name`. Returns its size in bytes."""
+        """Open the file `name`. Return its size in bytes."""
         assert self._folder is not None
         self._descriptors[name], size = disk.open_plain(name, self._folder)
         return size

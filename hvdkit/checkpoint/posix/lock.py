@@ -178,7 +178,7 @@ class FolderLock:
         self._beats += 1
         # All leases have one length, so that no bytes of an older one remain.
         content = self.lease.to_bytes(self._beats).ljust(_MAX_LEASE_BYTES)
-        # Open and close it each time, because NFS shows a change to other hosts then.
+        # Open and close the file each time: NFS shows a change to other hosts after the close.
         descriptor = os.open(
             LEASE_FILE, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666, dir_fd=self._folder
         )

@@ -146,7 +146,7 @@ class PosixDraft:
         return hasher.record()
 
     def copy(self, name: str, entry: Entry) -> None:
-        """Link a file of another step."""
+        """Link a file of another step; copy it if the file system has no links."""
         with (
             failing("write", self._path / name),
             disk.folder(entry.name, self._parent) as source,
