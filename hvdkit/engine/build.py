@@ -41,10 +41,10 @@ class Options:
     """The inputs and outputs of a build.
 
     Attributes:
-        sdist: a file with Horovod's sdist, instead of the package index.
-        wheel_dir: also copy the wheel to this folder.
-        target: install into this folder instead of this Python's environment.
-        use_cache: take the wheel from the cache if it is there.
+        sdist: a file with Horovod's sdist; None for the cached sdist or a download.
+        wheel_dir: a folder for a copy of the wheel; None for no copy.
+        target: the folder to install into; None for this Python's environment.
+        use_cache: take the wheel from the cache if the cache has it.
     """
 
     sdist: Path | None = None
@@ -57,7 +57,8 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     """Carry out `plan`. Return the installed engine.
 
     Raises:
-        HvdkitError: a step failed; the cache and the installed engine are unchanged.
+        HvdkitError: a step failed. Before the installation, the installed engine is unchanged; a
+            wheel that has passed the smoke test stays in the cache.
     """
     started = time.monotonic()
     install.check_pip()

@@ -52,7 +52,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
 
     Args:
         count: the number of collectives in the timeline.
-        folder: the temporary folder of this machine; default that of Python.
+        folder: the folder in which the jobs make their folders; default `tempfile.gettempdir()`.
 
     Raises:
         UsageError: no job of `hvdkit run` runs here.

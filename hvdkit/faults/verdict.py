@@ -55,10 +55,11 @@ class Verdict:
     Attributes:
         text: a paragraph for the user.
         waiting: the ranks that wait for the collective.
-        missing: the ranks that have not called it.
+        missing: the ranks that have not called the collective.
         call: the collective; None if no rank waits.
-        waited: the seconds that it has waited.
-        limit: the seconds that it may wait before the job ends; 0 for no limit.
+        waited: the seconds since the first rank has called the collective.
+        limit: the seconds that a rank may wait for the collective before the job ends; 0 for no
+            limit.
         deadlock: whether no rank can continue, because each waits for another one.
         expired: whether the collective has waited for longer than its limit.
         stopped: whether the process of a missing rank is stopped.
@@ -85,12 +86,12 @@ class Verdict:
         if self.deadlock:
             return f"{self.text}\n{_DEADLOCK}"
         if self.expired:
-            return f"{self.text}\nIts limit of {self.limit:,.0f} s is over ({_LIMIT})."
+            return f"{self.text}\nThe limit of {self.limit:,.0f} s is over ({_LIMIT})."
         return self.text
 
     @property
     def outlook(self) -> str:
-        """The next state of a job that need not end now, as a sentence."""
+        """A sentence on how a job continues whose verdict is not final."""
         if self.limit:
             # A rank that has begun to receive data from the stopped process has a limit of its own.
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""

@@ -35,13 +35,13 @@ def process_number(rank: int, number: int) -> int:
 
 
 def name_process(rank: int, number: int, name: str) -> list[Event]:
-    """Return the events that name a process and place it among the others."""
+    """Return the events that set the name and the position of a process."""
     pid = process_number(rank, number)
     return _names("process", pid, 0, name, pid)
 
 
 def name_thread(pid: int, tid: int, name: str) -> list[Event]:
-    """Return the events that name a thread of a process, and place it by its number."""
+    """Return the events that name a thread of a process, and sort threads by number."""
     return _names("thread", pid, tid, name, tid)
 
 
@@ -80,9 +80,9 @@ def nanoseconds(seconds: float) -> int:
 
 
 def calls_between(record: Record, begin: int, end: int) -> list[Call]:
-    """Return the collectives that were called between two times, without the profile's.
+    """Return the collectives that were called between two times, except those of the profile.
 
-    The end does not matter: a collective that no step waits for may end later on some ranks.
+    The end of a collective may be later: no step may wait for it.
 
     Args:
         record: the record of a rank.
