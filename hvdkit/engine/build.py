@@ -13,9 +13,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,19 +171,30 @@ def _running(
     assert process.stdout is not None
     output = process.stdout
 
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    # A build that hangs may print nothing, so the reader cannot check the time.
+    timer = threading.Timer(_SECONDS, expire)
+    timer.daemon = True
+    timer.start()
+
     def lines() -> Iterator[str]:
-        deadline = time.monotonic() + _SECONDS
-        for line in output:
-            if time.monotonic() > deadline:
-                raise HvdkitError(
-                    f"the build did not end within {_SECONDS / 3600:g} hours; nothing was changed. "
-                    "Build on a machine with more cores, and copy the wheel (--wheel-dir)."
-                )
-            yield line
+        yield from output
+        if expired.is_set():
+            raise HvdkitError(
+                f"the build did not end within {_SECONDS / 3600:g} hours; nothing was changed. "
+                "Build on a machine with more cores, and copy the wheel (--wheel-dir)."
+            )
 
     try:
         yield process, lines()
     finally:
+        timer.cancel()
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is not None:
                 break

@@ -28,7 +28,7 @@ class Rule(Generic[T]):
     setup: str = ""
 
     def __call__(self, target: T) -> None:
-        """Find all lines that the rule applies to."""
+        """Request edits, or give advice, for all lines that the rule applies to."""
         self.find(self, target)
 
 

@@ -16,7 +16,8 @@ A line of type "start" begins the file, and each part of the run after a restart
 A line of type "record" is one report:
 
 - step: the number of steps since the beginning of the run.
-- steps: the number of steps that the record covers. 0: only values that were logged after the last step.
+- steps: the number of steps that the record covers. 0: only values that were logged after the last
+  step.
 - time: seconds since the epoch, by the clock of the first rank.
 - samples: the number of samples of all ranks in these steps; 0 if unknown.
 - ranks: the ranks that made these steps; the others were in `hvd.join()`.

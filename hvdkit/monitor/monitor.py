@@ -229,7 +229,8 @@ class BaseMonitor:
         logged the name.
 
         Args:
-            values: name -> a number, or a tensor with one element. Tensors are read in the next report.
+            values: name -> a number, or a tensor with one element. Tensors are read in the next
+                report.
             samples: the number of samples that this rank has trained since the last call.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The arguments of `hvdkit report`, and what it writes."""
+"""`hvdkit report`: parse its arguments, make the page, and write it and its pictures."""
 
 from __future__ import annotations
 

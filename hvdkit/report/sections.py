@@ -78,11 +78,13 @@ def losses(run: TrainingRun) -> Section | None:
         sentences += _course(run, name)
     if len(run.records) > 2 * MOST_GROUPS:
         sentences.append(
-            f"The charts of this page show the smallest and the largest of every "
-            f"{len(run.records) / MOST_GROUPS:.0f} reports or so, so that no extreme is lost."
+            f"For each group of about {len(run.records) / MOST_GROUPS:.0f} reports, the charts of "
+            f"this page show the smallest and the largest value, so no extreme is lost."
         )
     if any(len(record.ranks) > 1 for record in run.records):
-        sentences.append("Lines are means over the ranks. Shaded areas reach to all ranks.")
+        sentences.append(
+            "Lines are means over the ranks. Shaded areas reach from the smallest rank to the largest."
+        )
     return Section("Loss", sentences, [line_chart(run, name, marks=True) for name in names])
 
 
@@ -162,7 +164,7 @@ def _were(number: int) -> str:
 
 
 def total(run: TrainingRun, name: str) -> float:
-    """Return the sum of a counter over all reports: of the rank with the largest number in each."""
+    """Return the sum of a counter over all reports, with the largest value of a rank in each."""
     return sum(point.high or 0.0 for point in series(run.records, name))
 
 
@@ -192,7 +194,7 @@ def throughput(run: TrainingRun) -> Section | None:
                 verb = "fell" if change < 0 else "rose"
                 sentences.append(
                     f"It {verb} by {percent(abs(change))} from the first third of the run to the "
-                    f"last."
+                    f"last third."
                 )
     return Section("Throughput", sentences, charts)
 
@@ -333,7 +335,8 @@ def all_metrics(run: TrainingRun) -> Section | None:
     return Section("All metrics", (), (), [Table(head, rows, caption)])
 
 
-#: The sections of the metrics, in the order of the page; `ranks` and `reliability` have the others.
+#: The sections about metrics, in the order of the page. `hvdkit.report.single` adds the sections of
+#: `ranks` and `reliability`.
 METRIC_SECTIONS: Sequence[Callable[[TrainingRun], Section | None]] = (
     losses,
     optimization,

@@ -61,9 +61,9 @@ class TrainingRun:
     Attributes:
         name: the name in charts and tables.
         place: the folder or file that was given.
-        history: the file of a `JSONLLogger`; empty without one.
-        metrics_file: its path; None without one.
-        starts: the starts by `hvdkit run --output-dir`, in their order; empty if unknown.
+        history: the content of the file of a `JSONLLogger`; empty without such a file.
+        metrics_file: the path of this file; None without such a file.
+        starts: the starts by `hvdkit run --output-dir`, oldest first; empty if unknown.
         checkpoints: the steps of the newest run in the folder of checkpoints, oldest first.
         checkpoint_folder: the folder or URL; empty without one.
         notes: what the reader should know about the sources, in sentences.

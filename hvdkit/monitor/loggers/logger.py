@@ -22,7 +22,10 @@ class Logger:
         """
 
     def begin(self, run: Run) -> None:
-        """Begin a part of the run: before the first record, and after a resume at an earlier step."""
+        """Begin a part of the run.
+
+        Called before the first record, and before the first record after a resume at an earlier step.
+        """
 
     def log(self, record: Record) -> None:
         """Write a record."""
