@@ -61,7 +61,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     paragraphs = []
     for found in _ask(jobs):
         size = next(iter(found.values())).size
-        title = f"{len(found)} of {size} ranks are on this host."
+        title = f"{len(found)} of {size} ranks answered on this host."
         paragraphs += [title, *_explain(found, {}, count)]
     if not paragraphs:
         raise UsageError(

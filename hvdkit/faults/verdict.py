@@ -233,11 +233,11 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
         return f"{where} has not called it, and did not report its state."
     frames = stacks.main_thread(record.stacks)
     if record.open and (not frames or stacks.waits(frames)):
-        doing = f"it waits for {describe_call(record.open[0], record)}"
+        doing = f"the rank waits for {describe_call(record.open[0], record)}"
     else:
-        doing = "" if frames else "its stack is not known"
+        doing = "" if frames else "the stack of the rank is not known"
     if frame := stacks.own_frame(frames):
-        doing += f"{', ' if doing else 'it is '}at {frame}"
+        doing += f"{', ' if doing else 'the rank is '}at {frame}"
     text = f"{where} has not called it: {doing}."
     if record.done:
         last = record.done[-1]

@@ -40,8 +40,8 @@ class Script:
 
     Rules read it, and request edits of nodes of the tree as it was parsed. `apply` makes all edits.
     Names are resolved through the imports of the file, so rules see `tensorflow.keras.Model`,
-    whatever the script calls it. A name that the file also binds in another way is not resolved: for
-    example, a parameter of the same name.
+    whatever the script calls it. A name that the file also binds in another way, for
+    example as a parameter, is not resolved.
     """
 
     text: str

@@ -395,7 +395,7 @@ class BaseProfile:
         if wrong:
             sentences.append(
                 f"{wrong:,} of {compared:,} collectives do not overlap on all ranks, so a clock "
-                f"was set meanwhile."
+                f"was set during the recording."
             )
         notes = grouped({of_rank["rank"]: " ".join(of_rank["notes"]) for of_rank in facts})
         return " ".join([*sentences, *(note for note in notes if not note.endswith(": "))])

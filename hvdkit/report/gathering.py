@@ -126,8 +126,8 @@ def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
         found.looked_at += 1
         if found.looked_at > _MOST_NAMES:
             raise UsageError(
-                f"there are more than {_MOST_NAMES:,} files in the given folder: expected the folder "
-                f"of one run. Name the records with --metrics, --logs and --checkpoints"
+                f"there are more than {_MOST_NAMES:,} files in the given folder: expected the "
+                f"folder of one run. Name the records with --metrics, --logs and --checkpoints"
             )
         path = Path(entry.path)
         if entry.name.startswith(".") or entry.is_symlink() or _STEP_FOLDER.fullmatch(entry.name):

@@ -83,7 +83,7 @@ def losses(run: TrainingRun) -> Section | None:
         )
     if any(len(record.ranks) > 1 for record in run.records):
         sentences.append(
-            "Lines are means over the ranks. Shaded areas reach from the smallest rank to the largest."
+            "Lines are means over the ranks. Shaded areas reach to the smallest and largest value."
         )
     return Section("Loss", sentences, [line_chart(run, name, marks=True) for name in names])
 
@@ -164,7 +164,7 @@ def _were(number: int) -> str:
 
 
 def total(run: TrainingRun, name: str) -> float:
-    """Return the sum of a counter over all reports, with the largest value of a rank in each."""
+    """Return the sum of a counter over all reports: in each, the largest value of a rank."""
     return sum(point.high or 0.0 for point in series(run.records, name))
 
 
@@ -245,7 +245,7 @@ def step_sections(run: TrainingRun) -> Section | None:
         "time-sections", "time per step by section, mean of the ranks", places, parts
     )
     head = ("section", "mean", "share", "fastest rank", "slowest rank")
-    caption = "Per step. The fastest and the slowest rank are those of any report."
+    caption = "Per step. Fastest and slowest rank: the smallest and largest value in any report."
     return Section("Where the time goes", sentences, [chart], [Table(head, rows, caption)])
 
 

@@ -47,8 +47,8 @@ def reduced(points: Sequence[Point], groups: int = MOST_GROUPS) -> list[Point]:
     """Return at most three points for each of `groups` groups of neighbouring points.
 
     A group keeps the points with the smallest and the largest mean, and the first point that is not
-    finite, so no extreme is lost. `low` and `high` of these points are those of the whole group. The
-    first and the last of all points are always kept.
+    finite, so no extreme is lost. `low` and `high` of these points are those of the whole group.
+    The first and the last of all points are always kept.
     """
     if len(points) <= 2 * groups:
         return list(points)

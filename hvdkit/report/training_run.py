@@ -32,7 +32,7 @@ class StartFolder:
 
     @property
     def failed(self) -> bool:
-        """Whether the start has failed by itself."""
+        """Whether the start has failed; not if it was stopped on request."""
         if self.start is None:
             return bool(self.explanation)
         return self.start.failed

@@ -24,7 +24,7 @@ class Logger:
     def begin(self, run: Run) -> None:
         """Begin a part of the run.
 
-        Called before the first record, and before the first record after a resume at an earlier step.
+        Called before the first record, and when the step has gone back after a resume.
         """
 
     def log(self, record: Record) -> None:
