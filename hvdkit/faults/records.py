@@ -60,8 +60,8 @@ class Record:
         size: the number of ranks of the job.
         host: the rank's hostname.
         pid: its process id.
-        reason: why it was written: `stall`, `request`, `signal` or `error`.
-        time: when it was written, in seconds since 1970.
+        reason: why the record was written: `stall`, `request`, `signal` or `error`.
+        time: when the record was written, in seconds since 1970.
         limit: the seconds that a collective may wait before the job ends; 0 for no limit.
         error: the error of the first collective that failed; empty if none did.
         failed: the name of that collective.

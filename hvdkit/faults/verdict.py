@@ -122,7 +122,8 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
-    # A bucket says more than the small collectives of hvdkit that are sent beside it.
+    # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
+    # hvdkit itself, such as a comparison of states, says less.
     alike = [w for w in incomplete or waits if w.missing == oldest.missing]
     wait = min(alike, key=lambda w: (_is_internal(w.call), w.call.enqueued))
     lines = [_first_line(wait, records)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.records import Record, Run
 
-#: Records that wait for a logger. Further ones are dropped.
+#: The most records that wait for a logger. Further records are dropped.
 CAPACITY = 1000
 #: Seconds that `close` waits for all loggers together.
 CLOSE_SECONDS = 10.0

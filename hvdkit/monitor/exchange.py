@@ -56,7 +56,7 @@ def encode(own: Contribution, names: Sequence[str], place: int, ranks: int) -> l
     Args:
         own: this rank's part.
         names: the metrics that have a slot, the same on all ranks.
-        place: this rank's place among the ranks.
+        place: the index of this rank in `Collectives.ranks`.
         ranks: the number of ranks.
     """
     width = _HEADER + len(names)

@@ -81,7 +81,7 @@ _METRICS = (
     Metric(
         CHECKPOINT,
         "s",
-        "in a checkpointer; PyTorch: without waiting there for other ranks",
+        "in a checkpointer; with PyTorch, without waiting there for other ranks",
         "section_duration_seconds",
     ),
     Metric(SAMPLES, "1/s", "samples per second of all ranks", "samples_per_second"),

@@ -239,7 +239,8 @@ class BaseMonitor:
         for name, value in values.items():
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise UsageError(
-                    f"a metric has the name {name!r}: expected a text of 1 to 100 characters"
+                    f"a metric has the name {name!r}: expected a string of 1 to 100 characters, "
+                    f"without control characters such as a line break"
                 )
             if name.startswith(metrics.RESERVED):
                 raise UsageError(

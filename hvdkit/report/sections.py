@@ -98,11 +98,15 @@ def _course(run: TrainingRun, name: str) -> list[str]:
         best = min(good, key=lambda point: point.mean or 0.0)
         assert first.mean is not None
         assert last.mean is not None
-        verb = "fell" if last.mean < first.mean else "rose" if last.mean > first.mean else "stayed"
+        verb = "fell" if last.mean < first.mean else "rose"
+        course = (
+            f"is {short(first.mean)} at step {first.step:,} and again at step {last.step:,}"
+            if last.mean == first.mean
+            else f"{verb} from {short(first.mean)} at step {first.step:,} to {short(last.mean)} at "
+            f"step {last.step:,}"
+        )
         sentences.append(
-            f"{name} {verb} from {short(first.mean)} at step {first.step:,} to {short(last.mean)} "
-            f"at step {last.step:,}. Its smallest value is {short(best.mean)}, at step "
-            f"{best.step:,}."
+            f"{name} {course}. Its smallest value is {short(best.mean)}, at step {best.step:,}."
         )
     bad = [point for point in points if point.nonfinite]
     if bad:
