@@ -73,6 +73,11 @@ def test_a_typical_run(tmp_path):
     assert slowest == 1.0
 
 
+def test_a_loss_that_does_not_change(tmp_path):
+    write_metrics(tmp_path / "metrics.jsonl", [typical(step, loss=2.0) for step in (10, 20, 30)])
+    assert "loss is 2 at step 10 and again at step 30." in page_of(tmp_path).text
+
+
 def test_the_page_is_alone_and_has_no_scripts(tmp_path):
     write_metrics(tmp_path / "metrics.jsonl", [typical(step) for step in (10, 20, 30)])
     page = page_of(tmp_path)
