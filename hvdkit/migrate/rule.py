@@ -35,7 +35,7 @@ class Rule(Generic[T]):
 def rule(
     reason: str, *, before: str, after: str | None = None, setup: str = ""
 ) -> Callable[[Callable[[Rule[T], T], None]], Rule[T]]:
-    """Make a rule of a function, which gives the rule its name."""
+    """Make a rule of the decorated function. The rule gets the name of the function."""
 
     def make(find: Callable[[Rule[T], T], None]) -> Rule[T]:
         return Rule(find.__name__.replace("_", "-"), reason, before, after, find, setup)

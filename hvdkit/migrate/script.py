@@ -256,7 +256,7 @@ class Script:
     def insert(
         self, statement: cst.CSTNode, new: cst.BaseStatement, *, before: bool = False
     ) -> None:
-        """Insert a statement after another one, or before it."""
+        """Insert the statement `new` after `statement`, or before it."""
         (self._before if before else self._after).setdefault(statement, []).append(new)
 
     def change(self, rule: str, node: cst.CSTNode, text: str) -> None:

@@ -75,7 +75,7 @@ def step_events(rank: int, first: int, steps: Sequence[tuple[int, int]]) -> list
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time of the flight recorder, which has whole microseconds, in nanoseconds."""
+    """Convert a time of the flight recorder, rounded to microseconds, to nanoseconds."""
     return round(seconds * 1e6) * 1000
 
 

@@ -223,7 +223,7 @@ def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
 
 
 def _time_in(folder: Path) -> float:
-    """Return the time in the name of a folder; that of its last change without one."""
+    """Return the time in the name of a folder; without such a name, the time of its last change."""
     if match := _START_FOLDER.fullmatch(folder.name):
         try:
             return float(timegm(time.strptime(match[1], "%Y%m%d-%H%M%S")))

@@ -1,4 +1,4 @@
-"""The sections of the report of one run: metrics over the steps."""
+"""The sections about metrics in the report of one run."""
 
 from __future__ import annotations
 

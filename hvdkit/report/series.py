@@ -75,7 +75,7 @@ def finite(points: Iterable[Point]) -> list[Point]:
 
 
 def mean_per_step(records: Iterable[Record], name: str, of_slowest: bool = False) -> float | None:
-    """Return the mean of a metric, in which each record counts with its number of steps.
+    """Return the mean of a metric. Each record is weighted with its number of steps.
 
     None if no record with steps has the metric.
 

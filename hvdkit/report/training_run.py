@@ -39,7 +39,7 @@ class StartFolder:
 
     @property
     def end(self) -> str:
-        """The end of the start in one line."""
+        """How the start ended, in one line."""
         start = self.start
         if start is None:
             return self.explanation.partition("\n")[0] or "no end was recorded"

@@ -27,7 +27,7 @@ HARMLESS = (
     "torch.distributed.get_default_backend_for_device",
     "torch.distributed.elastic.multiprocessing.errors",
 )
-#: Name of what hvdkit cannot replace -> what to do. A script that uses one is not converted.
+#: Module that hvdkit cannot replace -> what to do. A script that uses such a module is left alone.
 UNSUPPORTED = {
     "torch.distributed.fsdp": "hvdkit has no FSDP: every rank has all parameters. Keep this script "
     "on torchrun, or use a model that fits on one device",

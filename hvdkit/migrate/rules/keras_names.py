@@ -106,7 +106,7 @@ OPTIMIZERS = [
 
 
 def keras_name(name: str | None) -> str | None:
-    """Return the part of a full name after "keras.": "optimizers.SGD". None for other names."""
+    """Return a full name without its package, as "optimizers.SGD"; None if it is not of Keras."""
     if name is None:
         return None
     for prefix in PREFIXES:
