@@ -195,6 +195,7 @@ def _running(
         yield process, lines()
     finally:
         timer.cancel()
+        timer.join()
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is not None:
                 break

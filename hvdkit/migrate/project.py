@@ -140,8 +140,8 @@ def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
 def _with_horovod(unit: Unit) -> None:
     """Leave the lines for torch.distributed in scripts that also import Horovod or hvdkit.
 
-    A unit with init_process_group() can run with either of them and gets a note. Without it, a
-    conversion is incomplete, and the lines that are left get advice.
+    A unit that calls init_process_group() supports both Horovod and DDP, and gets a note. In a unit
+    that does not, a conversion by hand is incomplete: the lines that are left get advice.
     """
     for facts in unit.facts:
         if any(each.inits for each in unit.facts):

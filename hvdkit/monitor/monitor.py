@@ -331,7 +331,7 @@ class BaseMonitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an exception on this rank, the other ranks may not call `close`.
+        # After an exception on this rank only, the other ranks are not in `close`.
         if kind is None:
             self.close()
         else:

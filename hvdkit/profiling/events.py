@@ -82,7 +82,7 @@ def nanoseconds(seconds: float) -> int:
 def calls_between(record: Record, begin: int, end: int) -> list[Call]:
     """Return the collectives that were called between two times, except those of the profile.
 
-    The end of a collective may be later: no step may wait for it.
+    A collective that began in this time belongs to the result even if it ended later.
 
     Args:
         record: the record of a rank.
