@@ -13,9 +13,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,10 +42,10 @@ class Options:
     """The inputs and outputs of a build.
 
     Attributes:
-        sdist: a file with Horovod's sdist, instead of the package index.
-        wheel_dir: also copy the wheel to this folder.
-        target: install into this folder instead of this Python's environment.
-        use_cache: take the wheel from the cache if it is there.
+        sdist: a file with Horovod's sdist; None for the cached sdist or a download.
+        wheel_dir: a folder for a copy of the wheel; None for no copy.
+        target: the folder to install into; None for this Python's environment.
+        use_cache: take the wheel from the cache if the cache has it.
     """
 
     sdist: Path | None = None
@@ -57,7 +58,8 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     """Carry out `plan`. Return the installed engine.
 
     Raises:
-        HvdkitError: a step failed; the cache and the installed engine are unchanged.
+        HvdkitError: a step failed. Before the installation, the installed engine is unchanged; a
+            wheel that has passed the smoke test stays in the cache.
     """
     started = time.monotonic()
     install.check_pip()
@@ -169,19 +171,31 @@ def _running(
     assert process.stdout is not None
     output = process.stdout
 
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    # A build that hangs may print nothing, so the reader cannot check the time.
+    timer = threading.Timer(_SECONDS, expire)
+    timer.daemon = True
+    timer.start()
+
     def lines() -> Iterator[str]:
-        deadline = time.monotonic() + _SECONDS
-        for line in output:
-            if time.monotonic() > deadline:
-                raise HvdkitError(
-                    f"the build did not end within {_SECONDS / 3600:g} hours; nothing was changed. "
-                    "Build on a machine with more cores, and copy the wheel (--wheel-dir)."
-                )
-            yield line
+        yield from output
+        if expired.is_set():
+            raise HvdkitError(
+                f"the build did not end within {_SECONDS / 3600:g} hours; nothing was changed. "
+                "Build on a machine with more cores, and copy the wheel (--wheel-dir)."
+            )
 
     try:
         yield process, lines()
     finally:
+        timer.cancel()
+        timer.join()
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is not None:
                 break

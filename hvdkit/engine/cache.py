@@ -27,7 +27,7 @@ from hvdkit.errors import HvdkitError
 
 log = logging.getLogger("hvdkit.engine")
 
-# How often `store` renames an entry that other processes store at the same time.
+# How often `store` tries to rename an entry while other processes store the same key.
 _ATTEMPTS = 10
 
 

@@ -87,7 +87,8 @@ def require(framework: str) -> Engine:
     """Return the installed Horovod, which must have the extension for `framework`.
 
     Raises:
-        EngineMissing: it does not; the message has the command that installs it.
+        EngineMissing: no Horovod with this extension is installed; the message has the command
+            that installs one.
     """
     engine = installed()
     if engine is None:

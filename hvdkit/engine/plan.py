@@ -57,12 +57,14 @@ _ENVIRONMENT_LIB = "$ORIGIN/../../../.."
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request for a build. None means all that this machine supports.
+    """A user's request for a build.
 
     Attributes:
+        frameworks: `torch`, `tensorflow` or both; None for all installed frameworks.
+        controllers: `gloo`, `mpi` or both; None for all that this machine supports.
         gpu: as the argument of `cuda.find`.
         patches: `all`, or `minimal`: only the patches that the build needs.
-        jobs: the number of compilers to run at once.
+        jobs: the number of compilers to run at once; None for one per core, as memory allows.
 
     Raises:
         UsageError: the constructor got an unknown name or an invalid number.

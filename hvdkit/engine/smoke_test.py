@@ -34,10 +34,10 @@ def run(
     """Run collectives in new processes with the engine in `engine`, and check their results.
 
     Args:
-        engine: a folder with the package `horovod`, the first on the ranks' path.
+        engine: a folder with the package `horovod`, which the ranks import.
         frameworks: the frameworks to test.
         controllers: the controllers to test.
-        mpirun: the launcher, if `controllers` has mpi.
+        mpirun: the path of MPI's launcher; None only if `controllers` has no mpi.
         report: called with a line for each test that passed.
 
     Raises:

@@ -55,7 +55,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
 
     Args:
         count: the number of collectives in the timeline.
-        folder: the temporary folder of this machine; default that of Python.
+        folder: the folder in which the jobs make their folders; default `tempfile.gettempdir()`.
 
     Raises:
         UsageError: no job of `hvdkit run` runs here.
@@ -64,7 +64,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     paragraphs = []
     for found in _ask(jobs):
         size = next(iter(found.values())).size
-        title = f"{len(found)} of {size} ranks are on this host."
+        title = f"{len(found)} of {size} ranks answered on this host."
         paragraphs += [title, *_explain(found, {}, count)]
     if not paragraphs:
         raise UsageError(

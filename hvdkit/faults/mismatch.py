@@ -1,6 +1,7 @@
 """Say which ranks have called a collective with another tensor or operation than the others.
 
-The engine's error has the two sizes or types, but not their ranks. The records of all ranks do.
+The engine's error has the two sizes or types, but does not name the ranks. The records of all
+ranks show which rank has which.
 """
 
 from __future__ import annotations

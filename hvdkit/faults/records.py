@@ -32,7 +32,7 @@ class Call:
 
     Attributes:
         name: the name, the same on all ranks.
-        number: the number of calls of this name up to this one; 0 if it was not counted.
+        number: 1 for the first call with this name, 2 for the second; 0 if it was not counted.
         operation: such as `allreduce`.
         group: the id of the process set.
         dtype: such as `float32`.
@@ -60,12 +60,12 @@ class Record:
         size: the number of ranks of the job.
         host: the rank's hostname.
         pid: its process id.
-        reason: why it was written: `stall`, `request`, `signal` or `error`.
-        time: when it was written, in seconds since 1970.
+        reason: why the record was written: `stall`, `request`, `signal` or `error`.
+        time: when the record was written, in seconds since 1970.
         limit: the seconds that a collective may wait before the job ends; 0 for no limit.
         error: the error of the first collective that failed; empty if none did.
         failed: the name of that collective.
-        groups: id of a process set -> its ranks; empty ranks for all.
+        groups: id of a process set -> its ranks; an empty sequence stands for all ranks.
         labels: part of a collective's name -> what it reduces.
         calls: name -> number of calls.
         open: the collectives that wait, oldest first.

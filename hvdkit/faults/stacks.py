@@ -52,7 +52,8 @@ class Frame:
         """Whether the file belongs to Python, hvdkit or an installed package."""
         if self.file == _GENERATED:
             return self.function.startswith("horovod_")
-        # On another host, the package may be in another folder. A user's folder may have its name.
+        # On another host, the package may be in another folder. A user may also have a folder named
+        # hvdkit, so the module must exist in the package.
         _, inside, module = self.file.rpartition("/hvdkit/")
         if inside and (_PACKAGE / module).is_file():
             return True
@@ -82,7 +83,7 @@ def main_thread(text: str) -> Sequence[Frame]:
 
 
 def has_other_thread(text: str) -> bool:
-    """Return whether another thread than the main thread runs the user's code."""
+    """Return whether a thread other than the main thread runs the user's code."""
     others = (frames for current, frames in _threads(text) if not current)
     return any(not frame.is_library for frames in others for frame in frames)
 

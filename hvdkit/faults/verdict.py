@@ -55,10 +55,11 @@ class Verdict:
     Attributes:
         text: a paragraph for the user.
         waiting: the ranks that wait for the collective.
-        missing: the ranks that have not called it.
+        missing: the ranks that have not called the collective.
         call: the collective; None if no rank waits.
-        waited: the seconds that it has waited.
-        limit: the seconds that it may wait before the job ends; 0 for no limit.
+        waited: the seconds since the first rank has called the collective.
+        limit: the seconds that a rank may wait for the collective before the job ends; 0 for no
+            limit.
         deadlock: whether no rank can continue, because each waits for another one.
         expired: whether the collective has waited for longer than its limit.
         stopped: whether the process of a missing rank is stopped.
@@ -85,12 +86,12 @@ class Verdict:
         if self.deadlock:
             return f"{self.text}\n{_DEADLOCK}"
         if self.expired:
-            return f"{self.text}\nIts limit of {self.limit:,.0f} s is over ({_LIMIT})."
+            return f"{self.text}\nThe limit of {self.limit:,.0f} s is over ({_LIMIT})."
         return self.text
 
     @property
     def outlook(self) -> str:
-        """The next state of a job that need not end now, as a sentence."""
+        """A sentence on how a job continues whose verdict is not final."""
         if self.limit:
             # A rank that has begun to receive data from the stopped process has a limit of its own.
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
@@ -121,7 +122,8 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
-    # A bucket says more than the small collectives of hvdkit that are sent beside it.
+    # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
+    # hvdkit itself, such as a comparison of states, says less.
     alike = [w for w in incomplete or waits if w.missing == oldest.missing]
     wait = min(alike, key=lambda w: (_is_internal(w.call), w.call.enqueued))
     lines = [_first_line(wait, records)]
@@ -232,11 +234,11 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
         return f"{where} has not called it, and did not report its state."
     frames = stacks.main_thread(record.stacks)
     if record.open and (not frames or stacks.waits(frames)):
-        doing = f"it waits for {describe_call(record.open[0], record)}"
+        doing = f"the rank waits for {describe_call(record.open[0], record)}"
     else:
-        doing = "" if frames else "its stack is not known"
+        doing = "" if frames else "the stack of the rank is not known"
     if frame := stacks.own_frame(frames):
-        doing += f"{', ' if doing else 'it is '}at {frame}"
+        doing += f"{', ' if doing else 'the rank is '}at {frame}"
     text = f"{where} has not called it: {doing}."
     if record.done:
         last = record.done[-1]

@@ -1,4 +1,4 @@
-"""Which local files a file imports."""
+"""Find the local files that a Python file imports."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Outcome:
 
 
 def concerns(text: str) -> bool:
-    """Return whether a file may use Horovod or DDP. Cheap, and true too often."""
+    """Return whether a file may use Horovod or DDP. A fast search, with false positives."""
     return _HOROVOD.search(text) is not None or mentions(text)
 
 
@@ -53,7 +53,7 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
     users = [path for path, each in scripts.items() if each.imports("horovod", "hvdkit")]
     graph = Imports(texts)
     imported = {path: graph.reachable(path) for path in users}
-    # They run with the same versions of the frameworks, so the rules apply to them, too.
+    # Imported files run with the same versions of the frameworks, so the rules apply to them, too.
     helpers = {other for others in imported.values() for other in others}
     new = {path: text for path, text in texts.items() if path in helpers - scripts.keys()}
     scripts |= _parse(new, outcomes)
@@ -70,7 +70,10 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
             for user in users:
                 if path in imported[user]:
                     shown = os.path.relpath(path, user.parent)
-                    text = f"it imports {shown}, which has to change, too: give the whole folder"
+                    text = (
+                        f"this file imports {shown}, which has to change: give the folder of both "
+                        f"files"
+                    )
                     scripts[user].advice.append(Remark(1, "imports", text))
     paths = {id(script): path for path, script in scripts.items()}
     for unit in divide(distributed, texts):
@@ -135,7 +138,11 @@ def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
 
 
 def _with_horovod(unit: Unit) -> None:
-    """Leave scripts for Horovod or DDP; say what is left in scripts that were converted."""
+    """Leave the lines for torch.distributed in scripts that also import Horovod or hvdkit.
+
+    A unit that calls init_process_group() supports both Horovod and DDP, and gets a note. In a unit
+    that does not, a conversion by hand is incomplete: the lines that are left get advice.
+    """
     for facts in unit.facts:
         if any(each.inits for each in unit.facts):
             node = facts.uses[0][0] if facts.uses else facts.script.module

@@ -28,14 +28,14 @@ class Rule(Generic[T]):
     setup: str = ""
 
     def __call__(self, target: T) -> None:
-        """Find all lines that the rule applies to."""
+        """Request edits, or give advice, for all lines that the rule applies to."""
         self.find(self, target)
 
 
 def rule(
     reason: str, *, before: str, after: str | None = None, setup: str = ""
 ) -> Callable[[Callable[[Rule[T], T], None]], Rule[T]]:
-    """Make a rule of a function, which gives the rule its name."""
+    """Make a rule of the decorated function. The rule gets the name of the function."""
 
     def make(find: Callable[[Rule[T], T], None]) -> Rule[T]:
         return Rule(find.__name__.replace("_", "-"), reason, before, after, find, setup)

@@ -40,7 +40,8 @@ class Script:
 
     Rules read it, and request edits of nodes of the tree as it was parsed. `apply` makes all edits.
     Names are resolved through the imports of the file, so rules see `tensorflow.keras.Model`,
-    whatever the script calls it. A name that is also bound in another way has no meaning here.
+    whatever the script calls it. A name that the file also binds in another way, for
+    example as a parameter, is not resolved.
     """
 
     text: str
@@ -146,7 +147,7 @@ class Script:
                 found |= {each.name for each in binding.get_qualified_names_for(dotted)}
             elif not self._is_fallback(binding):
                 return None
-        # After the migration, Horovod's name is that of hvdkit.
+        # A name of horovod counts as that of hvdkit, because the migration renames it.
         later = {re.sub(r"^horovod\b", "hvdkit", each) for each in found}
         return min(found) if len(later) == 1 else None
 
@@ -255,7 +256,7 @@ class Script:
     def insert(
         self, statement: cst.CSTNode, new: cst.BaseStatement, *, before: bool = False
     ) -> None:
-        """Insert a statement after another one, or before it."""
+        """Insert the statement `new` after `statement`, or before it."""
         (self._before if before else self._after).setdefault(statement, []).append(new)
 
     def change(self, rule: str, node: cst.CSTNode, text: str) -> None:

@@ -1,6 +1,7 @@
-"""Metrics of a training: what a step costs and achieves on all ranks, and where it is written.
+"""Measure the steps of a training on all ranks, and write the metrics to loggers.
 
-Each adapter has a `Monitor`, and hvdkit.keras a callback. They write records to loggers:
+hvdkit.torch and hvdkit.tensorflow have a class `Monitor`, and hvdkit.keras has a callback. Every
+few steps, they pass one record to each logger:
 
     from hvdkit.monitor import ConsoleLogger, JSONLLogger, TensorBoardLogger
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.records import Record, Run
 
-#: Records that wait for a logger. Further ones are dropped.
+#: The most records that wait for a logger. Further records are dropped.
 CAPACITY = 1000
-#: Seconds that `close` waits for a logger.
+#: Seconds that `close` waits for all loggers together.
 CLOSE_SECONDS = 10.0
 
 _log = logging.getLogger("hvdkit.monitor")
@@ -39,7 +39,7 @@ class Delivery:
             line.put(lambda logger: logger.log(record), is_record=True)
 
     def close(self) -> None:
-        """Deliver what waits and close the loggers. Wait a limited time, for all together."""
+        """Deliver the queued records and close the loggers, within `CLOSE_SECONDS` in all."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,6 @@
-"""Encode the values of all ranks for one sum of integers, from which every rank reads them all.
+"""Exchange the values of all ranks with one sum of integers.
+
+`encode` makes the integers of a rank, and `decode` reads the values of every rank from the sum.
 
 Each rank has a slot for each metric, with the bits of a float64. The slots of other ranks are
 zeros, so the sum of the integers has the bits of every rank, also those of NaN and infinity. A rank
@@ -13,8 +15,8 @@ import numpy as np
 
 from hvdkit.core.collectives import Collectives
 
-# Slots of a rank before those of the metrics: it takes part, it has a metric without a slot, step,
-# steps, samples.
+# The first slots of a rank, before those of its metrics: 1 (the rank takes part), whether it has a
+# metric without a slot, and `step`, `steps` and `samples` of its `Contribution`.
 _HEADER = 5
 
 
@@ -54,7 +56,7 @@ def encode(own: Contribution, names: Sequence[str], place: int, ranks: int) -> l
     Args:
         own: this rank's part.
         names: the metrics that have a slot, the same on all ranks.
-        place: this rank's place among the ranks.
+        place: the index of this rank in `Collectives.ranks`.
         ranks: the number of ranks.
     """
     width = _HEADER + len(names)

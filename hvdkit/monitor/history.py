@@ -8,7 +8,7 @@ A line of type "start" begins the file, and each part of the run after a restart
 - step: the number of steps before this part. Records of later steps that stand before this line are
   void, because the job has resumed from this step.
 - time: seconds since the epoch.
-- ranks: the ranks of the job; every: steps per record; host: that of the first rank.
+- ranks: the ranks of the job; every: steps per record; host: the hostname of the first rank.
 - framework, hvdkit: versions.
 - wire_formats: names of the wire formats that the first rank has used.
 - units: name of a metric -> "s", "B", "1/s", "ratio" or "", for the metrics of `Monitor` itself.
@@ -16,11 +16,12 @@ A line of type "start" begins the file, and each part of the run after a restart
 A line of type "record" is one report:
 
 - step: the number of steps since the beginning of the run.
-- steps: the number of steps that it covers. 0: only values that were logged after the last step.
+- steps: the number of steps that the record covers. 0: only values that were logged after the last
+  step.
 - time: seconds since the epoch, by the clock of the first rank.
-- samples: of all ranks in these steps; 0 if unknown.
+- samples: the number of samples of all ranks in these steps; 0 if unknown.
 - ranks: the ranks that made these steps; the others were in `hvd.join()`.
-- slowest: rank, seconds (its own time per step), median (of all ranks), section; or null.
+- slowest: the fields of `hvdkit.monitor.Slowest`: rank, seconds, median, section; or null.
 - metrics: name -> mean, min, max over the ranks with a finite value, or null. `by_rank` has the
   values in the order of `ranks`, in jobs of 2 to 64 ranks; null: the rank has no finite value.
   `nonfinite`, if it exists, lists the ranks whose value is NaN or infinite.
@@ -62,7 +63,7 @@ class History:
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Return the history in a file of a `JSONLLogger`, also while the job runs.
+    """Return the history in a file of a `JSONLLogger`. The job may still be running.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Memory of this process, and the use of its GPU where NVIDIA's library is installed."""
+"""Measure the memory of this process, and the utilization of its GPU."""
 
 import contextlib
 import importlib
@@ -13,8 +13,8 @@ from hvdkit.monitor import metrics
 class Machine:
     """Measure this process and its GPU.
 
-    The GPU needs the package nvidia-ml-py (`pip install 'hvdkit[monitor-gpu]'`). Without it, or
-    without a GPU, its metrics are missing.
+    The utilization of the GPU needs the package nvidia-ml-py (`pip install
+    'hvdkit[monitor-gpu]'`). Without this package or without a GPU, it is not measured.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Machine:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics that are known here."""
+        """Return metric -> value, for the metrics that can be measured on this machine."""
         if self._process.pid != os.getpid():
             self._process = psutil.Process()
         values = {metrics.RSS: float(self._process.memory_info().rss)}

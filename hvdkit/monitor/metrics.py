@@ -14,6 +14,8 @@ BACKWARD = "time/backward"
 COMMUNICATION = "time/communication"
 UPDATE = "time/update"
 CHECKPOINT = "time/checkpoint"
+
+#: The other metrics, with the units of `_METRICS`.
 SAMPLES = "throughput/samples_per_sec"
 SAMPLES_OF_RANK = "throughput/device/samples_per_sec"
 PAYLOAD = "communication/payload_bytes"
@@ -42,8 +44,8 @@ class Metric:
         name: the name in records.
         unit: "s", "B", "1/s", "ratio", or "" for a number without a unit.
         meaning: a phrase for people.
-        prometheus: the name in Prometheus without the prefix `hvdkit_`; empty if it is a counter
-            there (see `hvdkit.monitor.loggers.prometheus`).
+        prometheus: the name of its gauge in Prometheus, without the prefix `hvdkit_`; empty if
+            there is no gauge: `hvdkit.monitor.loggers.prometheus` has counters for some metrics.
     """
 
     name: str
@@ -67,7 +69,7 @@ _METRICS = (
     Metric(
         COMMUNICATION,
         "s",
-        "exposed communication: waiting for the sum of the gradients, and so for slower ranks",
+        "exposed communication: waiting for the sum of the gradients, including slower ranks",
         "section_duration_seconds",
     ),
     Metric(
@@ -79,7 +81,7 @@ _METRICS = (
     Metric(
         CHECKPOINT,
         "s",
-        "in a checkpointer; PyTorch: without waiting there for other ranks",
+        "in a checkpointer; with PyTorch, without waiting there for other ranks",
         "section_duration_seconds",
     ),
     Metric(SAMPLES, "1/s", "samples per second of all ranks", "samples_per_second"),

@@ -1,13 +1,14 @@
 """`BaseMonitor`: measure steps on every rank, and report them every few steps.
 
-A report is one small sum over the ranks. It begins at the end of a step, runs while the next step
-is computed, and is read at the end of that step. So no rank waits for it, and the record of a step
-appears one step later.
+A report is one small sum over the ranks. The sum begins at the end of a step, runs while the next
+step is computed, and is read at the end of the next step. So no rank waits for the sum, and the
+record of a step appears one step later.
 
 No decision about a collective depends on data of one rank: reports are due after a number of calls
-of `step`, which every rank makes equally often. If a rank has a metric for the first time, the sum
-says so to all ranks, and all of them exchange the names and repeat the sum. All collectives after
-the first are sums, in which ranks in `join` need no call.
+of `step`, which every rank makes equally often. If a rank has a metric for the first time, a flag
+in the sum tells all ranks. All ranks then exchange the names of their metrics and repeat the sum.
+Once the loggers are open, all collectives of a monitor are sums, because a rank in `hvd.join()`
+takes part in a sum without a call.
 """
 
 import contextlib
@@ -60,8 +61,9 @@ _open: "weakref.WeakSet[BaseMonitor]" = weakref.WeakSet()
 def complete_started_reports() -> None:
     """Wait for the reports that this rank has started, before it calls `join`. Not a collective.
 
-    Horovod counts a rank in `join` as ready for each tensor, so it must have nothing in flight.
-    The other ranks have started the same reports, because they have made the same step.
+    Horovod counts a rank in `join` as ready for each tensor. So a rank that calls `join` must have
+    no collective of its own in flight. The other ranks have started the same reports, because they
+    have made the same step.
     """
     for monitor in list(_open):
         monitor.complete_started()
@@ -81,7 +83,7 @@ class Framework(Protocol):
         Does not wait for a device.
 
         Raises:
-            UsageError: it is not a number.
+            UsageError: the value is not a number.
         """
         ...
 
@@ -90,7 +92,7 @@ class Framework(Protocol):
         ...
 
     def section_seconds(self) -> Mapping[str, float]:
-        """Return the seconds in sections of `hvdkit.core.stragglers` since the beginning."""
+        """Return section of `hvdkit.core.stragglers` -> seconds spent in it so far."""
         ...
 
     def pause(self) -> None:
@@ -102,11 +104,11 @@ class Framework(Protocol):
         ...
 
     def totals(self) -> Mapping[str, float]:
-        """Return further counters since the beginning."""
+        """Return name of a further counter -> its value so far."""
         ...
 
     def gauges(self) -> Mapping[str, float]:
-        """Return metrics with their current values, such as the learning rate."""
+        """Return metric -> its current value, such as the learning rate."""
         ...
 
     def gpu(self) -> str | None:
@@ -119,14 +121,14 @@ class _Interval:
     """The steps since the last report.
 
     Attributes:
-        began: the time at which it began, by `time.perf_counter`.
-        sections: seconds in each section of the step at its beginning.
-        totals: the counters at its beginning.
+        began: the time at which the interval began, by `time.perf_counter`.
+        sections: `Framework.section_seconds` at the beginning of the interval.
+        totals: the counters at the beginning of the interval.
         steps: the number of steps.
         samples: the number of samples.
         values: name -> the logged values.
-        data_seconds: time in `batches`.
-        paused_seconds: time in `paused`.
+        data_seconds: the seconds that `batches` waited for data.
+        paused_seconds: the seconds in `paused`.
     """
 
     began: float
@@ -145,7 +147,7 @@ class _Pending:
 
     Attributes:
         own: this rank's part.
-        result: waits for the sum.
+        result: a function that waits for the sum and returns it.
     """
 
     own: Contribution
@@ -196,8 +198,8 @@ class BaseMonitor:
     def steps(self) -> int:
         """The number of steps since the beginning of the run.
 
-        Set it after a resume, on every rank. The next record then begins there, and replaces the
-        records of later steps.
+        Set it after a resume, on every rank. The next record then begins at this step, and replaces
+        the records of later steps that were written before the resume.
         """
         return self._steps
 
@@ -207,7 +209,7 @@ class BaseMonitor:
         self._interval = self._new_interval()
 
     def batches(self, data: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Iterate over `data`, and measure the time that each batch takes: `time/data`."""
+        """Iterate over `data`, and measure the time spent waiting for each batch: `time/data`."""
         iterator = iter(data)
         while True:
             began = time.perf_counter()
@@ -222,11 +224,13 @@ class BaseMonitor:
     def log(self, values: Mapping[str, Any], samples: int = 0) -> None:
         """Add values to the current step. Not a collective.
 
-        A report has the mean over all calls since the last report, on each rank, and then the mean,
-        the minimum and the maximum over the ranks that have the name.
+        For a report, each rank takes the mean of the values that it logged since the last report.
+        The record has the mean, the minimum and the maximum of these means, over the ranks that
+        logged the name.
 
         Args:
-            values: name -> a number, or a tensor with one element. Not read before the report.
+            values: name -> a number, or a tensor with one element. Tensors are read in the next
+                report.
             samples: the number of samples that this rank has trained since the last call.
 
         Raises:
@@ -235,7 +239,8 @@ class BaseMonitor:
         for name, value in values.items():
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise UsageError(
-                    f"a metric has the name {name!r}: expected a text of 1 to 100 characters"
+                    f"a metric has the name {name!r}: expected a string of 1 to 100 characters, "
+                    f"without control characters such as a line break"
                 )
             if name.startswith(metrics.RESERVED):
                 raise UsageError(
@@ -275,14 +280,14 @@ class BaseMonitor:
             self._start()
 
     def reports_after(self, steps: int) -> bool:
-        """Return whether a report is due after so many further steps."""
+        """Return whether a report is due within the next `steps` steps."""
         until = self._until
         if self._collectives.generation != self._generation:  # `advance` will change it to this
             until = self._every - self._steps % self._every
         return not self._closed and until <= steps
 
     def add_data_time(self, seconds: float) -> None:
-        """Count time as waiting for data; `batches` does so."""
+        """Add seconds of waiting for data, for a loop that does not use `batches`."""
         self._interval.data_seconds += seconds
 
     def flush(self) -> None:
@@ -295,7 +300,7 @@ class BaseMonitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context whose time does not count, such as a validation."""
+        """Exclude the time in this context, such as a validation, from the metrics."""
         began = time.perf_counter()
         self._framework.pause()
         try:
@@ -326,7 +331,7 @@ class BaseMonitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an exception, other ranks may be anywhere.
+        # After an exception on this rank only, the other ranks are not in `close`.
         if kind is None:
             self.close()
         else:
@@ -349,7 +354,7 @@ class BaseMonitor:
             RankMismatchError: on every rank, if the arguments of the ranks differ.
         """
         global _last
-        # Their settings may differ, such as a folder with the time in its name.
+        # Settings of loggers may differ between ranks, such as a folder with the time in its name.
         lines = [f"logger: {type(each).__name__}" for each in self._loggers]
         with self._warning_while_waiting("Monitor()"):
             check_consistency(
@@ -437,7 +442,7 @@ class BaseMonitor:
 
     def _start(self) -> None:
         """Start a report of the steps since the last one."""
-        # What follows may wait for the device. This time belongs to the next interval.
+        # `_measure` may wait for the device. The time of this wait belongs to the next interval.
         ended, self._interval = self._interval, self._new_interval()
         own = Contribution(self.steps, ended.steps, ended.samples, self._measure(ended))
         place, ranks = self._place, len(self._collectives.ranks)
@@ -478,7 +483,7 @@ class BaseMonitor:
         if pending is None:
             return
         ranks = list(self._collectives.ranks)
-        # Horovod was shut down meanwhile, perhaps, or the job has another size.
+        # The report is lost if Horovod was shut down, or if the number of ranks has changed.
         with contextlib.suppress(Exception):
             self._write(decode(pending.result(), self._names, ranks))
 
@@ -568,7 +573,8 @@ class BaseMonitor:
                 spent_in = sections[section] - interval.sections.get(section, 0.0)
                 values[name] = max(spent_in, 0.0) / steps
         if metrics.FORWARD in values:
-            # The loop reads data and saves between a step and the next backward pass.
+            # The forward section begins at the end of a step, so it contains the times in which the
+            # loop reads data and saves a checkpoint.
             other = values[metrics.DATA] + values[metrics.CHECKPOINT]
             values[metrics.FORWARD] = max(values[metrics.FORWARD] - other, 0.0)
         return values
@@ -579,10 +585,10 @@ class BaseMonitor:
 
 
 def as_float(value: Any) -> float:
-    """Return a value of the user that is no tensor as a float.
+    """Convert a value that the user has logged, other than a tensor, to a float.
 
     Raises:
-        UsageError: it is not a number.
+        UsageError: the value is not a number.
     """
     try:
         return float(value)

@@ -1,4 +1,4 @@
-"""Records: what a report says about the steps since the report before."""
+"""Records: the metrics of all ranks for the steps since the previous record."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,13 +47,16 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank with the largest time of its own, which is a step without communication.
+    """The rank with the largest own time.
+
+    The own time of a rank is its time per step without communication.
 
     Attributes:
         rank: the rank.
-        seconds: its own time per step.
-        median: the median of the own times of all ranks.
-        section: the section in which it differs most from the median, such as `time/data`.
+        seconds: the own time of this rank.
+        median: the median of the own times of all ranks, in seconds.
+        section: the section in which this rank exceeds the median of the ranks most, such as
+            `time/data`.
     """
 
     rank: int
@@ -63,7 +66,7 @@ class Slowest:
 
     @classmethod
     def of(cls, values: Mapping[str, Mapping[int, float]]) -> "Slowest | None":
-        """Return the slowest rank; None if no times are known.
+        """Return the slowest rank; None if no rank has a time of a section.
 
         Args:
             values: metric -> rank -> value.
@@ -87,7 +90,7 @@ class Record:
     """One report.
 
     Attributes:
-        step: the number of steps since the beginning of the run, with those before a resume.
+        step: the number of steps since the beginning of the run, including those before a resume.
         steps: the number of steps that the record covers. 0: values that were logged after the last
             step, such as those of a validation.
         time: seconds since the epoch, by the first rank's clock.
@@ -108,10 +111,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Run:
-    """The job, or its part since the last restart.
+    """A part of a training run: from its start or a restart to the next restart.
 
     Attributes:
-        step: the number of steps before this part. It replaces all records of later steps.
+        step: the number of steps before this part. Records of later steps that were written before
+            this part are void.
         time: seconds since the epoch.
         ranks: the ranks of the job.
         every: steps per record.

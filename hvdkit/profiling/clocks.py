@@ -4,11 +4,12 @@ No rank leaves a collective before all ranks have entered it. So with times of t
 
     entered(i) - left(j)  <=  offset(i) - offset(j)  <=  left(i) - entered(j)
 
-holds for each collective and each pair of ranks. The bounds are tight if the last rank that enters
-is j for the upper one, and i for the lower one. Therefore a rank that is late in a round enters
-after all others, and the ranks are late in turns. The tightest bounds of all rounds hold together.
-The middle between them is the estimate, and half of their distance bounds its error. As in NTP
-(RFC 5905), the shortest round trip decides; but nothing is assumed about the two directions.
+holds for each collective and each pair of ranks i and j. The upper bound is tight if j enters last,
+and the lower bound if i enters last. Therefore the ranks take turns: in each round, which is one
+collective, one group of ranks enters about 1 ms after the others. The tightest bounds of all rounds
+hold together. The middle between them is the estimate, and half of their distance bounds its error.
+As in NTP (RFC 5905), the shortest round trip decides. Unlike NTP, the method does not assume that
+both directions take equally long.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import HvdkitError
 
-# In a round, every rank whose number has this remainder is late.
+# The largest number of groups. The ranks of one group enter a round late.
 _GROUPS = 32
-# Rounds in which a rank is late.
+# The number of rounds in which each group is late.
 _TURNS = 10
 # The first rounds connect the ranks and fill caches.
 _WARM_UP = 2
@@ -56,11 +57,11 @@ class Offset:
 
 
 def measure(collectives: Collectives, name: str) -> list[Round]:
-    """Return the rounds of this rank. A collective, of about 2 ms for each round.
+    """Measure the rounds, and return those of this rank. A collective: a round takes about 2 ms.
 
     Args:
         collectives: the collectives of the ranks.
-        name: the name of the rounds.
+        name: the name of the collective of each round.
     """
     groups = min(len(collectives.ranks), _GROUPS)
     own = list(collectives.ranks).index(collectives.rank) % groups
@@ -86,8 +87,10 @@ def offset_of(own: Sequence[Round], first: Sequence[Round]) -> Offset:
 def difference(marks: Sequence[Round], found: Sequence[Round]) -> int:
     """Return this clock's time minus that of a framework's profiler, in nanoseconds.
 
+    A mark is a short event that this process makes and the profiler records.
+
     Args:
-        marks: the times before and after each mark, by this clock.
+        marks: the times before and after each mark, by this clock, in nanoseconds.
         found: the beginning and the end of each mark, by the profiler, in nanoseconds.
 
     Raises:
@@ -96,7 +99,7 @@ def difference(marks: Sequence[Round], found: Sequence[Round]) -> int:
     if not found or len(found) != len(marks):
         raise HvdkitError(
             f"the framework's profiler has recorded {len(found)} of {len(marks)} marks. Another "
-            f"profiler may run in this process: end it before"
+            f"profiler may run in this process: end that profiler first"
         )
     pairs = list(zip(marks, sorted(found), strict=True))
     low = max(before - begin for (before, _), (begin, _) in pairs)
@@ -106,7 +109,7 @@ def difference(marks: Sequence[Round], found: Sequence[Round]) -> int:
 
 @dataclass(frozen=True)
 class ClockChange:
-    """A rank's clock between two measurements.
+    """The offset of a rank's clock between two measurements, interpolated linearly.
 
     Attributes:
         begin: the first measurement.
@@ -118,7 +121,7 @@ class ClockChange:
 
     @property
     def error(self) -> float:
-        """The largest error of `to_first` in nanoseconds, if both clocks run evenly."""
+        """The largest error of `to_first` in nanoseconds, if both clocks have constant rates."""
         return max(self.begin.error, self.end.error)
 
     def offset(self, time: float) -> float:
@@ -144,8 +147,8 @@ def clock_change(begin: Offset, end: Offset, same_clock: bool) -> ClockChange:
     Args:
         begin: the first measurement.
         end: the second measurement.
-        same_clock: both ranks read the clock of the same kernel. Then the offset is 0, unless the
-            measurements exclude it: a library may change the time of one process.
+        same_clock: whether both ranks read the clock of the same kernel. Then the offset is 0,
+            unless the measurements exclude 0: libfaketime may change the time of one process.
     """
     both = (begin, end)
     if same_clock and all(abs(each.nanoseconds) <= each.error for each in both):

@@ -35,13 +35,13 @@ def process_number(rank: int, number: int) -> int:
 
 
 def name_process(rank: int, number: int, name: str) -> list[Event]:
-    """Return the events that name a process and place it among the others."""
+    """Return the events that set the name and the position of a process."""
     pid = process_number(rank, number)
     return _names("process", pid, 0, name, pid)
 
 
 def name_thread(pid: int, tid: int, name: str) -> list[Event]:
-    """Return the events that name a thread of a process, and place it by its number."""
+    """Return the events that name a thread of a process, and sort threads by number."""
     return _names("thread", pid, tid, name, tid)
 
 
@@ -75,14 +75,14 @@ def step_events(rank: int, first: int, steps: Sequence[tuple[int, int]]) -> list
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time of the flight recorder, which has whole microseconds, in nanoseconds."""
+    """Convert a time of the flight recorder, rounded to microseconds, to nanoseconds."""
     return round(seconds * 1e6) * 1000
 
 
 def calls_between(record: Record, begin: int, end: int) -> list[Call]:
-    """Return the collectives that were called between two times, without the profile's.
+    """Return the collectives that were called between two times, except those of the profile.
 
-    The end does not matter: a collective that no step waits for may end later on some ranks.
+    A collective that began in this time belongs to the result even if it ended later.
 
     Args:
         record: the record of a rank.

@@ -1,4 +1,4 @@
-"""Check the clocks of a trace with its collectives."""
+"""Check that the collectives of a trace do not contradict its clocks."""
 
 from collections.abc import Mapping
 

@@ -101,8 +101,8 @@ class BaseProfile:
         recorder: the engine's flight recorder.
         control: starts and stops Horovod's timeline.
         path: the file for the trace.
-        steps: the steps to record.
-        wait: the steps before them.
+        steps: the number of steps to record.
+        wait: the number of steps to skip before the recording.
         settings: further settings, which must be the same on all ranks.
 
     Attributes:
@@ -146,12 +146,12 @@ class BaseProfile:
     def step(self) -> None:
         """End a step. Every rank calls this after each step of the optimizer.
 
-        After `wait` steps it begins to record, and after `wait` + `steps` it writes the trace.
-        Afterwards it does nothing. Only these two calls communicate.
+        The call after `wait` steps begins the recording, and the call after `wait` + `steps` steps
+        writes the trace. Only these two calls are collectives. Later calls do nothing.
 
         Raises:
             UsageError: the context was not entered.
-            HvdkitError: on every rank, if a rank could not record, or the file not be written.
+            HvdkitError: on every rank, if a rank could not record or write the file.
         """
         if not self._entered:
             raise UsageError(
@@ -216,7 +216,8 @@ class BaseProfile:
             self._open = False
             if self._is_first:
                 _log.warning(
-                    "no trace was written: the loop ended after %d steps, and wait is %d",
+                    "no trace was written: the loop ended after %d steps, and wait is %d. Pass a "
+                    "smaller wait",
                     *(self._seen, self._wait),
                 )
 
@@ -394,7 +395,7 @@ class BaseProfile:
         if wrong:
             sentences.append(
                 f"{wrong:,} of {compared:,} collectives do not overlap on all ranks, so a clock "
-                f"was set meanwhile."
+                f"was set during the recording."
             )
         notes = grouped({of_rank["rank"]: " ".join(of_rank["notes"]) for of_rank in facts})
         return " ".join([*sentences, *(note for note in notes if not note.endswith(": "))])

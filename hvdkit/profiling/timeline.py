@@ -1,7 +1,7 @@
 """Read the timeline that Horovod writes on rank 0: the phases of each collective.
 
-HOROVOD_TIMELINE turns it on. The file is Chrome's trace event format, with one process for each
-tensor, and times in microseconds since a time that its first event has.
+HOROVOD_TIMELINE turns the timeline on. The file has Chrome's trace event format, with one process
+for each tensor. Times are microseconds since the start time, which the first event contains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdkit.profiling.events import (
     process_number,
 )
 
-#: The variable with the file; or `DYNAMIC`, with which `hvd.start_timeline` names it.
+#: The variable that names the file. With the value `DYNAMIC`, `hvd.start_timeline` names the file.
 VARIABLE = "HOROVOD_TIMELINE"
 DYNAMIC = "DYNAMIC"
 

@@ -14,7 +14,7 @@ from hvdkit.report.theme import Theme
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
 #: Above this ratio between the largest and the smallest value, an axis is logarithmic.
 _LOG_RATIO = 50
-#: In the legend of a chart, in characters.
+#: A longer name, in characters, is shortened in a legend.
 _LONGEST_NAME = 50
 #: The most bars in a chart.
 MOST_BARS = 64
@@ -63,13 +63,14 @@ class LineChart:
     Attributes:
         key: see `Chart`.
         title: see `Chart`.
-        lines: at most a few.
+        lines: the lines, at most as many as a theme has colours.
         unit: the unit of the values, as in `hvdkit.monitor.metrics`.
         void: points of steps that were made again after a restart.
         restarts: steps at which the run has resumed.
         checkpoints: steps of checkpoints.
         logarithmic: whether the vertical axis may be logarithmic.
-        since: for each line, the time at which it begins, if the horizontal axis is the time.
+        since: for each line, the time at which its run began, in seconds since 1970; empty if the
+            horizontal axis is the step.
     """
 
     key: str
@@ -119,7 +120,7 @@ class LineChart:
         if not log:
             axes.margins(y=0.08)
             axes.yaxis.set_major_formatter("{x:,.6g}")
-            if self.unit:  # amounts, of which a part of an axis gives a wrong impression
+            if self.unit:  # an amount, whose axis begins at 0 to show differences in proportion
                 top = axes.get_ylim()[1]
                 axes.set_ylim(0, top * 1.05 if top > 0 else 1)
         if len(self.lines) > 1 or self.void or self.restarts or self.checkpoints or self._bad:

@@ -1,4 +1,4 @@
-"""The arguments of `hvdkit report`, and what it writes."""
+"""`hvdkit report`: parse its arguments, make the page, and write it and its pictures."""
 
 from __future__ import annotations
 
@@ -147,4 +147,6 @@ def _write_pictures(folder: Path, charts: Sequence[Chart]) -> None:
             number = f"-{used[name]}" if used[name] > 1 else ""
             theme.png(chart, folder / f"{name}{number}.png")
     except OSError as error:
-        raise HvdkitError(f"--png {folder}: {error.strerror}") from error
+        raise HvdkitError(
+            f"cannot write pictures to {folder}: {error.strerror}. Choose another folder with --png"
+        ) from error

@@ -35,7 +35,7 @@ _GROUPS = {
 
 
 def document(runs: Sequence[TrainingRun]) -> Document:
-    """Return the report of at least two runs. Differences are those to the first one."""
+    """Return the report of at least two runs. Differences are relative to the first run."""
     own = sorted(
         {name for run in runs for name in run.own_names}, key=lambda name: (not is_loss(name), name)
     )
@@ -137,7 +137,8 @@ def _sentences(runs: Sequence[TrainingRun], title: str) -> list[str]:
                 f"{run.name} makes {percent(abs(change))} {more} samples per second than "
                 f"{first.name} (medians)."
                 if abs(change) >= _NOTABLE
-                else f"{run.name} and {first.name} make equally many samples per second, to 2 %."
+                else f"{run.name} and {first.name} make equally many samples per second "
+                f"(within 2 %)."
             )
     if title == "Where the time goes":
         for run in runs:

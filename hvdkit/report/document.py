@@ -16,17 +16,15 @@ class Value:
     Attributes:
         number: the number; None if it is unknown.
         unit: its unit, as in `hvdkit.monitor.metrics`.
-        note: text after the number.
     """
 
     number: float | None
     unit: str = ""
-    note: str = ""
 
     @property
     def text(self) -> str:
         """The shown text."""
-        return f"{numbers.with_unit(self.number, self.unit)} {self.note}".rstrip()
+        return numbers.with_unit(self.number, self.unit)
 
 
 Cell = str | Value

@@ -21,7 +21,7 @@ from hvdkit.monitor import History, read
 from hvdkit.report.numbers import count
 from hvdkit.report.training_run import StartFolder, TrainingRun
 
-#: Folders below the given one that are searched.
+#: How many levels of folders below the given folder are searched.
 _DEPTH = 4
 #: The most files and folders that are looked at.
 _MOST_NAMES = 50_000
@@ -87,7 +87,7 @@ def gather(
             )
         found.metrics = [metrics]
     if logs is not None:
-        found.starts = _Found().starts
+        found.starts = []
         if logs.is_dir():
             found.starts = _search(logs.resolve(), _Found()).starts
         if not found.starts:
@@ -126,8 +126,8 @@ def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
         found.looked_at += 1
         if found.looked_at > _MOST_NAMES:
             raise UsageError(
-                f"there are more than {_MOST_NAMES:,} files in the given folder: expected that of "
-                f"one run. Name the records with --metrics, --logs and --checkpoints"
+                f"there are more than {_MOST_NAMES:,} files in the given folder: expected the "
+                f"folder of one run. Name the records with --metrics, --logs and --checkpoints"
             )
         path = Path(entry.path)
         if entry.name.startswith(".") or entry.is_symlink() or _STEP_FOLDER.fullmatch(entry.name):
@@ -173,7 +173,7 @@ def _read(
     if metrics_file is None:
         notes.append(
             "There is no file of hvdkit.monitor.JSONLLogger, so the page has no metrics. "
-            "hvd.Monitor writes one."
+            "hvd.Monitor writes this file if it gets such a logger."
         )
     else:
         try:
@@ -182,7 +182,7 @@ def _read(
             raise HvdkitError(f"cannot read {metrics_file}: {error.strerror}") from error
         if history.skipped:
             lines = count(history.skipped, "line")
-            notes.append(f"{lines} of {metrics_file.name} could not be read, and left out.")
+            notes.append(f"{lines} of {metrics_file.name} could not be read and are left out.")
         if not history.records:
             notes.append(f"{metrics_file.name} has no records yet.")
     found = list(_starts(folders, notes))
@@ -223,7 +223,7 @@ def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
 
 
 def _time_in(folder: Path) -> float:
-    """Return the time in the name of a folder; that of its last change without one."""
+    """Return the time in the name of a folder; without such a name, the time of its last change."""
     if match := _START_FOLDER.fullmatch(folder.name):
         try:
             return float(timegm(time.strptime(match[1], "%Y%m%d-%H%M%S")))
@@ -246,9 +246,9 @@ def _explanation(folder: Path, notes: list[str]) -> str:
 
 
 def _of_this_run(found: Sequence[StartFolder], history: History) -> list[StartFolder]:
-    """Return the starts from the one in which the metrics begin.
+    """Return the starts of the run that the metrics describe, oldest first.
 
-    Without metrics, those of the launcher that has made the last start.
+    Without metrics, return the starts that have the same launcher as the last start.
     """
     if not found:
         return []

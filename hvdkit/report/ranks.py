@@ -15,7 +15,8 @@ from hvdkit.report.numbers import percent
 from hvdkit.report.sections import SECTION_NAMES
 from hvdkit.report.training_run import TrainingRun
 
-#: A smaller part of the time is no reason to name a rank: the slowest of equal ranks is chance.
+#: A rank is not named for a smaller part of the time: among equal ranks, chance decides which rank
+#: is the slowest.
 _NOTABLE_SHARE = 0.02
 
 
@@ -26,8 +27,10 @@ class SlowRanks:
     Attributes:
         reports: the number of reports that name a slowest rank.
         counts: rank -> the number of reports in which it was the slowest.
-        sections: rank -> the section in which it differed most, in most of these reports.
-        share: the time by which the slowest ranks exceeded the median, as a part of all time.
+        sections: rank -> the section in which the rank exceeded the median most, in most of these
+            reports.
+        share: the time by which the slowest ranks exceeded the median rank, divided by the time of
+            all reported steps.
     """
 
     reports: int
@@ -60,8 +63,8 @@ class SlowRanks:
         rank, times = max(self.counts.items(), key=lambda item: item[1])
         section = SECTION_NAMES.get(self.sections[rank], self.sections[rank])
         took = (
-            f"In the mean, the slowest rank of a report needed {percent(self.share)} of the time "
-            f"of a step more than the median rank"
+            f"On average, the slowest rank of a report took longer than the median rank, by "
+            f"{percent(self.share)} of the time of a step"
         )
         if self.share < _NOTABLE_SHARE:
             return f"No rank was much slower than the others. {took}."
@@ -71,7 +74,7 @@ class SlowRanks:
                 f"mostly because of {section}. {took}, and the other ranks waited for it."
             )
         return (
-            f"The slowest rank changed: rank {rank} was it most often, in "
+            f"The slowest rank changed: most often it was rank {rank}, in "
             f"{percent(times / self.reports)} of the reports, mostly because of {section}. {took}."
         )
 
@@ -84,7 +87,9 @@ def ranks(run: TrainingRun) -> Section | None:
     sentences = [found.sentence]
     # After a restart on other hosts, a rank may be another process on another host.
     if len({len(part.ranks) for part in run.parts}) > 1:
-        sentences.append("The number of ranks has changed, so a number may mean several processes.")
+        sentences.append(
+            "The number of ranks has changed, so a rank may have been different processes."
+        )
     times = {name: _by_rank(run.records, name) for name in (*metrics.SECTIONS, metrics.STEP)}
     numbers = sorted({rank for values in times.values() for rank in values})
     rows: list[Sequence[Cell]] = []

@@ -40,8 +40,8 @@ def checkpoints(run: TrainingRun) -> Section | None:
         sentences.append(f"There is no complete checkpoint in {run.checkpoint_folder}.")
     if spent is not None and step:
         sentences.append(
-            f"The rank that is the longest in the checkpointer is there {percent(spent / step)} of "
-            f"the time, without waiting for other ranks."
+            f"The rank with the longest time in the checkpointer spends {percent(spent / step)} of "
+            f"the time there, without waiting for other ranks."
         )
     rows: list[Sequence[Cell]] = []
     for entry in run.checkpoints:

@@ -1,4 +1,4 @@
-"""The sections of the report of one run: metrics over the steps."""
+"""The sections about metrics in the report of one run."""
 
 from __future__ import annotations
 
@@ -78,11 +78,13 @@ def losses(run: TrainingRun) -> Section | None:
         sentences += _course(run, name)
     if len(run.records) > 2 * MOST_GROUPS:
         sentences.append(
-            f"The charts of this page show the smallest and the largest of every "
-            f"{len(run.records) / MOST_GROUPS:.0f} reports or so, so that no extreme is lost."
+            f"For each group of about {len(run.records) / MOST_GROUPS:.0f} reports, the charts of "
+            f"this page show the smallest and the largest value, so no extreme is lost."
         )
     if any(len(record.ranks) > 1 for record in run.records):
-        sentences.append("Lines are means over the ranks. Shaded areas reach to all ranks.")
+        sentences.append(
+            "Lines are means over the ranks. Shaded areas reach to the smallest and largest value."
+        )
     return Section("Loss", sentences, [line_chart(run, name, marks=True) for name in names])
 
 
@@ -96,11 +98,15 @@ def _course(run: TrainingRun, name: str) -> list[str]:
         best = min(good, key=lambda point: point.mean or 0.0)
         assert first.mean is not None
         assert last.mean is not None
-        verb = "fell" if last.mean < first.mean else "rose" if last.mean > first.mean else "stayed"
+        verb = "fell" if last.mean < first.mean else "rose"
+        course = (
+            f"is {short(first.mean)} at step {first.step:,} and again at step {last.step:,}"
+            if last.mean == first.mean
+            else f"{verb} from {short(first.mean)} at step {first.step:,} to {short(last.mean)} at "
+            f"step {last.step:,}"
+        )
         sentences.append(
-            f"{name} {verb} from {short(first.mean)} at step {first.step:,} to {short(last.mean)} "
-            f"at step {last.step:,}. Its smallest value is {short(best.mean)}, at step "
-            f"{best.step:,}."
+            f"{name} {course}. Its smallest value is {short(best.mean)}, at step {best.step:,}."
         )
     bad = [point for point in points if point.nonfinite]
     if bad:
@@ -162,7 +168,7 @@ def _were(number: int) -> str:
 
 
 def total(run: TrainingRun, name: str) -> float:
-    """Return the sum of a counter over all reports: of the rank with the largest number in each."""
+    """Return the sum of a counter over all reports: in each, the largest value of a rank."""
     return sum(point.high or 0.0 for point in series(run.records, name))
 
 
@@ -192,7 +198,7 @@ def throughput(run: TrainingRun) -> Section | None:
                 verb = "fell" if change < 0 else "rose"
                 sentences.append(
                     f"It {verb} by {percent(abs(change))} from the first third of the run to the "
-                    f"last."
+                    f"last third."
                 )
     return Section("Throughput", sentences, charts)
 
@@ -243,7 +249,7 @@ def step_sections(run: TrainingRun) -> Section | None:
         "time-sections", "time per step by section, mean of the ranks", places, parts
     )
     head = ("section", "mean", "share", "fastest rank", "slowest rank")
-    caption = "Per step. The fastest and the slowest rank are those of any report."
+    caption = "Per step. Fastest and slowest rank: the smallest and largest value in any report."
     return Section("Where the time goes", sentences, [chart], [Table(head, rows, caption)])
 
 
@@ -333,7 +339,8 @@ def all_metrics(run: TrainingRun) -> Section | None:
     return Section("All metrics", (), (), [Table(head, rows, caption)])
 
 
-#: The sections of the metrics, in the order of the page; `ranks` and `reliability` have the others.
+#: The sections about metrics, in the order of the page. `hvdkit.report.single` adds the sections of
+#: `ranks` and `reliability`.
 METRIC_SECTIONS: Sequence[Callable[[TrainingRun], Section | None]] = (
     losses,
     optimization,

@@ -46,9 +46,9 @@ def series(records: Iterable[Record], name: str) -> list[Point]:
 def reduced(points: Sequence[Point], groups: int = MOST_GROUPS) -> list[Point]:
     """Return at most three points for each of `groups` groups of neighbouring points.
 
-    They are those with the smallest and the largest mean, and the first one that is not finite. So
-    each of them is a point of a record, and no extreme is lost. Their `low` and `high` are those of
-    the group. The first and the last point are always among them.
+    A group keeps the points with the smallest and the largest mean, and the first point that is not
+    finite, so no extreme is lost. `low` and `high` of these points are those of the whole group.
+    The first and the last of all points are always kept.
     """
     if len(points) <= 2 * groups:
         return list(points)
@@ -75,7 +75,7 @@ def finite(points: Iterable[Point]) -> list[Point]:
 
 
 def mean_per_step(records: Iterable[Record], name: str, of_slowest: bool = False) -> float | None:
-    """Return the mean of a metric, in which each record counts with its number of steps.
+    """Return the mean of a metric. Each record is weighted with its number of steps.
 
     None if no record with steps has the metric.
 

@@ -32,7 +32,7 @@ def document(run: TrainingRun) -> Document:
 
 
 def title(run: TrainingRun) -> str:
-    """Return a name for people: the command if it is known, and the folder."""
+    """Return a name of a run for its page: its command if known, otherwise its folder."""
     start = run.last_start
     if start is None:
         return run.name

@@ -32,14 +32,14 @@ class StartFolder:
 
     @property
     def failed(self) -> bool:
-        """Whether the start has failed by itself."""
+        """Whether the start has failed; not if it was stopped on request."""
         if self.start is None:
             return bool(self.explanation)
         return self.start.failed
 
     @property
     def end(self) -> str:
-        """The end of the start in one line."""
+        """How the start ended, in one line."""
         start = self.start
         if start is None:
             return self.explanation.partition("\n")[0] or "no end was recorded"
@@ -61,9 +61,9 @@ class TrainingRun:
     Attributes:
         name: the name in charts and tables.
         place: the folder or file that was given.
-        history: the file of a `JSONLLogger`; empty without one.
-        metrics_file: its path; None without one.
-        starts: the starts by `hvdkit run --output-dir`, in their order; empty if unknown.
+        history: the content of the file of a `JSONLLogger`; empty without such a file.
+        metrics_file: the path of this file; None without such a file.
+        starts: the starts by `hvdkit run --output-dir`, oldest first; empty if unknown.
         checkpoints: the steps of the newest run in the folder of checkpoints, oldest first.
         checkpoint_folder: the folder or URL; empty without one.
         notes: what the reader should know about the sources, in sentences.

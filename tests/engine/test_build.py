@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdkit.engine import cache, describe, patches, plan
+from hvdkit.engine import build, cache, describe, patches, plan
+from hvdkit.errors import HvdkitError
 
 
 def run_build(*arguments, cache_dir, timeout=600, **environment):
@@ -60,6 +61,17 @@ def sections(library):
 
 def extensions(engine):
     return sorted(engine.path.glob("*/mpi_lib*.so"))
+
+
+def test_a_build_that_prints_nothing_ends_at_its_timeout(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "_SECONDS", 0.5)
+    began = time.monotonic()
+    with (
+        pytest.raises(HvdkitError, match="did not end within"),
+        build._running(["sleep", "9"], os.environ, tmp_path) as (_, lines),
+    ):
+        list(lines)
+    assert time.monotonic() - began < 8
 
 
 def test_installed_engine_describes_itself(engine):

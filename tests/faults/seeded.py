@@ -62,7 +62,7 @@ print("trained", flush=True)
 """
 
 #: What the launcher says about a rank that does not call a collective.
-_STALL = r"Rank {rank} on \S+ has not called it: it is at "
+_STALL = r"Rank {rank} on \S+ has not called it: the rank is at "
 _IN_FAULT = _STALL + r"\S*train\.py:\d+ in (fault|<lambda>|hook|__getitem__): "
 _FAILED = r"rank {rank} on \S+ failed: "
 _EXIT_1 = _FAILED + r"exit status 1(.|\n)*"

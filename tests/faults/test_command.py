@@ -118,7 +118,7 @@ def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
 
     thread = threading.Thread(target=rank, daemon=True)
     thread.start()
-    assert inspect_live(folder=tmp_path).startswith("1 of 2 ranks are on this host.")
+    assert inspect_live(folder=tmp_path).startswith("1 of 2 ranks answered on this host.")
     thread.join(timeout=10)
 
 

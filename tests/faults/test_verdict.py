@@ -71,7 +71,7 @@ def test_the_rank_that_stops_is_named(size, program, data):
     assert verdict.missing == [late]
     assert list(verdict.waiting) == [rank for rank in range(size) if rank != late]
     assert not verdict.deadlock
-    assert f"Rank {late} on host{late} has not called it: it is at /home/me/loader.py:7" in (
+    assert f"Rank {late} on host{late} has not called it: the rank is at /home/me/loader.py:7" in (
         verdict.text
     )
 

@@ -297,9 +297,9 @@ def test_an_exception_closes_the_loggers_without_a_collective():
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("", 1.0, "expected a text of 1 to 100 characters"),
-        ("a\nb", 1.0, "expected a text"),
-        (3, 1.0, "expected a text"),
+        ("", 1.0, "expected a string of 1 to 100 characters"),
+        ("a\nb", 1.0, "expected a string"),
+        (3, 1.0, "expected a string"),
         ("time/step", 1.0, "choose another name"),
         ("loss", "much", "expected a number"),
     ],

@@ -59,7 +59,7 @@ def test_a_typical_run(tmp_path):
         "The throughput has the median 1,055 samples/s",
         "The largest part of a step is exposed communication: 50 % of the time",
         "Rank 1 was the slowest in 100 % of the reports, mostly because of data.",
-        "the slowest rank of a report needed 20 % of the time of a step more than the median",
+        "slowest rank of a report took longer than the median rank, by 20 % of the time of a",
         "Each rank gave 2 MB of encoded gradients to collectives per step, and 200 MB in all 100",
         "The wire format is fp16.",
         "No sum of gradients overflowed in float16.",
@@ -71,6 +71,11 @@ def test_a_typical_run(tmp_path):
     own, low, high, waited, slowest = page.rows["rank 1"]
     assert (own, low, high, waited) == (pytest.approx(0.03), *[pytest.approx(0.03)] * 2, 0.02)
     assert slowest == 1.0
+
+
+def test_a_loss_that_does_not_change(tmp_path):
+    write_metrics(tmp_path / "metrics.jsonl", [typical(step, loss=2.0) for step in (10, 20, 30)])
+    assert "loss is 2 at step 10 and again at step 30." in page_of(tmp_path).text
 
 
 def test_the_page_is_alone_and_has_no_scripts(tmp_path):
@@ -251,7 +256,7 @@ def test_thousands_of_reports_keep_their_extremes_and_the_page_small(tmp_path):
     page = page_of(tmp_path)
     assert len(page.content) < 1_000_000
     assert page.rows["loss"][3] == 77.0
-    assert "so that no extreme is lost" in page.text
+    assert "so no extreme is lost" in page.text
     points = [Point(k, 0.0, float(k == 4321), 0.0, float(k == 4321)) for k in range(8000)]
     kept = reduced(points)
     assert len(kept) <= 3 * MOST_GROUPS

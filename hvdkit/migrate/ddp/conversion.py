@@ -1,4 +1,4 @@
-"""Convert the scripts of a unit, or say what has to be done by hand."""
+"""Edit a script of DDP that is converted completely: `Conversion`, which the rules of DDP use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Conversion:
         return node
 
     def with_ranks(self, line: cst.SimpleStatementLine) -> cst.BaseStatement:
-        """Return a line that runs only if there are ranks."""
+        """Return a line; in `if hvd.is_initialized():` if the unit can also run without init."""
         if not self.unit.is_conditional:
             return line
         return cst.If(self.call("is_initialized"), cst.IndentedBlock([line]))
@@ -65,7 +65,11 @@ class Conversion:
             self.forget(child)
 
     def optimizers_of(self, model: str) -> list[Optimizer]:
-        """Return the optimizers of this script for a model, or all if all are for one model."""
+        """Return the optimizers of a model.
+
+        If none has this model, return all optimizers of the script, provided that they have one
+        model: `model` may be another name for it.
+        """
         own = [each for each in self.facts.optimizers if each.target]
         exact = [each for each in own if each.model == model]
         return exact or (own if len({each.model for each in own}) == 1 else [])
@@ -77,7 +81,7 @@ class Conversion:
             for node in self.script.module.body
             if isinstance(node, cst.SimpleStatementLine) and (unused := self._unused(node))
         ]
-        # hvdkit.torch takes the place of an import of PyTorch.
+        # The import of hvdkit.torch replaces an unused import, preferably one of PyTorch.
         lines.sort(key=lambda each: "torch" not in self.script.source(each[0]))
         place = None
         for node, unused in lines:
@@ -99,7 +103,7 @@ class Conversion:
             self.script.need_import(IMPORT.format(self.hvd))
 
     def _unused(self, line: cst.SimpleStatementLine) -> list[cst.ImportAlias]:
-        """Return the names of an import at the top level of which no use is left."""
+        """Return the names of a top-level import that the script no longer uses."""
         if len(line.body) != 1:
             return []
         statement = line.body[0]

@@ -27,7 +27,7 @@ HARMLESS = (
     "torch.distributed.get_default_backend_for_device",
     "torch.distributed.elastic.multiprocessing.errors",
 )
-#: Name of what hvdkit cannot replace -> what to do. A script that uses one is not converted.
+#: Module that hvdkit cannot replace -> what to do. A script that uses such a module is left alone.
 UNSUPPORTED = {
     "torch.distributed.fsdp": "hvdkit has no FSDP: every rank has all parameters. Keep this script "
     "on torchrun, or use a model that fits on one device",
@@ -94,7 +94,9 @@ class Facts:
     spawns: list[cst.Call] = field(default_factory=list)
     #: (node, why the script is not converted)
     blockers: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    #: (node, full name) of each use of torch.distributed or DDP
     uses: list[tuple[cst.CSTNode, str]] = field(default_factory=list)
+    #: Whether an `if` decides if ranks are started or a model is wrapped.
     is_conditional: bool = False
 
     @property
@@ -254,7 +256,7 @@ def target_of(script: Script, call: cst.Call) -> str:
 
 
 def _condition(script: Script, node: cst.CSTNode) -> bool:
-    """Return whether an `if` decides about a node, other than `if __name__ == "__main__"`."""
+    """Return whether a node is in an `if` other than `if __name__ == "__main__"`."""
     while node is not script.module:
         node = script.parent(node)
         if isinstance(node, cst.If | cst.IfExp) and "__name__" not in script.source(node.test):
@@ -263,7 +265,7 @@ def _condition(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _called_conditionally(facts: Facts) -> bool:
-    """Return whether an `if` decides about a call of the function that starts the ranks."""
+    """Return whether a function with init_process_group() is called in an `if`."""
     script = facts.script
     names = {
         function.name.value

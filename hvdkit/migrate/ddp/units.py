@@ -1,4 +1,4 @@
-"""Scripts that import each other, and whether they can be converted together."""
+"""Group scripts that import each other, and check whether a group can be converted together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = re.compile(
 
 
 def mentions(text: str) -> bool:
-    """Return whether a file may use torch.distributed or DDP. Cheap, and true too often."""
+    """Return whether a file may use torch.distributed or DDP; fast, with false positives."""
     return _WORDS.search(text) is not None
 
 
@@ -38,7 +38,7 @@ class Unit:
 
     @property
     def models(self) -> set[str]:
-        """The names of the models that DDP wraps, before and after."""
+        """The names of the models that DDP wraps, and of the wrapped models."""
         found = {
             name
             for facts in self.facts
@@ -76,7 +76,7 @@ def divide(scripts: Mapping[Path, Facts], texts: Mapping[Path, str]) -> list[Uni
 
     Args:
         scripts: the facts of the files that use torch.distributed.
-        texts: all given files, because one may import another through a third.
+        texts: all given files, because scripts may import each other through other files.
     """
     graph = Imports(texts)
     reached = {path: graph.reachable(path) for path in scripts}

@@ -343,7 +343,7 @@ def _has(module: str, name: str) -> bool:
 def names_in(module: str) -> frozenset[str]:
     """Return the names that a module of hvdkit defines, read from its source.
 
-    They contain "*" if the source cannot say.
+    The names contain "*" if the module imports all names of a module outside hvdkit.
     """
     place = _PACKAGE.joinpath(*module.split(".")[1:])
     path = _source(place)

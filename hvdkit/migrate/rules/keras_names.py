@@ -70,7 +70,7 @@ ONLY_TF_KERAS = {
     "preprocessing.text": ("Tokenizer", "text_to_word_sequence", "one_hot", "hashing_trick"),
     "preprocessing.sequence": ("TimeseriesGenerator", "make_sampling_table", "skipgrams"),
 }
-#: The names of keras.backend in Keras 3. tf.keras.backend has most of the others.
+#: The names of keras.backend in Keras 3. tf.keras.backend has most of the names that Keras 3 lacks.
 BACKEND = frozenset(
     [
         "backend",
@@ -106,7 +106,7 @@ OPTIMIZERS = [
 
 
 def keras_name(name: str | None) -> str | None:
-    """Return the part of a full name after "keras.": "optimizers.SGD". None for other names."""
+    """Return a full name without its package, as "optimizers.SGD"; None if it is not of Keras."""
     if name is None:
         return None
     for prefix in PREFIXES:

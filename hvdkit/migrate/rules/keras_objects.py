@@ -1,4 +1,4 @@
-"""Which expressions are models and optimizers of Keras."""
+"""Find the expressions of a script that are models and optimizers of Keras."""
 
 from __future__ import annotations
 

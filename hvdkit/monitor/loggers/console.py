@@ -64,7 +64,7 @@ class ConsoleLogger(Logger):
 
 
 def describe(record: Record) -> str:
-    """Return a line for people."""
+    """Return a record as one line of text."""
     found = record.metrics
     own = [name for name in found if name not in _OF_MONITOR]
     parts = [f"{name} {_short(found[name].shown)}" for name in (*own, *_SHOWN) if name in found]

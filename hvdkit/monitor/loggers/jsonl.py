@@ -61,7 +61,7 @@ class JSONLLogger(Logger):
         except BlockingIOError:
             raise HvdkitError(
                 f"another job, or another Monitor, writes to {self._path}. Choose another file, or "
-                f"close the other one"
+                f"close the other Monitor first"
             ) from None
         except OSError:
             pass  # a file system without locks
@@ -121,7 +121,7 @@ class JSONLLogger(Logger):
         self._cut = True
         written = os.write(self._file, content)
         if written < len(content):
-            # Remove the beginning of the line, unless the file system is in trouble.
+            # Remove the incomplete line, if the file system allows it.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
                 self._cut = False

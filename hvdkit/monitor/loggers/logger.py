@@ -22,7 +22,10 @@ class Logger:
         """
 
     def begin(self, run: Run) -> None:
-        """Begin a part of the run: before the first record, and if the step has gone back."""
+        """Begin a part of the run.
+
+        Called before the first record, and when the step has gone back after a resume.
+        """
 
     def log(self, record: Record) -> None:
         """Write a record."""
@@ -41,7 +44,7 @@ def require(module: str, requirement: str, extra: str) -> Any:
         extra: the extra of hvdkit that installs it.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the package is not installed.
     """
     try:
         return importlib.import_module(module)

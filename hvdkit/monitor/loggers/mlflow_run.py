@@ -65,7 +65,7 @@ class MLFlowLogger(Logger):
         return self._run_id
 
     def begin(self, run: Run) -> None:
-        """Store the size of the job as tags."""
+        """Store the number of ranks and the framework as tags."""
         self._client.set_tag(self._run_id, "hvdkit.ranks", str(len(run.ranks)))
         self._client.set_tag(self._run_id, "hvdkit.framework", run.framework)
 

@@ -1,8 +1,9 @@
 """Serve the last record to Prometheus.
 
 Names follow https://prometheus.io/docs/practices/naming/: a prefix, base units as a suffix, and
-`_total` for counters. The mean over the ranks has the plain name, and `_min` and `_max` are before
-the unit.
+`_total` for counters. The mean over the ranks has no further suffix, such as
+`hvdkit_step_duration_seconds`. Minimum and maximum have `_min` and `_max` before the unit, such as
+`hvdkit_step_duration_max_seconds`.
 """
 
 import errno
@@ -36,7 +37,7 @@ class PrometheusLogger(Logger):
 
     Args:
         port: the port; 0 for a free one (see `port`).
-        address: the address to listen at. There is no authentication: on another address than the
+        address: the address to listen at. There is no authentication: with an address other than
             loopback, everyone in the network can read the metrics.
 
     Raises:
@@ -83,7 +84,7 @@ class PrometheusLogger(Logger):
         self._port = self._server.server_port
 
     def begin(self, run: Run) -> None:
-        """Remember the size of the job."""
+        """Serve the number of ranks from now on."""
         with self._lock:
             self._run = run
 
@@ -126,8 +127,10 @@ class PrometheusLogger(Logger):
             counted = dict(self._counted)
         gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
         yield counter("hvdkit_steps", "Steps since the start of the process.", value=steps)
-        yield counter("hvdkit_samples", "Samples of all ranks since then.", value=samples)
-        yield counter("hvdkit_records", "Records since then.", value=records)
+        yield counter(
+            "hvdkit_samples", "Samples of all ranks since the start of the process.", value=samples
+        )
+        yield counter("hvdkit_records", "Records since the start of the process.", value=records)
         for name, (family, meaning) in COUNTERS.items():
             yield counter(family, meaning, value=counted[name])
         if run is not None:
@@ -151,10 +154,7 @@ class PrometheusLogger(Logger):
 
 
 class _Collector:
-    """A collector of prometheus_client, which calls `collect` for each scrape.
-
-    Not the logger itself, because a collector's `describe` has another meaning.
-    """
+    """A collector of prometheus_client, which calls `collect` for each scrape."""
 
     def __init__(self, collect: Callable[[], Iterator[Any]]) -> None:
         self.collect = collect

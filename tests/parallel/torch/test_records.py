@@ -202,7 +202,7 @@ hvd.allreduce(torch.ones(3), name="late")
         finally:
             job.terminate()
             job.communicate(timeout=60)
-    assert "2 of 2 ranks are on this host." in done.stdout
+    assert "2 of 2 ranks answered on this host." in done.stdout
     assert re.search(r"Rank 0 has waited \d+ s for the allreduce 'late', 12 bytes", done.stdout)
     assert "Rank 1 on" in done.stdout
     none = subprocess.run(
