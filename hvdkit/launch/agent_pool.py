@@ -29,9 +29,10 @@ from hvdkit.launch.ssh import Ssh
 _QUEUED = 1000
 #: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
-#: The most agents without an answer whose reasons are looked up at the same time.
+#: The most agents for which `Connection.explain` runs at the same time, after a timeout.
 _EXPLAINING = 64
-#: The most ssh processes that may connect at the same time. Each counts for the given seconds.
+#: The most ssh processes that may connect at the same time. A slow one counts only for
+#: `_CONNECTING_SECONDS`.
 _CONNECTING = 64
 _CONNECTING_SECONDS = 15.0
 #: The delays before the restarts of an agent whose host refused it transiently.
@@ -247,7 +248,7 @@ def _report(problems: Mapping[Connection, str], size: int) -> str:
 
 
 def unfitness(facts: Message) -> Sequence[str]:
-    """Return why a host that answers cannot take part."""
+    """Return why a host that answers cannot take part; empty if it can."""
     python = facts["python"].split(".")[:2]
     if python != [str(number) for number in sys.version_info[:2]]:
         here = ".".join(map(str, sys.version_info[:2]))

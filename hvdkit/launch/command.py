@@ -45,12 +45,12 @@ from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 
 _SHOWN_HOSTS = 8
-# Between SIGTERM and SIGKILL, for the other ranks of a job that is started again.
+# Seconds between SIGTERM and SIGKILL after a rank has failed, in a job with restarts.
 _END_SECONDS = 3.0
 
 
 def examine(options: argparse.Namespace) -> list[Diagnostic]:
-    """Run `hvdkit doctor --hosts`.
+    """Examine the hosts for `hvdkit doctor --hosts`, and return the diagnostics.
 
     Raises:
         HvdkitError: the hosts cannot be examined.
@@ -62,12 +62,13 @@ def examine(options: argparse.Namespace) -> list[Diagnostic]:
 
 
 def _settings(options: argparse.Namespace, **others: Any) -> Settings:
+    # `hvdkit doctor` has only some of the options of `hvdkit run`.
     silence = vars(options).get("host_timeout", HOST_SECONDS)
     timeouts = Timeouts(
         options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
     )
     if vars(options).get("restarts") or vars(options).get("elastic"):
-        # The ranks that are left cannot save anything without those that have failed.
+        # After a failure, the other ranks cannot save, so they need little time to end.
         timeouts = replace(timeouts, end=_END_SECONDS, lost=silence)
     return Settings(
         ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg, silence),
@@ -142,10 +143,13 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
         raise UsageError(
             "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
-            "name the hosts"
+            "name the hosts (-H, --hostfile or --host-discovery-script)"
         )
     if _only_mpi():
-        raise UsageError("--elastic needs Gloo, but the installed Horovod has only MPI")
+        raise UsageError(
+            "--elastic needs Gloo, but the installed Horovod has only MPI. Build a Horovod with "
+            "Gloo (`hvdkit build`)"
+        )
     command = _command(options)
     check_command(command)
     here = [hosts.Host("localhost", job_limits.first_size)]
@@ -321,7 +325,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _ranks_here() -> int:
-    """Return the number of GPUs that this process may use, at least 1."""
+    """Return the default number of ranks of this machine: one per GPU, at least 1. Print it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
     one = "1 rank, because there is no GPU here; -np N starts N"
@@ -345,7 +349,10 @@ def _with_python(command: list[str], python: str) -> list[str]:
 
 
 def _directory() -> str:
-    """Return the working directory. Prefer $PWD, which keeps symbolic links: hosts may differ."""
+    """Return the working directory, as $PWD names it if possible.
+
+    $PWD keeps symbolic links, which may lead to different folders on different hosts.
+    """
     named = os.environ.get("PWD", "")
     return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
 

@@ -1,6 +1,6 @@
 """The environment of the ranks: variables that are forwarded to other hosts or set by hvdkit.
 
-Agents receive the variables on their standard input. Other users could read them in command lines.
+Agents receive the variables on their standard input, because other users can read command lines.
 """
 
 from __future__ import annotations

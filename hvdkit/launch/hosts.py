@@ -105,7 +105,9 @@ def _checked(hosts: Iterable[Host], where: str, expected: str) -> list[Host]:
     names = [host.name for host in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"{where}: {', '.join(twice)} is named twice; add up its slots in one")
+        raise UsageError(
+            f"{where}: {', '.join(twice)} is named twice; name it once, with all its slots"
+        )
     if not found:
         raise UsageError(f"{where}: no hosts in it; expected {expected}")
     return found

@@ -69,12 +69,12 @@ class KeptAgents:
         return [c.host for c in every if c.idle and not c.ended]
 
     def settings_for(self, plan: Plan, settings: Settings) -> Settings:
-        """Return the settings for a start, in which no host is checked again."""
+        """Return the settings for a start: without a preflight if all hosts were checked before."""
         checked = {host.name for host in plan.hosts} <= self._checked
         return replace(settings, preflight=settings.preflight and not checked)
 
     def mark_checked(self, plan: Plan) -> None:
-        """Remember that the ranks were started on the plan's hosts."""
+        """Remember that the plan's hosts have passed the preflight check."""
         self._checked |= {host.name for host in plan.hosts}
 
     def _start(self, plan: Plan, settings: Settings) -> None:

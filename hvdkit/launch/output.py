@@ -18,7 +18,7 @@ from hvdkit.errors import UsageError
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
 TAIL_LINES = 100
-#: With more ranks than these, only rank 0 is shown.
+#: With more ranks than this, only rank 0 is shown.
 SHOWN_RANKS = 16
 #: Bytes. A longer line is shown as several lines.
 LONGEST_LINE = 1 << 20

@@ -37,8 +37,8 @@ class Supervisor:
         restarts: the most restarts in a row without a new checkpoint.
         say: prints a message for the user.
         hosts_return: whether a host that was lost may take part again later.
-        requeue: whether a job that has lost a host ends with `RESUMABLE`, because only the batch
-            system can give it another one.
+        requeue: whether a job that has lost a host ends with status `RESUMABLE`, because only the
+            batch system can give the job another host.
         pause: waits for some seconds.
     """
 
@@ -68,7 +68,8 @@ class Supervisor:
                 used, first = 0, outcome
             if outcome.lost and self.requeue:
                 self.say(
-                    f"the allocation has lost a node: end with status {RESUMABLE}, for a new one"
+                    f"the allocation has lost a node. The job ends with status {RESUMABLE}: it can "
+                    f"resume in a new allocation"
                 )
                 return replace(outcome, status=RESUMABLE)
             if used == self.restarts:
@@ -83,12 +84,12 @@ class Supervisor:
             used += 1
             self.say(f"restart {used} of {self.restarts}")
             try:
-                # The next failure is one of this plan, which may have other hosts.
+                # If the start fails, the failure belongs to the new plan, with perhaps other hosts.
                 plan = self._next_plan(plan, outcome)
                 outcome = self.start(plan)
             except HvdkitError as error:
                 self.say(str(error))
-                # A host may be about to come back.
+                # A lost host may answer again at the next restart.
                 outcome = Outcome(1, str(error), restartable=self.hosts_return)
         return outcome
 

@@ -44,7 +44,7 @@ _SRUN_OPTIONS = {
     "SLURM_NTASKS_PER_SOCKET",
     "SLURM_NTASKS_PER_GPU",
 }
-# Variables of a login. srun forwards only variables that are named.
+# Variables of a login. With --export=NAMES, srun forwards only these names.
 _LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")
 
 _QUESTION_SECONDS = 20
@@ -103,7 +103,7 @@ def _srun_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Started:
-    """The agents of all ranks, the facts of their hosts, and the network."""
+    """The agents of all ranks, srun's command line, the facts of the hosts, and the network."""
 
     agents: AgentPool
     command: Sequence[str]
@@ -146,12 +146,13 @@ def _started(
             preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
         finally:
             agents.connections = every_agent
+        # Slurm also sends signals to the tasks, here the agents.
         agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
         yield _Started(agents, command, facts, interfaces, address)
 
 
 def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:
-    """Return the facts of one task's agent, with the number of cores of the whole host."""
+    """Return the facts of one task's agent, with the cores of all ranks of its host."""
     ranks = len(plan.on(host))
     # If Slurm binds tasks, an agent sees its own CPUs. Otherwise it sees all CPUs of the machine.
     each = min(
@@ -236,9 +237,9 @@ class Slurm:
                 return Job(
                     self.plan, started.agents, output, timeouts, lambda: every_rank, say
                 ).run()
-            others = not gloo.all_send_key(started.facts)
+            without_key = not gloo.all_send_key(started.facts)
             with RendezvousServer(
-                started.address, size=self.plan.size, stores_without_key=others
+                started.address, size=self.plan.size, stores_without_key=without_key
             ) as server:
                 places = gloo.place_variables(self.plan, started.address, server.port, server.key)
                 started.start_ranks(self.plan, settings, places)

@@ -21,7 +21,7 @@ HOST_SECONDS = 30.0
 FAILED = 255
 
 _CONNECT_SECONDS = 10
-# The number of keepalive messages in the time after which a silent host is lost.
+# The number of keepalive messages that a silent host may leave without an answer.
 _KEEPALIVES = 3
 
 # ssh's options, as for `getopt`.
@@ -190,7 +190,7 @@ class Ssh:
     def _server(self, host: Host, stderr: str) -> tuple[str, int]:
         """Return the name and port of the ssh server of `host`.
 
-        ssh's configuration may have others, which are in ssh's messages.
+        ssh's configuration may set another name and port. ssh's messages show them.
         """
         for message in (
             r"connect to (?:host|address) (\S+) port (\d+)",

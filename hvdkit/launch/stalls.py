@@ -85,7 +85,7 @@ class Stalls:
                 self._states.pop(rank, None)
 
     def mismatch(self) -> str:
-        """Return which ranks differ in the collective that failed; "" if that is not the cause."""
+        """Return which ranks differ in the collective that failed; "" if there are none."""
         return mismatch(self._records) or ""
 
     def verdict_on_failure(self) -> str:
@@ -107,7 +107,7 @@ class Stalls:
         return verdict.text if failed else ""
 
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
-        """Return a verdict when the ranks have answered, or when their time is over."""
+        """Return a verdict when the ranks have answered, or when their time is over; else None."""
         if now > self._confirm_at or now > self._expires_at:
             self._confirm_at = self._expires_at = float("inf")
             self._asked_at = now
@@ -128,7 +128,7 @@ class Stalls:
         verdict = judge(current, states, self._size)
         if verdict.deadlock:
             # The ranks do not write their records at the same time, and one may have continued
-            # meanwhile. States that are the same in two rounds are those of all ranks at a time.
+            # meanwhile. If two rounds give the same states, all ranks had them at the same time.
             seen = {rank: (record.calls, record.open) for rank, record in current.items()}
             if self._unconfirmed is None:
                 self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS

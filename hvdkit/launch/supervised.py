@@ -40,7 +40,7 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
 
 
 def check_host_timeout(options: argparse.Namespace) -> None:
-    """Raise UsageError if a busy host could not answer in time."""
+    """Raise UsageError if --host-timeout is too short for the answer of a busy host."""
     if options.host_timeout < _LEAST_TIMEOUT:
         raise UsageError(
             f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "

@@ -72,7 +72,7 @@ class GatheredNodes:
         self.close(_outcome_of(exc))
 
     def send_outcome(self, outcome: Outcome) -> None:
-        """Send the job's outcome to the other nodes. A node keeps the first one that it gets."""
+        """Send the job's outcome to the other nodes. A node keeps the first outcome it gets."""
         for connection in [*self.agents.connections, *self.agents.idle]:
             connection.send("outcome", status=outcome.status, report=outcome.report)
 
@@ -129,7 +129,7 @@ class GatheredNodes:
         )
 
     def _make_hosts(self, connected: Mapping[int, tuple[NodeInfo, Connection]]) -> None:
-        """Make the hosts, start this node's agent, and put the connections in their order."""
+        """Make the hosts, start this node's agent, and sort the connections by node."""
         own = describe_node(self._settings)
         nodes = [own, *(connected[node][0] for node in sorted(connected))]
         count = Counter(node.hostname for node in nodes)
@@ -146,7 +146,7 @@ class GatheredNodes:
 
 
 def _outcome_of(exc: BaseException | None) -> Outcome:
-    """Return the outcome for the other nodes where node 0 ends without an outcome of the job."""
+    """Return what the other nodes get if node 0 ends before the job has an outcome."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         number = signal.Signals(exc.args[0])
         return Outcome(

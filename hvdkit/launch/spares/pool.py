@@ -1,4 +1,4 @@
-"""The spares of a host: when they are started, and which rank gets which."""
+"""The spares of a host: decide when to start them, and which rank gets which spare."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SparePool:
             waiting: called several times per second while spares begin with their commands.
 
         Returns the group for all ranks of this start, and rank -> its process, which was a spare.
-        The other ranks must be started as always.
+        The caller starts the other ranks without spares.
         """
         started: dict[int, Spare] = {}
         for slot in wanted:

@@ -13,7 +13,7 @@ _WIDTH = 100
 
 #: The path of a key: the keys and list indices that lead to it.
 Path = tuple[str | int, ...]
-#: The comments of a document, by the path of the key below.
+#: The comments of a document, each by the path of the key above which it is written.
 Comments = dict[Path, str]
 
 
@@ -23,7 +23,7 @@ class Document:
 
     Attributes:
         content: the document.
-        comments: by the path of a key in `content`.
+        comments: the comments, by the paths of keys in `content`.
     """
 
     content: Mapping[str, Any]
