@@ -126,8 +126,8 @@ def run(options: argparse.Namespace) -> int:
             launcher = _launcher(next_plan, settings, options, slurm_allocation, kept)
             return run_job(next_plan, options, launcher.run)
 
-        # The hosts of an allocation stay the same.
-        named = options.hostfile or options.host_discovery_script
+        # The hosts of an allocation stay the same. Named hosts also include those without ranks.
+        named = options.hosts or options.hostfile or options.host_discovery_script
         in_slurm = slurm_allocation is not None
         job_hosts = (
             (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])

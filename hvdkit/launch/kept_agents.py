@@ -8,7 +8,7 @@ from typing import Self
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
-from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.agent_pool import AgentPool, unfitness
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Settings
@@ -58,8 +58,8 @@ class KeptAgents:
         self._start(probe, settings)
         facts, problems = self._agents.collect_facts(prepare.task(probe, settings), timeout)
         for connection, found in facts.items():
-            if found["problems"]:
-                problems[connection] = "; ".join(found["problems"])
+            if unfit := unfitness(found):
+                problems[connection] = "; ".join(unfit)
         self._drop(problems)
         return {connection.host: problem for connection, problem in problems.items()}
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from hvdkit.errors import HvdkitError
@@ -125,30 +125,30 @@ def _started(
     plan: Plan, allocation: Allocation, settings: Settings, kind: str, say: Callable[[str], None]
 ) -> Iterator[_Started]:
     """Start the agents, collect facts, and choose the network. End the agents on exit."""
-    listener = AgentListener(_own_address(plan), plan.size, settings.ssh.silence)
-    here = os.environ | listener.variables()
-    login = [name for name in _LOGIN if name in here]
-    names = sorted({*login, *environment.forwarded(here), *listener.variables()})
-    command = srun_command(plan, allocation, local_agent_command(), names, kind)
-    env, timeout = _srun_environment(here), settings.timeouts.start
-    with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
-        every_agent = agents.connections
-        # Ask one agent of each host.
-        first = {connection.host: connection for connection in reversed(every_agent)}
-        agents.connections = [first[host] for host in plan.hosts]
-        try:
-            answers = agents.require_facts(prepare.task(plan, settings), timeout)
-            facts = {
-                host: _facts(answers[agent], host, plan, allocation)
-                for host, agent in first.items()
-            }
-            interfaces, address = prepare.choose_network(plan, facts, settings, say)
-            preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
-        finally:
-            agents.connections = every_agent
-        # Slurm also sends signals to the tasks, here the agents.
-        agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
-        yield _Started(agents, command, facts, interfaces, address)
+    with closing(AgentListener(_own_address(plan), plan.size, settings.ssh.silence)) as listener:
+        here = os.environ | listener.variables()
+        login = [name for name in _LOGIN if name in here]
+        names = sorted({*login, *environment.forwarded(here), *listener.variables()})
+        command = srun_command(plan, allocation, local_agent_command(), names, kind)
+        env, timeout = _srun_environment(here), settings.timeouts.start
+        with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
+            every_agent = agents.connections
+            # Ask one agent of each host.
+            first = {connection.host: connection for connection in reversed(every_agent)}
+            agents.connections = [first[host] for host in plan.hosts]
+            try:
+                answers = agents.require_facts(prepare.task(plan, settings), timeout)
+                facts = {
+                    host: _facts(answers[agent], host, plan, allocation)
+                    for host, agent in first.items()
+                }
+                interfaces, address = prepare.choose_network(plan, facts, settings, say)
+                preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
+            finally:
+                agents.connections = every_agent
+            # Slurm also sends signals to the tasks, here the agents.
+            agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
+            yield _Started(agents, command, facts, interfaces, address)
 
 
 def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:

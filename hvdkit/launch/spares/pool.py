@@ -142,10 +142,11 @@ class SparePool:
     def _read_reports(self, folder: Path, now: float) -> None:
         for slot in self._slots:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                report = json.loads((folder / file_name(slot.rank)).read_text())
+                found = json.loads((folder / file_name(slot.rank)).read_text())
                 # A script can write anything to this file, so accept only these modules.
-                modules = {name: report["modules"][name] for name in report["modules"]}
-                if set(modules) <= set(MODULES) and report != self._reports.get(slot.rank):
+                report = {name: dict(found[name]) for name in ("modules", "variables")}
+                known = set(report["modules"]) <= set(MODULES)
+                if known and report != self._reports.get(slot.rank):
                     self._reports[slot.rank] = report
                     self._changed_at = now
 
