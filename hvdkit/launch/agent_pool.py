@@ -44,7 +44,7 @@ class AgentPool:
 
     Attributes:
         connections: the connections to the agents.
-        idle: the connections to agents that have no ranks in this start (`KeptAgents`).
+        unused: the connections to agents of hosts without ranks in this start (`KeptAgents`).
         events: the queue of the agents' messages.
 
     Args:
@@ -55,7 +55,7 @@ class AgentPool:
         # The system detects the loss of a host only some time after a message that is not answered.
         self._heartbeat_seconds = min(messages.HEARTBEAT_SECONDS, silence / 5)
         self.connections: list[Connection] = []
-        self.idle: list[Connection] = []
+        self.unused: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -67,7 +67,7 @@ class AgentPool:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._heartbeat.join()
-        every = [*self.connections, *self.idle]
+        every = [*self.connections, *self.unused]
         for connection in every:
             connection.disconnect()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -111,7 +111,7 @@ class AgentPool:
                 event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None
-            if event.connection.disconnected or event.connection in self.idle:
+            if event.connection.disconnected or event.connection in self.unused:
                 continue  # not of this start
             if event.message["kind"] == "signal":
                 signal.raise_signal(event.message["number"])
@@ -205,7 +205,7 @@ class AgentPool:
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
-            for connection in [*self.connections, *self.idle]:
+            for connection in [*self.connections, *self.unused]:
                 connection.send_heartbeat()
 
 

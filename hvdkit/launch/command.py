@@ -190,6 +190,7 @@ def _launcher(
         raise UsageError(
             "--debug-rank needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
         )
+    # srun and mpirun start new agents for each start: `restarts` must not make agents stay.
     if slurm_allocation is not None:
         return Slurm(plan, replace(settings, restarts=False), slurm_allocation, options.mpi)
     if over_mpi:
@@ -358,6 +359,7 @@ def _directory() -> str:
 
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
+    """Return the hosts that the user has named; None if the user has named none."""
     if vars(options).get("host_discovery_script") is not None:
         if not (found := discover(options.host_discovery_script)):
             raise UsageError(

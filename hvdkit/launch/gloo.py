@@ -23,7 +23,8 @@ from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 #: With this many ranks, an engine without hvdkit's patch of the rendezvous starts slowly.
 SLOW_SIZE = 32
-#: The first revision of the engine that sends the job's key to the rendezvous.
+#: The first revision of the engine (the Horovod of `hvdkit build`) that sends the job's key to the
+#: rendezvous.
 KEY_REVISION = 6
 
 

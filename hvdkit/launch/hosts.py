@@ -152,7 +152,7 @@ def are_local(
     timeout: float = _NAME_SECONDS,
     look_up: Callable[[Host], bool] = is_local,
 ) -> dict[Host, bool]:
-    """Return which of `hosts` are this machine. Names are looked up in parallel.
+    """Return host -> whether it is this machine. Names are looked up in parallel.
 
     A host whose name does not resolve within `timeout` seconds counts as another machine: it may be
     an alias of ssh's configuration.

@@ -79,7 +79,7 @@ class Listener(Generic[Peer]):
         self._thread.start()
 
     def accept(self) -> tuple[Peer, socket.socket] | None:
-        """Return the next agent and its socket; None if there is none for a moment."""
+        """Return the next agent and its socket; None if no agent connects within a moment."""
         try:
             return self._accepted.get(timeout=_ACCEPT_SECONDS)
         except queue.Empty:

@@ -119,7 +119,7 @@ class LocalRanks:
     def _start(self, slot: Slot, terminal: bool, task: Message) -> subprocess.Popen[bytes]:
         pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
         stdin, stdout, stderr = self._terminal if terminal else pipes
-        # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
+        # Hydra, the mpirun of MPICH, communicates with ranks over a descriptor that they inherit.
         hydra = self._keep_rank_variables and "PMI_FD" in os.environ
         return self._group.start(
             task["command"],

@@ -135,6 +135,7 @@ def _open_mpi(
 
 
 def _hydra(plan: Plan, interfaces: Mapping[Host, Interface], variables: Sequence[str]) -> list[str]:
+    """Return arguments for Hydra, the mpirun of MPICH and Intel MPI."""
     arguments = ["-hosts", _slots(plan), "-bind-to", "none"]
     networks = {i.network for i in interfaces.values() if i is not network.LOOPBACK}
     own = [i.name for i in network.own_interfaces() if i.network in networks]

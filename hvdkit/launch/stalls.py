@@ -61,7 +61,7 @@ class Stalls:
         self._expires_at = float("inf")
 
     def add(self, text: str, now: float) -> None:
-        """Add the record of a rank. If it reports a stall, ask all ranks."""
+        """Add the record of a rank. If it reports a new stall, ask all ranks for records."""
         try:
             record = records.parse(text)
         except HvdkitError:

@@ -73,7 +73,7 @@ class GatheredNodes:
 
     def send_outcome(self, outcome: Outcome) -> None:
         """Send the job's outcome to the other nodes. A node keeps the first outcome it gets."""
-        for connection in [*self.agents.connections, *self.agents.idle]:
+        for connection in [*self.agents.connections, *self.agents.unused]:
             connection.send("outcome", status=outcome.status, report=outcome.report)
 
     def close(self, outcome: Outcome) -> None:
@@ -124,8 +124,8 @@ class GatheredNodes:
         lines = "".join(f"\n  refused: {each}" for each in refused[:_SHOWN_NODES])
         raise HvdkitError(
             f"{self._missing(connected)} did not connect to {settings.rendezvous} within "
-            f"{settings.timeout:g} s (--start-timeout). Does the same `hvdkit run` run there, and "
-            f"does a firewall let it through?{lines}"
+            f"{settings.timeout:g} s (--start-timeout). Check that the same `hvdkit run` runs "
+            f"there, and that no firewall blocks it{lines}"
         )
 
     def _make_hosts(self, connected: Mapping[int, tuple[NodeInfo, Connection]]) -> None:
@@ -168,8 +168,8 @@ def _listening(settings: NodeSettings) -> Iterator[tuple[socket.socket, bytes]]:
             server = socket.create_server(("", port), backlog=BACKLOG)
     except OSError as error:
         raise HvdkitError(
-            f"{settings.rendezvous}: this node cannot listen on port {port}: {error.strerror}. Is "
-            f"another job there? Choose another port"
+            f"{settings.rendezvous}: this node cannot listen on port {port}: {error.strerror}. "
+            f"Choose another port if another job uses it"
         ) from error
     key = settings.key or secrets.token_hex(16).encode()
     with server:

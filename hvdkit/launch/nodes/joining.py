@@ -98,8 +98,8 @@ def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[s
         time.sleep(_RETRY_SECONDS)
     raise HvdkitError(
         f"could not connect to node 0 at {settings.rendezvous} within {settings.timeout:g} s "
-        f"(--start-timeout): {problem}. Does `hvdkit run --node-rank 0` run there, and does a "
-        f"firewall let this node through?"
+        f"(--start-timeout): {problem}. Check that `hvdkit run --node-rank 0` runs there, and that "
+        f"no firewall blocks this node"
     )
 
 
