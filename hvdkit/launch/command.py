@@ -335,7 +335,7 @@ def _ranks_here() -> int:
 
 
 def _with_python(command: list[str], python: str) -> list[str]:
-    """Return the command, with Python before a script that is not executable."""
+    """Return the command; put Python before a script that is not executable."""
     program = command[0] if command else ""
     if not program.endswith(".py"):
         return command

@@ -123,7 +123,7 @@ class Connection:
         raise NotImplementedError
 
     def cut(self) -> None:
-        """Cut the connection to an agent that does not answer. A local agent is killed."""
+        """Cut the connection to an agent that does not answer. Kill a local agent, or its ssh."""
         raise NotImplementedError
 
     def explain(self) -> str:

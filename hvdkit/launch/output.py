@@ -25,7 +25,7 @@ LONGEST_LINE = 1 << 20
 
 # Bytes. Of an unfinished line that is longer, only the part after the last carriage return is kept.
 _LONGEST_BAR = 65536
-# Bytes of a line in the report of a failure.
+# Bytes. Longer lines are cut in the report of a failure.
 _LONGEST_TAIL_LINE = 4096
 _CLEAR = b"\r\x1b[2K"
 _DRAW_SECONDS = 0.2

@@ -31,7 +31,8 @@ class Supervisor:
         start: starts the ranks of a plan, and returns the outcome of the job.
         make_plan: returns the plan of a job of the given size on the given hosts.
         hosts: returns the hosts of the next start.
-        answering: returns those of the given hosts that can be reached, and prints the others.
+        answering: returns those of the given hosts that can be reached, and prints why the other
+            hosts cannot.
         size: the number of ranks.
         min_size: the smallest number of ranks of a restart.
         restarts: the most restarts in a row without a new checkpoint.

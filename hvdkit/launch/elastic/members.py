@@ -143,8 +143,8 @@ class Members:
                     if not told:
                         self.say(
                             f"waiting for hosts: they have {total_slots(usable)} slots, expected "
-                            f"{size} (-np, or --min-np after a restart). The job ends after "
-                            f"{timeout:g} s without them (--elastic-timeout)"
+                            f"{size} (-np, or --min-np after a restart). The job ends if "
+                            f"this takes longer than {timeout:g} s (--elastic-timeout)"
                         )
                         told = True
                 if time.monotonic() > deadline:
@@ -167,7 +167,7 @@ class Members:
                     member.connection.send("task", **self.task)
 
     def begin(self, plan: Plan) -> int:
-        """Begin a start with `plan`. Tell its ranks when the list of hosts differs from its hosts.
+        """Begin a start with `plan`. Tell the ranks when the hosts differ from those of the plan.
 
         Return the version of the list. A higher version tells ranks that the hosts have changed.
         """
@@ -224,6 +224,7 @@ class Members:
                 if not self._looked:
                     self._error = error
                 elif str(error) != self._problem and not self._stop.is_set():
+                    # This look at the list failed: keep the last list.
                     self.say(f"the hosts stay the same: {error}")
                 self._problem = str(error)
                 self._looked = True

@@ -137,7 +137,7 @@ class Authenticator:
 
     def _note(self, refused: str, known: bool) -> None:
         text = _printable(refused)
-        # Fewer of those without the key, as they may be strangers.
+        # Keep fewer refusals of nodes without the key, because they may be strangers.
         most = _MOST_REFUSED if known else _MOST_STRANGERS
         if text not in self.refused and len(self.refused) < most:
             self.refused.append(text)

@@ -164,10 +164,7 @@ def _service(options: argparse.Namespace) -> dict[str, Any]:
 def _service_comments(options: argparse.Namespace) -> Comments:
     name = job_name(options)
     return {
-        (
-            "spec",
-            "clusterIP",
-        ): f"No address, but a DNS name for each pod: {name}-0.{name} is pod 0.",
+        ("spec", "clusterIP"): f"One DNS name per pod, no IP: {name}-0.{name} is pod 0.",
         ("spec", "publishNotReadyAddresses"): "A pod connects to pod 0 before either is ready.",
     }
 

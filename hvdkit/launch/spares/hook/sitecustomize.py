@@ -17,7 +17,7 @@ _GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
 def _wait_as_spare(agent: int) -> None:
     """Import modules until the agent sends the environment of a rank."""
-    import json  # here, because Python processes that do not wait have no use for it
+    import json  # here, because only a process that waits as a spare needs it
 
     nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
     # If the host runs out of memory, the kernel should end spares first.
@@ -55,7 +55,7 @@ def _wait_as_spare(agent: int) -> None:
 
 
 def _import(modules: dict, path: list, file: str) -> None:
-    """Import modules as the script does: its folder is the first of the module path."""
+    """Import modules as the script does: the script's folder is first in the module path."""
     main = sys.modules["__main__"]
     sys.path[:0] = path
     if file:
