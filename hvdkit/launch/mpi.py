@@ -71,7 +71,7 @@ def mpirun_command(
             environment, so that no command line shows them.
         ssh: how mpirun reaches other hosts.
         directory: the ranks' working directory.
-        extra: the user's own arguments, after those of hvdkit.
+        extra: the user's own arguments (--mpi-args), which follow those of hvdkit.
     """
     ours = (
         _open_mpi(mpirun, plan, interfaces, variables, ssh)

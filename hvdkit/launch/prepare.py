@@ -237,7 +237,7 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
 
 
 def _nccl(interface: Interface) -> dict[str, str]:
-    # "=" selects this name only; without it, NCCL also takes names that begin with this one.
+    # With "=", NCCL compares the whole name. Without "=", eth1 would also select eth10.
     return {"NCCL_SOCKET_IFNAME": f"={interface.name}"}
 
 

@@ -112,7 +112,7 @@ class Supervisor:
         return self.make_plan(hosts, size)
 
     def _without_lost(self, hosts: Sequence[Host], lost: Sequence[Host]) -> Sequence[Host]:
-        """Return the hosts without those that have just been lost, unless too few are left.
+        """Return the hosts without lost hosts. Return all if the rest has too few slots.
 
         Connecting to a lost host would take many seconds. A later restart connects to it again.
         """
@@ -124,7 +124,7 @@ class Supervisor:
         return left
 
     def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:
-        """Return the hosts without those that failed twice, unless too few are left."""
+        """Return the hosts without failing hosts. Return all if the rest has too few slots."""
         good = [host for host in hosts if self._failures[host.name] < _MOST_FAILURES]
         if len(good) == len(hosts) or total_slots(good) < self.min_size:
             return hosts

@@ -87,7 +87,7 @@ class Ssh:
     def failed_transiently(self, status: int | None, stderr: str) -> bool:
         """Return whether an ssh server refused the connection because it had too many connections.
 
-        sshd drops new connections while more than 10 others have not logged in (MaxStartups).
+        sshd drops new connections while more than 10 connections wait for a login (MaxStartups).
 
         Args:
             status: ssh's exit status; None while ssh runs.
@@ -98,7 +98,7 @@ class Ssh:
     def lost_connection(self, status: int | None, stderr: str) -> bool:
         """Return whether ssh has lost a host to which it was connected.
 
-        An agent that is killed gives ssh the same status, but no message.
+        If only the agent is killed, ssh may end with the same status, but writes no message.
 
         Args:
             status: ssh's exit status; None while ssh runs.

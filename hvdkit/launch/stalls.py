@@ -25,10 +25,10 @@ from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge
 _ANSWER_SECONDS = 5.0
 #: Seconds between two rounds of records, which confirm a deadlock.
 _CONFIRM_SECONDS = 3.0
-#: Seconds after a verdict in which records of the same stall are not a new one.
+#: Seconds after a verdict in which a further record of a stall does not lead to a new verdict.
 _PAUSE_SECONDS = 10.0
-#: Seconds after the limit of a stall in which the engine ends the job by itself. It cannot if the
-#: engine of a rank does not run, for example because the process is stopped.
+#: Seconds that the engines have to end the job after the time limit of a stall. They do not end it
+#: if the engine of one rank does not run, for example because its process is stopped.
 _ENGINE_SECONDS = 15.0
 _MARGIN_SECONDS = 1.0
 #: The file with the last verdict.
@@ -89,9 +89,9 @@ class Stalls:
         return mismatch(self._records) or ""
 
     def verdict_on_failure(self) -> str:
-        """Return the last verdict if the collective that failed is the one that ranks waited for.
+        """Return the last verdict if the ranks failed in the collective of this verdict.
 
-        "" otherwise: ranks that have continued meanwhile failed for another reason.
+        Return "" if they have continued since the verdict, and then failed for another reason.
         """
         verdict = self._verdict
         if verdict is None or verdict.call is None:
@@ -127,8 +127,9 @@ class Stalls:
         states = self._states | dict.fromkeys(ended, ENDED)
         verdict = judge(current, states, self._size)
         if verdict.deadlock:
-            # The ranks do not write their records at the same time, and one may have continued
-            # meanwhile. If two rounds give the same states, all ranks had them at the same time.
+            # The ranks do not write their records at the same time. One rank may continue while
+            # another rank writes. If two rounds give the same states, all ranks had them at the
+            # same time.
             seen = {rank: (record.calls, record.open) for rank, record in current.items()}
             if self._unconfirmed is None:
                 self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS

@@ -364,7 +364,7 @@ class Members:
     def _usable(self, also: _State = _State.READY) -> list[Host]:
         """Return the hosts that can take part.
 
-        Leave out hosts on which ranks have failed, unless too few hosts are left.
+        Leave out the excluded hosts, unless the other hosts have fewer than `min_size` slots.
 
         Args:
             also: a state of agents in which hosts of the current start count as usable, too.
