@@ -31,7 +31,8 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     check_host_timeout(options)
     if options.min_np is not None:
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
-            raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
+            most = "-np" if options.num_proc is None else f"{options.num_proc} (-np)"
+            raise UsageError(f"--min-np is {options.min_np}: expected 1 to {most}")
         if in_slurm:
             raise UsageError(
                 "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "

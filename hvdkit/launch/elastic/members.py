@@ -188,7 +188,9 @@ class Members:
         with self._changed:
             member = self._members.get(host.name)
             if member is None or not member.folders:
-                raise HvdkitError(f"{host.name} is not on the list of hosts any more")
+                raise HvdkitError(
+                    f"{host.name} is not on the list of hosts any more, so no rank can start there"
+                )
             return [Path(text) for text in member.folders]
 
     # The thread

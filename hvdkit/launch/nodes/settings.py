@@ -102,7 +102,7 @@ def read_key(file: Path | None, env: Mapping[str, str], optional: bool) -> bytes
     if not key and optional and file is None:
         return b""
     if not key:
-        raise UsageError(f"there is no key for the job ({KEY_VARIABLE}, --key-file). {advice}")
+        raise UsageError(f"the job has no key; expected {KEY_VARIABLE} or --key-file. {advice}")
     if len(key) < _SHORTEST_KEY:
         raise UsageError(
             f"the job's key has {len(key)} characters; expected at least {_SHORTEST_KEY}. {advice}"
