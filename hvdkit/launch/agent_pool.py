@@ -29,9 +29,10 @@ from hvdkit.launch.ssh import Ssh
 _QUEUED = 1000
 #: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
-#: The most agents without an answer whose reasons are looked up at the same time.
+#: The most agents for which `Connection.explain` runs at the same time, after a timeout.
 _EXPLAINING = 64
-#: The most ssh processes that may connect at the same time. Each counts for the given seconds.
+#: The most ssh processes that may connect at the same time. A slow one counts only for
+#: `_CONNECTING_SECONDS`.
 _CONNECTING = 64
 _CONNECTING_SECONDS = 15.0
 #: The delays before the restarts of an agent whose host refused it transiently.
@@ -43,7 +44,7 @@ class AgentPool:
 
     Attributes:
         connections: the connections to the agents.
-        idle: the connections to agents that have no ranks in this start (`KeptAgents`).
+        unused: the connections to agents of hosts without ranks in this start (`KeptAgents`).
         events: the queue of the agents' messages.
 
     Args:
@@ -54,7 +55,7 @@ class AgentPool:
         # The system detects the loss of a host only some time after a message that is not answered.
         self._heartbeat_seconds = min(messages.HEARTBEAT_SECONDS, silence / 5)
         self.connections: list[Connection] = []
-        self.idle: list[Connection] = []
+        self.unused: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
@@ -66,7 +67,7 @@ class AgentPool:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._heartbeat.join()
-        every = [*self.connections, *self.idle]
+        every = [*self.connections, *self.unused]
         for connection in every:
             connection.disconnect()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -110,7 +111,7 @@ class AgentPool:
                 event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None
-            if event.connection.disconnected or event.connection in self.idle:
+            if event.connection.disconnected or event.connection in self.unused:
                 continue  # not of this start
             if event.message["kind"] == "signal":
                 signal.raise_signal(event.message["number"])
@@ -204,7 +205,7 @@ class AgentPool:
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
-            for connection in [*self.connections, *self.idle]:
+            for connection in [*self.connections, *self.unused]:
                 connection.send_heartbeat()
 
 
@@ -247,7 +248,7 @@ def _report(problems: Mapping[Connection, str], size: int) -> str:
 
 
 def unfitness(facts: Message) -> Sequence[str]:
-    """Return why a host that answers cannot take part."""
+    """Return why a host that answers cannot take part; empty if it can."""
     python = facts["python"].split(".")[:2]
     if python != [str(number) for number in sys.version_info[:2]]:
         here = ".".join(map(str, sys.version_info[:2]))

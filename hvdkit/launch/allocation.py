@@ -27,10 +27,10 @@ class Allocation:
     Attributes:
         hosts: the nodes. The slots of a node are its tasks.
         cpus: node -> the number of its CPUs.
-        cpus_per_task: the user's number; None for Slurm's default.
+        cpus_per_task: the user's --cpus-per-task; None for Slurm's default.
         pins_gpus: whether each task sees its own GPUs only.
-        inside_step: whether srun has started this process (`srun --pty bash`), so that another step
-            must share the resources.
+        inside_step: whether srun has started this process (`srun --pty bash`). The ranks' step must
+            then share the resources of this one.
     """
 
     hosts: Sequence[Host]
@@ -49,7 +49,7 @@ def read(env: Mapping[str, str]) -> Allocation:
     """Return the allocation in `env`; inside a step, the nodes and tasks of that step.
 
     Raises:
-        UsageError: there is none, its variables are malformed, or srun has started several
+        UsageError: there is no allocation, its variables are malformed, or srun has started several
             processes of hvdkit.
     """
     if not inside(env):

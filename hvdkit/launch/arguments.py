@@ -27,14 +27,14 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--num-proc",
         type=_count,
         metavar="N",
-        help="number of ranks (default, and `auto`: all slots of the hosts or the allocation; else "
-        "one for each GPU of this machine, or one)",
+        help="number of ranks (default, also of `auto`: one per slot of the hosts or allocation. "
+        "Without hosts: one per GPU of this machine, or one without GPUs)",
     )
     verb.add_argument(
         "--launcher",
         choices=["auto", "gloo", "mpi", "slurm"],
         default="auto",
-        help="(default: slurm inside an allocation, else gloo, unless Horovod has only MPI)",
+        help="(default: slurm in a Slurm allocation; else gloo, or mpi if Horovod has no Gloo)",
     )
     verb.add_argument(
         "--dry-run",
@@ -45,7 +45,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--no-preflight",
         action="store_true",
-        help="start on several hosts without checking them first (`hvdkit doctor --hosts`)",
+        help="skip the checks of several hosts before the start (those of `hvdkit doctor --hosts`)",
     )
     _add_node_arguments(verb)
     _add_launcher_arguments(verb)
@@ -54,7 +54,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--all-output",
         action="store_true",
-        help="show all ranks of a job of more than 16, not only rank 0",
+        help="show the output of all ranks (default: of rank 0 only, if there are more than 16)",
     )
     _add_restart_arguments(verb)
     _add_elastic_arguments(verb)
@@ -102,8 +102,8 @@ def _add_node_arguments(verb: argparse.ArgumentParser) -> None:
         "--node-rank",
         type=int,
         metavar="R",
-        help="the number of this node, from 0 (default: from Kubernetes' indexed Jobs, SkyPilot, "
-        "Slurm or NODE_RANK)",
+        help="the number of this node, from 0 (default: JOB_COMPLETION_INDEX of Kubernetes, "
+        "SKYPILOT_NODE_RANK, NODE_RANK or SLURM_NODEID)",
     )
     meeting = nodes_group.add_mutually_exclusive_group()
     meeting.add_argument("--rdzv", metavar="HOST:PORT", help="the address of node 0")
@@ -126,7 +126,7 @@ def _add_launcher_arguments(verb: argparse.ArgumentParser) -> None:
     mpi_group.add_argument(
         "--mpirun",
         metavar="FILE",
-        help="the mpirun of Horovod's MPI (default: this environment's, or on PATH)",
+        help="the mpirun of Horovod's MPI (default: that of this Python environment, or on PATH)",
     )
     mpi_group.add_argument(
         "--mpi-args",
@@ -150,8 +150,8 @@ def _add_environment_arguments(verb: argparse.ArgumentParser) -> None:
         default=[],
         dest="variables",
         metavar="NAME[=VALUE]",
-        help="forward this variable; names like *TOKEN* and *KEY* are forwarded only with -x; "
-        "'WANDB_*' forwards all with this prefix",
+        help="give the ranks this variable; 'WANDB_*' gives all with this prefix. Without -x, "
+        "ranks on other hosts get most variables, but no secrets (names like *TOKEN* and *KEY*)",
     )
     ranks.add_argument(
         "--env-file",
@@ -193,8 +193,8 @@ def _add_restart_arguments(verb: argparse.ArgumentParser) -> None:
         "--min-num-proc",
         type=int,
         metavar="M",
-        help="restart without hosts that are lost or have failed twice, with at least M ranks "
-        "(default: -np; with --elastic and without -np 1)",
+        help="restart without hosts that are lost or have failed twice, if at least M ranks remain "
+        "(default: -np; with --elastic but without -np: 1)",
     )
     restarts.add_argument(
         "--host-timeout",
@@ -248,15 +248,16 @@ def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:
         "--reset-limit",
         type=int,
         metavar="N",
-        help="the most restarts, also those after changes of the hosts (default: no limit)",
+        help="the most restarts, after failures and after changes of the hosts together "
+        "(default: no limit)",
     )
     elastic.add_argument(
         "--blacklist-cooldown-range",
         type=float,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="seconds for which a host is left out after ranks have failed there twice; they "
-        "double with each further failure (default: for the rest of the job)",
+        help="seconds for which a host is left out after ranks have failed there twice: MIN, "
+        "doubled by each further failure up to MAX (default: for the rest of the job)",
     )
 
 
@@ -302,8 +303,8 @@ def add_host_arguments(verb: argparse.ArgumentParser) -> None:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="seconds for hosts to answer, and for ranks to call hvd.init() after the first one "
-        f"(default: {Timeouts.start:g}; for --nodes to join: {START_SECONDS:g})",
+        help="seconds for hosts to answer, and for all ranks to call hvd.init() after the first "
+        f"rank (default: {Timeouts.start:g}; for --nodes to join: {START_SECONDS:g})",
     )
 
 

@@ -45,12 +45,12 @@ from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 
 _SHOWN_HOSTS = 8
-# Between SIGTERM and SIGKILL, for the other ranks of a job that is started again.
+# Seconds between SIGTERM and SIGKILL after a rank has failed, in a job with restarts.
 _END_SECONDS = 3.0
 
 
 def examine(options: argparse.Namespace) -> list[Diagnostic]:
-    """Run `hvdkit doctor --hosts`.
+    """Examine the hosts for `hvdkit doctor --hosts`, and return the diagnostics.
 
     Raises:
         HvdkitError: the hosts cannot be examined.
@@ -62,12 +62,13 @@ def examine(options: argparse.Namespace) -> list[Diagnostic]:
 
 
 def _settings(options: argparse.Namespace, **others: Any) -> Settings:
+    # `hvdkit doctor` has only some of the options of `hvdkit run`.
     silence = vars(options).get("host_timeout", HOST_SECONDS)
     timeouts = Timeouts(
         options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
     )
     if vars(options).get("restarts") or vars(options).get("elastic"):
-        # The ranks that are left cannot save anything without those that have failed.
+        # After a failure, the other ranks cannot save, so they need little time to end.
         timeouts = replace(timeouts, end=_END_SECONDS, lost=silence)
     return Settings(
         ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg, silence),
@@ -125,8 +126,8 @@ def run(options: argparse.Namespace) -> int:
             launcher = _launcher(next_plan, settings, options, slurm_allocation, kept)
             return run_job(next_plan, options, launcher.run)
 
-        # The hosts of an allocation stay the same.
-        named = options.hostfile or options.host_discovery_script
+        # The hosts of an allocation stay the same. Named hosts also include those without ranks.
+        named = options.hosts or options.hostfile or options.host_discovery_script
         in_slurm = slurm_allocation is not None
         job_hosts = (
             (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])
@@ -142,10 +143,13 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
         raise UsageError(
             "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
-            "name the hosts"
+            "name the hosts (-H, --hostfile or --host-discovery-script)"
         )
     if _only_mpi():
-        raise UsageError("--elastic needs Gloo, but the installed Horovod has only MPI")
+        raise UsageError(
+            "--elastic needs Gloo, but the installed Horovod has only MPI. Build a Horovod with "
+            "Gloo (`hvdkit build`)"
+        )
     command = _command(options)
     check_command(command)
     here = [hosts.Host("localhost", job_limits.first_size)]
@@ -186,6 +190,7 @@ def _launcher(
         raise UsageError(
             "--debug-rank needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
         )
+    # srun and mpirun start new agents for each start: `restarts` must not make agents stay.
     if slurm_allocation is not None:
         return Slurm(plan, replace(settings, restarts=False), slurm_allocation, options.mpi)
     if over_mpi:
@@ -321,7 +326,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _ranks_here() -> int:
-    """Return the number of GPUs that this process may use, at least 1."""
+    """Return the default number of ranks of this machine: one per GPU, at least 1. Print it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
     one = "1 rank, because there is no GPU here; -np N starts N"
@@ -330,7 +335,7 @@ def _ranks_here() -> int:
 
 
 def _with_python(command: list[str], python: str) -> list[str]:
-    """Return the command, with Python before a script that is not executable."""
+    """Return the command; put Python before a script that is not executable."""
     program = command[0] if command else ""
     if not program.endswith(".py"):
         return command
@@ -345,12 +350,16 @@ def _with_python(command: list[str], python: str) -> list[str]:
 
 
 def _directory() -> str:
-    """Return the working directory. Prefer $PWD, which keeps symbolic links: hosts may differ."""
+    """Return the working directory, as $PWD names it if possible.
+
+    $PWD keeps symbolic links, which may lead to different folders on different hosts.
+    """
     named = os.environ.get("PWD", "")
     return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
 
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
+    """Return the hosts that the user has named; None if the user has named none."""
     if vars(options).get("host_discovery_script") is not None:
         if not (found := discover(options.host_discovery_script)):
             raise UsageError(

@@ -20,8 +20,8 @@ class CommitFolders:
     """A folder in shared memory, and one on disk for what does not fit into the memory.
 
     Args:
-        name: the rest of the folders' names, so that an agent that was killed has a successor with
-            the same folders.
+        name: the rest of the folders' names. If an agent is killed, the next agent uses the same
+            name, and so the same folders.
 
     Raises:
         OSError: no folder can be made.

@@ -42,6 +42,7 @@ def parse_with(
     """
     found = _read(path, verb)
     given = verb.parse_args(words)
+    # An option of the command line replaces those of the file that it excludes.
     for group in verb._mutually_exclusive_groups:
         actions_of_group = group._group_actions
         if any(getattr(given, action.dest) != action.default for action in actions_of_group):
@@ -120,13 +121,13 @@ def _actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _keys(strings: Sequence[str]) -> Iterator[str]:
-    """Yield the long name of an option, or its short name if it has no other."""
+    """Yield the long name of an option, or its short name if it has no long name."""
     if strings:
         yield max(strings, key=len).lstrip("-")
 
 
 def _expected(action: argparse.Action | None) -> str:
-    """Return the type of an option's value as a text; None is the command."""
+    """Return the type of an option's value as a text. `action` is None for the command."""
     if action is None or isinstance(action, argparse._AppendAction):
         return "a list of strings"
     return "true or false" if action.nargs == 0 else "a string or a number"

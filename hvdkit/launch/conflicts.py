@@ -1,7 +1,7 @@
-"""Options of `hvdkit run` that need another option, or exclude one.
+"""Check that the options of `hvdkit run` can be given together.
 
-Conflicts that depend on the surroundings, such as a Slurm allocation, are found where these are
-known.
+`command` calls `check`. Conflicts with the environment, such as a Slurm allocation, are found
+later, in `command` and `supervised`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class _Rule(NamedTuple):
 
     Attributes:
         applies: returns whether the rule applies to a job, given its options.
-        refused: the options, as the error names them.
-        error: the error. `{}` is the first of them that was given.
+        refused: the options, as the error names them. `{launcher}` becomes the option's value.
+        error: the text of the error. `{}` becomes the first refused option that was given.
     """
 
     applies: Callable[[argparse.Namespace], bool]
@@ -92,7 +92,7 @@ def check(options: argparse.Namespace) -> None:
 
 def _is_given(options: argparse.Namespace, name: str) -> bool:
     if name == "--launcher":
-        # Gloo is the default of jobs that refuse other launchers.
+        # Jobs that refuse --launcher use Gloo, so `--launcher gloo` does not conflict.
         return options.launcher not in ("auto", "gloo")
     attribute = "hosts" if name == "-H" else name.removeprefix("--").replace("-", "_")
     return getattr(options, attribute) is not None

@@ -100,14 +100,14 @@ class Connection:
         self._close_input()
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat, unless the agent has not read the messages before it."""
+        """Send a heartbeat, but only after all earlier messages have been written."""
         if self._unsent.empty():
             self.send("heartbeat")
 
     def disconnect(self) -> None:
         """Close the agent's input after the last message. The agent then ends its ranks and itself.
 
-        It does not wait for the agent; `close` does.
+        This method does not wait for the agent; `close` does.
         """
         if not self._disconnected.is_set():
             self._disconnected.set()
@@ -123,7 +123,7 @@ class Connection:
         raise NotImplementedError
 
     def cut(self) -> None:
-        """Cut the connection to an agent that does not answer. A local agent is killed."""
+        """Cut the connection to an agent that does not answer. Kill a local agent, or its ssh."""
         raise NotImplementedError
 
     def explain(self) -> str:
@@ -164,7 +164,7 @@ class Connection:
             self.silent_since = time.monotonic()
             return
         answers = self.silent_since < float("inf")
-        # While the queue is full, the launcher does not wait for the agent.
+        # `_put` waits while the queue is full. The agent is not silent during this time.
         self.silent_since = float("inf")
         self._put(message)
         if answers:
@@ -241,6 +241,8 @@ class ProcessConnection(Connection):
         status, stderr = self._status_and_stderr()
         if self._local:
             last = self._stderr[-1] if self._stderr else "it wrote nothing"
+            if status is None:
+                return f"its agent has not ended; check whether the process is stopped ({last})"
             return f"its agent ended with status {status}: {last}"
         return self._ssh.explain(self.host, status, stderr, self._python)
 
@@ -276,7 +278,7 @@ class ProcessConnection(Connection):
                 pipe.close()
 
     def disconnect(self) -> None:
-        # Once: later the process may have been waited for, and its number belong to another one.
+        # Kill only once: after `wait`, another process may have the same process id.
         is_first = not self.disconnected
         super().disconnect()
         if is_first and not self.greeted:

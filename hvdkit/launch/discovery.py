@@ -58,7 +58,8 @@ def discover(
             if stopped():
                 raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
             raise UsageError(
-                f"--host-discovery-script {script} did not end within {_SCRIPT_SECONDS:g} s"
+                f"--host-discovery-script {script} did not end within {_SCRIPT_SECONDS:g} s. "
+                f"Run it by hand to see where it waits"
             ) from error
         finally:
             # The group, because a shell may have started other programs.

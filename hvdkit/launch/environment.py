@@ -1,6 +1,6 @@
 """The environment of the ranks: variables that are forwarded to other hosts or set by hvdkit.
 
-Agents receive the variables on their standard input. Other users could read them in command lines.
+Agents receive the variables on their standard input, because other users can read command lines.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
         if not equals and name.endswith("*"):
             found = {key: env[key] for key in env if key.startswith(name[:-1])}
             if not found:
-                raise UsageError(f"-x {name}: no variable here has this prefix: expected one")
+                raise UsageError(f"-x {name}: no variable here has this prefix; correct the prefix")
             chosen |= found
             continue
         if not re.fullmatch(_NAME, name):

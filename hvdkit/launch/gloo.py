@@ -23,7 +23,8 @@ from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 #: With this many ranks, an engine without hvdkit's patch of the rendezvous starts slowly.
 SLOW_SIZE = 32
-#: The first revision of the engine that sends the job's key to the rendezvous.
+#: The first revision of the engine (the Horovod of `hvdkit build`) that sends the job's key to the
+#: rendezvous.
 KEY_REVISION = 6
 
 
@@ -92,8 +93,8 @@ def run_with(
     """Start and watch the ranks of `plan`, with the running agents of its hosts."""
     facts = prepare.collect_facts(agents, plan, settings)
     interfaces, address = prepare.choose_network(plan, facts, settings, say)
-    others = not all_send_key(facts)
-    with RendezvousServer(address, size=plan.size, stores_without_key=others) as server:
+    without_key = not all_send_key(facts)
+    with RendezvousServer(address, size=plan.size, stores_without_key=without_key) as server:
         launcher_address = (address, server.port)
         preflight.before_start(agents, interfaces, plan, settings, launcher_address, say)
         places = place_variables(plan, address, server.port, server.key)
@@ -112,7 +113,7 @@ def place_variables(
         plan: the job.
         address: the address of its rendezvous.
         port: the port of its rendezvous.
-        key: the key for the rendezvous.
+        key: the key for the rendezvous; None for a rendezvous without a key.
     """
 
     def variables(place: Place, interface: Interface) -> dict[str, str]:
@@ -161,7 +162,7 @@ def registered_ranks(
             warned = True
             say(
                 f"the engine of rank {min(old)} asks for the addresses of {size} ranks one by one, "
-                f"which takes long: build a newer one there with `hvdkit build`"
+                f"which takes long: build a newer engine there with `hvdkit build`"
             )
         return server.registered() | old
 

@@ -24,9 +24,9 @@ class Guard:
     """End the processes of `group` when this process ends without calling `close`.
 
     Args:
-        group: the group. Processes that it starts later are found by its id.
+        group: the group. Processes that the group starts later are found by the group's id.
         grace: the seconds between SIGTERM and SIGKILL.
-        finish: called in the guard after the processes have ended.
+        finish: called in the guard's process after the processes of the group have ended.
     """
 
     def __init__(self, group: ProcessGroup, grace: float, finish: Callable[[], None]) -> None:

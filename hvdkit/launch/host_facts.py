@@ -20,7 +20,7 @@ from hvdkit.launch.network import own_interfaces, reached_address
 
 def facts(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the `hello` message for this `task` message."""
-    # "client-address client-port own-address own-port"
+    # sshd sets it to "client-address client-port own-address own-port".
     connection = os.environ.get("SSH_CONNECTION", "").split()
     interfaces = own_interfaces()
     return {
@@ -40,7 +40,7 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_revision() -> int:
-    """Return the revision of hvdkit's engine in this Python; 0 without an engine of hvdkit."""
+    """Return the revision of the engine, the Horovod of `hvdkit build`; 0 for another Horovod."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         revision = metadata.version("horovod").partition("+hvdkit.")[2].partition(".")[0]
         return int(revision) if revision.isdigit() else 0

@@ -105,7 +105,9 @@ def _checked(hosts: Iterable[Host], where: str, expected: str) -> list[Host]:
     names = [host.name for host in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"{where}: {', '.join(twice)} is named twice; add up its slots in one")
+        raise UsageError(
+            f"{where}: {', '.join(twice)} is named twice; name it once, with all its slots"
+        )
     if not found:
         raise UsageError(f"{where}: no hosts in it; expected {expected}")
     return found
@@ -150,7 +152,7 @@ def are_local(
     timeout: float = _NAME_SECONDS,
     look_up: Callable[[Host], bool] = is_local,
 ) -> dict[Host, bool]:
-    """Return which of `hosts` are this machine. Names are looked up in parallel.
+    """Return host -> whether it is this machine. Names are looked up in parallel.
 
     A host whose name does not resolve within `timeout` seconds counts as another machine: it may be
     an alias of ssh's configuration.

@@ -64,7 +64,7 @@ def _free(path: str) -> int | None:
 
 
 def gpus() -> list[str]:
-    """Return each GPU's name and driver version."""
+    """Return each GPU's name and driver version. One text with `nvidia-smi` reports its failure."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -152,7 +152,7 @@ def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:
 
 
 def send(address: str, port: int, seconds: float) -> float:
-    """Return the bandwidth of one connection to a `listen`, in bytes per second."""
+    """Send data to a port of `listen` on another host. Return the bytes per second."""
     with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
         connection.settimeout(seconds + 30)
         started, sent = time.monotonic(), 0
@@ -164,7 +164,7 @@ def send(address: str, port: int, seconds: float) -> float:
         return sent / (time.monotonic() - started)
 
 
-#: The questions, by name.
+#: The functions that answer the launcher's questions, by the name of the question.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     question.__name__: question
     for question in (examine, clock, listen, stop_listening, connect, send, free_port)

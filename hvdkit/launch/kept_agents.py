@@ -8,7 +8,7 @@ from typing import Self
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
-from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.agent_pool import AgentPool, unfitness
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Settings
@@ -58,32 +58,32 @@ class KeptAgents:
         self._start(probe, settings)
         facts, problems = self._agents.collect_facts(prepare.task(probe, settings), timeout)
         for connection, found in facts.items():
-            if found["problems"]:
-                problems[connection] = "; ".join(found["problems"])
+            if unfit := unfitness(found):
+                problems[connection] = "; ".join(unfit)
         self._drop(problems)
         return {connection.host: problem for connection, problem in problems.items()}
 
     def connected(self) -> list[Host]:
         """Return the hosts whose agents are connected."""
-        every = [*self._agents.connections, *self._agents.idle]
+        every = [*self._agents.connections, *self._agents.unused]
         return [c.host for c in every if c.idle and not c.ended]
 
     def settings_for(self, plan: Plan, settings: Settings) -> Settings:
-        """Return the settings for a start, in which no host is checked again."""
+        """Return the settings for a start: without a preflight if all hosts were checked before."""
         checked = {host.name for host in plan.hosts} <= self._checked
         return replace(settings, preflight=settings.preflight and not checked)
 
     def mark_checked(self, plan: Plan) -> None:
-        """Remember that the ranks were started on the plan's hosts."""
+        """Remember that the plan's hosts have passed the preflight check."""
         self._checked |= {host.name for host in plan.hosts}
 
     def _start(self, plan: Plan, settings: Settings) -> None:
-        every = [*self._agents.connections, *self._agents.idle]
+        every = [*self._agents.connections, *self._agents.unused]
         self._drop(connection for connection in every if connection.ended or not connection.idle)
-        kept = {c.host.name: c for c in [*self._agents.connections, *self._agents.idle]}
+        kept = {c.host.name: c for c in [*self._agents.connections, *self._agents.unused]}
         local = prepare.local_hosts(plan)
         self._agents.connections = []
-        self._agents.idle = list(kept.values())
+        self._agents.unused = list(kept.values())
         missing = {host: local[host] for host in plan.hosts if host.name not in kept}
         if missing and not self._can_start:
             names = ", ".join(host.name for host in missing)
@@ -97,11 +97,11 @@ class KeptAgents:
             connection.host = host
             chosen.append(connection)
         self._agents.connections = chosen
-        self._agents.idle = [c for c in kept.values() if c not in chosen]
+        self._agents.unused = [c for c in kept.values() if c not in chosen]
 
     def _drop(self, connections: Iterable[Connection]) -> None:
         for connection in list(connections):
-            for known in (self._agents.connections, self._agents.idle):
+            for known in (self._agents.connections, self._agents.unused):
                 if connection in known:
                     known.remove(connection)
             connection.close(_CLOSE_SECONDS)

@@ -28,10 +28,10 @@ from hvdkit.processes import ProcessGroup
 _LINE_SECONDS = 5.0
 _TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
-# The most connections that do not belong to this job and may be open at the same time.
+# How many strangers, connections that are not of this job, may be open beside those of agents.
 _STRANGERS = 64
-#: Connections that the system may keep until they are accepted. With few, the system drops others,
-#: which try again after seconds. All agents connect at once, and strangers may be among them.
+#: Connections that the system may keep until they are accepted. If this is too small, the system
+#: drops connections, and an agent tries again only after seconds. All agents connect at once.
 BACKLOG = 4096
 # Threads of connections that were closed a moment ago count too.
 _THREADS_PER_CONNECTION = 4
@@ -54,8 +54,8 @@ class Listener(Generic[Peer]):
     Attributes:
         silence: as given.
 
-    If strangers open too many connections, the oldest that is not authenticated is closed. An agent
-    authenticates at once, so it is rarely among these.
+    If strangers open too many connections, the oldest connection that is not authenticated is
+    closed. Agents authenticate at once, so their connections are rarely closed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Listener(Generic[Peer]):
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
-        # not delay agents. These are the connections, oldest first.
+        # not delay agents. This dict has the connections that are being checked, oldest first.
         self._checked: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._most = size + _STRANGERS
@@ -79,7 +79,7 @@ class Listener(Generic[Peer]):
         self._thread.start()
 
     def accept(self) -> tuple[Peer, socket.socket] | None:
-        """Return the next agent and its socket; None if there is none for a moment."""
+        """Return the next agent and its socket; None if no agent connects within a moment."""
         try:
             return self._accepted.get(timeout=_ACCEPT_SECONDS)
         except queue.Empty:

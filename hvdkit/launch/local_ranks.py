@@ -66,7 +66,8 @@ class LocalRanks:
     """The ranks of this host in the current start, and the spares for the next one.
 
     Args:
-        keep_rank_variables: ranks inherit the rank variables of this process.
+        keep_rank_variables: whether ranks inherit the rank variables of this process, such as those
+            that MPI needs.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
         grace: the seconds between SIGTERM and SIGKILL if the launcher is lost. Otherwise the
@@ -95,7 +96,7 @@ class LocalRanks:
         Args:
             ranks: the field `ranks` of the `start` message.
             task: the `task` message.
-            report_alive: called again and again meanwhile, because many ranks take long.
+            report_alive: called repeatedly, because the start of many ranks takes long.
 
         Raises:
             HvdkitError: a rank cannot be started.
@@ -118,7 +119,7 @@ class LocalRanks:
     def _start(self, slot: Slot, terminal: bool, task: Message) -> subprocess.Popen[bytes]:
         pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
         stdin, stdout, stderr = self._terminal if terminal else pipes
-        # Hydra's ranks communicate with Hydra over a descriptor that they inherit.
+        # Hydra, the mpirun of MPICH, communicates with ranks over a descriptor that they inherit.
         hydra = self._keep_rank_variables and "PMI_FD" in os.environ
         return self._group.start(
             task["command"],
@@ -139,7 +140,7 @@ class LocalRanks:
     def signal(self, number: int) -> None:
         """Send a signal to the main process of each rank.
 
-        The processes that a rank has started get no signal, because they must not end before it.
+        Other processes that a rank has started get no signal: they must not end before the rank.
         """
         for rank in self.all:
             if rank.process.poll() is None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def mpirun_command(
             environment, so that no command line shows them.
         ssh: how mpirun reaches other hosts.
         directory: the ranks' working directory.
-        extra: the user's own arguments, after those of hvdkit.
+        extra: the user's own arguments (--mpi-args), which follow those of hvdkit.
     """
     ours = (
         _open_mpi(mpirun, plan, interfaces, variables, ssh)
@@ -134,6 +135,7 @@ def _open_mpi(
 
 
 def _hydra(plan: Plan, interfaces: Mapping[Host, Interface], variables: Sequence[str]) -> list[str]:
+    """Return arguments for Hydra, the mpirun of MPICH and Intel MPI."""
     arguments = ["-hosts", _slots(plan), "-bind-to", "none"]
     networks = {i.network for i in interfaces.values() if i is not network.LOOPBACK}
     own = [i.name for i in network.own_interfaces() if i.network in networks]
@@ -170,35 +172,39 @@ class Mpi:
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
-        with AgentPool(self.settings.ssh.silence) as agents:
-            prepare.start_agents(agents, self.plan, self.settings)
-            facts = prepare.collect_facts(agents, self.plan, self.settings)
-            interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
-            listener = AgentListener(address, self.plan.size, self.settings.ssh.silence)
-            preflight.before_start(
-                agents, interfaces, self.plan, self.settings, listener.address, say
+        with ExitStack() as on_exit:
+            with AgentPool(self.settings.ssh.silence) as agents:
+                prepare.start_agents(agents, self.plan, self.settings)
+                facts = prepare.collect_facts(agents, self.plan, self.settings)
+                interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
+                listener = AgentListener(address, self.plan.size, self.settings.ssh.silence)
+                on_exit.callback(listener.close)
+                preflight.before_start(
+                    agents, interfaces, self.plan, self.settings, listener.address, say
+                )
+            command = mpirun_command(
+                self.mpirun,
+                self.plan,
+                local_agent_command(),
+                interfaces=interfaces,
+                variables=list(listener.variables()),
+                ssh=self.settings.ssh,
+                directory="/",
+                extra=self.extra,
             )
-        command = mpirun_command(
-            self.mpirun,
-            self.plan,
-            local_agent_command(),
-            interfaces=interfaces,
-            variables=list(listener.variables()),
-            ssh=self.settings.ssh,
-            directory="/",
-            extra=self.extra,
-        )
-        env = without_rank_variables(os.environ) | _hydra_environment(self.settings.ssh)
-        env |= listener.variables()
-        timeout = self.settings.timeouts.start
-        with agents_started_by("mpirun", command, env, listener, self.plan, timeout, say) as agents:
-            agents.require_facts(prepare.task(self.plan, self.settings), timeout)
-            prepare.start_ranks(
-                agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
-            )
-            every_rank = set(range(self.plan.size))
-            timeouts = self.settings.timeouts
-            return Job(self.plan, agents, output, timeouts, lambda: every_rank, say).run()
+            env = without_rank_variables(os.environ) | _hydra_environment(self.settings.ssh)
+            env |= listener.variables()
+            timeout = self.settings.timeouts.start
+            with agents_started_by(
+                "mpirun", command, env, listener, self.plan, timeout, say
+            ) as agents:
+                agents.require_facts(prepare.task(self.plan, self.settings), timeout)
+                prepare.start_ranks(
+                    agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
+                )
+                every_rank = set(range(self.plan.size))
+                timeouts = self.settings.timeouts
+                return Job(self.plan, agents, output, timeouts, lambda: every_rank, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
         """Return the plan as text, and the command that would start the ranks."""

@@ -70,7 +70,7 @@ def reached_address(address: str, own: Sequence[Interface]) -> str | None:
 
     Args:
         address: an address of this machine, IPv4 or IPv6.
-        own: its interfaces.
+        own: this machine's interfaces.
 
     Returns:
         None if that interface has no IPv4 address.
@@ -113,7 +113,8 @@ class HostNetwork:
 
     Attributes:
         interfaces: its interfaces.
-        reached_at: the host's address that ssh connected to; None for the launcher's own machine.
+        reached_at: the host's IPv4 address at which the launcher reaches it, for example over ssh;
+            None for the launcher's own machine, or if unknown.
     """
 
     interfaces: Sequence[Interface]
@@ -209,8 +210,8 @@ def _shared_networks(hosts: Mapping[str, HostNetwork]) -> list[IPv4Network]:
     shared = []
     for network in dict.fromkeys(interface.network for interface in first.interfaces):
         addresses = [i.address for host in hosts.values() for i in _on(host, network)[:1]]
-        # Docker's bridge has the same subnet on every host, but is not shared. It also has the same
-        # address on every host.
+        # Docker's bridge has the same subnet on every host, but does not connect them. It also has
+        # the same address on every host, so a repeated address excludes a subnet.
         if len(set(addresses)) == len(hosts):
             shared.append(network)
     return shared

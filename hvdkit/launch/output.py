@@ -18,14 +18,14 @@ from hvdkit.errors import UsageError
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
 TAIL_LINES = 100
-#: With more ranks than these, only rank 0 is shown.
+#: With more ranks than this, only rank 0 is shown.
 SHOWN_RANKS = 16
 #: Bytes. A longer line is shown as several lines.
 LONGEST_LINE = 1 << 20
 
 # Bytes. Of an unfinished line that is longer, only the part after the last carriage return is kept.
 _LONGEST_BAR = 65536
-# Bytes of a line in the report of a failure.
+# Bytes. Longer lines are cut in the report of a failure.
 _LONGEST_TAIL_LINE = 4096
 _CLEAR = b"\r\x1b[2K"
 _DRAW_SECONDS = 0.2

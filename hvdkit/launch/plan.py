@@ -87,7 +87,8 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
     """Assign ranks to the hosts in order, each host up to its slots, as horovodrun does.
 
     Raises:
-        UsageError: there are fewer slots than ranks, or the command is empty.
+        UsageError: there are fewer slots than ranks, `size` is out of range, or the command is
+            empty.
     """
     check_command(command)
     if size < 1:

@@ -24,7 +24,7 @@ from hvdkit.rendezvous import RendezvousServer
 _SHM_BYTES = 1_000_000_000
 _MEMORY_BYTES = 2_000_000_000
 _DISK_BYTES = 1_000_000_000
-# With a larger difference between clocks, the times of logs and files of two hosts mislead.
+# If clocks differ by more, times of logs and files cannot be compared between hosts.
 _SKEW_SECONDS = 2.0
 
 _BANDWIDTH_SECONDS = 2.0
@@ -81,7 +81,9 @@ def before_start(
 
 
 def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Diagnostic]:
-    """Examine the hosts of `plan`, except those that cannot be reached.
+    """Return the diagnostics of the hosts of `plan`.
+
+    A host that cannot be reached is an error among them. The other hosts are examined.
 
     Args:
         plan: the hosts and the directory; its command is not run.
@@ -103,7 +105,7 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
             Diagnostic(c.host.name, ERROR, "cannot take part", problems[c]) for c in problems
         ]
         if facts:
-            text = f"{len(facts)} of {len(agents.connections)} hosts answer unattended"
+            text = f"{len(facts)} of {len(agents.connections)} hosts answer without a password"
             diagnostics.insert(0, Diagnostic("ssh", OK, text))
             agents.connections = list(facts)
             by_host = {connection.host: found for connection, found in facts.items()}
@@ -328,7 +330,8 @@ def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
             _HOSTNAMES,
             WARNING,
             f"several hosts have the same host name: {'; '.join(shared)}",
-            "give each its own (hostnamectl set-hostname): MPI takes them for one host, and fails",
+            "give each host its own name (hostnamectl set-hostname). MPI treats hosts with the "
+            "same name as one host, and fails",
         )
     nameless = [host for host, facts in found.items() if "error" in facts["own_name"]]
     if nameless:

@@ -66,7 +66,7 @@ def task(plan: Plan, settings: Settings) -> Message:
 
 
 def script(command: Sequence[str], directory: str) -> list[str]:
-    """Return the script among an interpreter's arguments, which every host must have."""
+    """Return the script that an interpreter runs, which every host must have; empty if none."""
     if not Path(command[0]).name.startswith(_INTERPRETERS):
         return []
     for argument in command[1:]:
@@ -89,7 +89,8 @@ def choose_network(
         plan: the job.
         facts: host -> its facts (`host_facts.facts`).
         settings: the user's choices.
-        say: prints a warning if the hosts share a network that is faster than that of ssh.
+        say: prints a warning if the hosts share a network that is faster than that of ssh; None for
+            no warning.
     """
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
@@ -104,8 +105,8 @@ def choose_network(
 
 def _network_of(facts: Message, local: bool) -> HostNetwork:
     interfaces = [Interface(**fields) for fields in facts["interfaces"]]
-    # On this machine, `reached_at` is the address of the user's own login. It does not show which
-    # network leads to the other hosts.
+    # On this machine, `reached_at` is the address to which the user has logged in. It does not
+    # show which network leads to the other hosts.
     return HostNetwork(interfaces, None if local else facts["reached_at"])
 
 
@@ -140,7 +141,7 @@ def rank_messages(
         interfaces: host -> the interface of its ranks.
         place_variables: returns the variables with a rank's place, such as its local rank.
         master: the address of rank 0's host and a free port there, for
-            `environment.torch_variables`; None to leave these out.
+            `environment.torch_variables`; None for ranks without these variables.
     """
     variables = environment.explicit(os.environ, settings.variables)
     forwarded = environment.forwarded(os.environ)
@@ -224,7 +225,7 @@ def master(
 
 
 def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None]) -> None:
-    """Name the variables that ranks on other hosts do not get, if there are such ranks."""
+    """Tell the user which variables are not sent to other hosts, if the job has other hosts."""
     given = environment.explicit(os.environ, settings.variables)
     names = [name for name in environment.withheld(os.environ) if name not in given]
     if names and not (settings.use_agent_environment or all(local_hosts(plan).values())):
@@ -236,7 +237,7 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
 
 
 def _nccl(interface: Interface) -> dict[str, str]:
-    # "=" selects this name only; without it, NCCL also takes names that begin with this one.
+    # With "=", NCCL compares the whole name. Without "=", eth1 would also select eth10.
     return {"NCCL_SOCKET_IFNAME": f"={interface.name}"}
 
 

@@ -31,14 +31,15 @@ class Supervisor:
         start: starts the ranks of a plan, and returns the outcome of the job.
         make_plan: returns the plan of a job of the given size on the given hosts.
         hosts: returns the hosts of the next start.
-        answering: returns those of the given hosts that can be reached, and prints the others.
+        answering: returns those of the given hosts that can be reached, and prints why the other
+            hosts cannot.
         size: the number of ranks.
         min_size: the smallest number of ranks of a restart.
         restarts: the most restarts in a row without a new checkpoint.
         say: prints a message for the user.
         hosts_return: whether a host that was lost may take part again later.
-        requeue: whether a job that has lost a host ends with `RESUMABLE`, because only the batch
-            system can give it another one.
+        requeue: whether a job that has lost a host ends with status `RESUMABLE`, because only the
+            batch system can give the job another host.
         pause: waits for some seconds.
     """
 
@@ -68,7 +69,8 @@ class Supervisor:
                 used, first = 0, outcome
             if outcome.lost and self.requeue:
                 self.say(
-                    f"the allocation has lost a node: end with status {RESUMABLE}, for a new one"
+                    f"the allocation has lost a node. The job ends with status {RESUMABLE}: it can "
+                    f"resume in a new allocation"
                 )
                 return replace(outcome, status=RESUMABLE)
             if used == self.restarts:
@@ -83,12 +85,12 @@ class Supervisor:
             used += 1
             self.say(f"restart {used} of {self.restarts}")
             try:
-                # The next failure is one of this plan, which may have other hosts.
+                # If the start fails, the failure belongs to the new plan, with perhaps other hosts.
                 plan = self._next_plan(plan, outcome)
                 outcome = self.start(plan)
             except HvdkitError as error:
                 self.say(str(error))
-                # A host may be about to come back.
+                # A lost host may answer again at the next restart.
                 outcome = Outcome(1, str(error), restartable=self.hosts_return)
         return outcome
 
@@ -110,7 +112,7 @@ class Supervisor:
         return self.make_plan(hosts, size)
 
     def _without_lost(self, hosts: Sequence[Host], lost: Sequence[Host]) -> Sequence[Host]:
-        """Return the hosts without those that have just been lost, unless too few are left.
+        """Return the hosts without lost hosts. Return all if the rest has too few slots.
 
         Connecting to a lost host would take many seconds. A later restart connects to it again.
         """
@@ -122,7 +124,7 @@ class Supervisor:
         return left
 
     def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:
-        """Return the hosts without those that failed twice, unless too few are left."""
+        """Return the hosts without failing hosts. Return all if the rest has too few slots."""
         good = [host for host in hosts if self._failures[host.name] < _MOST_FAILURES]
         if len(good) == len(hosts) or total_slots(good) < self.min_size:
             return hosts

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from hvdkit.errors import HvdkitError
@@ -44,7 +44,7 @@ _SRUN_OPTIONS = {
     "SLURM_NTASKS_PER_SOCKET",
     "SLURM_NTASKS_PER_GPU",
 }
-# Variables of a login. srun forwards only variables that are named.
+# Variables of a login. With --export=NAMES, srun forwards only these names.
 _LOGIN = ("HOME", "LOGNAME", "SHELL", "USER")
 
 _QUESTION_SECONDS = 20
@@ -103,7 +103,7 @@ def _srun_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Started:
-    """The agents of all ranks, the facts of their hosts, and the network."""
+    """The agents of all ranks, srun's command line, the facts of the hosts, and the network."""
 
     agents: AgentPool
     command: Sequence[str]
@@ -125,33 +125,34 @@ def _started(
     plan: Plan, allocation: Allocation, settings: Settings, kind: str, say: Callable[[str], None]
 ) -> Iterator[_Started]:
     """Start the agents, collect facts, and choose the network. End the agents on exit."""
-    listener = AgentListener(_own_address(plan), plan.size, settings.ssh.silence)
-    here = os.environ | listener.variables()
-    login = [name for name in _LOGIN if name in here]
-    names = sorted({*login, *environment.forwarded(here), *listener.variables()})
-    command = srun_command(plan, allocation, local_agent_command(), names, kind)
-    env, timeout = _srun_environment(here), settings.timeouts.start
-    with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
-        every_agent = agents.connections
-        # Ask one agent of each host.
-        first = {connection.host: connection for connection in reversed(every_agent)}
-        agents.connections = [first[host] for host in plan.hosts]
-        try:
-            answers = agents.require_facts(prepare.task(plan, settings), timeout)
-            facts = {
-                host: _facts(answers[agent], host, plan, allocation)
-                for host, agent in first.items()
-            }
-            interfaces, address = prepare.choose_network(plan, facts, settings, say)
-            preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
-        finally:
-            agents.connections = every_agent
-        agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
-        yield _Started(agents, command, facts, interfaces, address)
+    with closing(AgentListener(_own_address(plan), plan.size, settings.ssh.silence)) as listener:
+        here = os.environ | listener.variables()
+        login = [name for name in _LOGIN if name in here]
+        names = sorted({*login, *environment.forwarded(here), *listener.variables()})
+        command = srun_command(plan, allocation, local_agent_command(), names, kind)
+        env, timeout = _srun_environment(here), settings.timeouts.start
+        with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
+            every_agent = agents.connections
+            # Ask one agent of each host.
+            first = {connection.host: connection for connection in reversed(every_agent)}
+            agents.connections = [first[host] for host in plan.hosts]
+            try:
+                answers = agents.require_facts(prepare.task(plan, settings), timeout)
+                facts = {
+                    host: _facts(answers[agent], host, plan, allocation)
+                    for host, agent in first.items()
+                }
+                interfaces, address = prepare.choose_network(plan, facts, settings, say)
+                preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
+            finally:
+                agents.connections = every_agent
+            # Slurm also sends signals to the tasks, here the agents.
+            agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
+            yield _Started(agents, command, facts, interfaces, address)
 
 
 def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:
-    """Return the facts of one task's agent, with the number of cores of the whole host."""
+    """Return the facts of one task's agent, with the cores of all ranks of its host."""
     ranks = len(plan.on(host))
     # If Slurm binds tasks, an agent sees its own CPUs. Otherwise it sees all CPUs of the machine.
     each = min(
@@ -236,9 +237,9 @@ class Slurm:
                 return Job(
                     self.plan, started.agents, output, timeouts, lambda: every_rank, say
                 ).run()
-            others = not gloo.all_send_key(started.facts)
+            without_key = not gloo.all_send_key(started.facts)
             with RendezvousServer(
-                started.address, size=self.plan.size, stores_without_key=others
+                started.address, size=self.plan.size, stores_without_key=without_key
             ) as server:
                 places = gloo.place_variables(self.plan, started.address, server.port, server.key)
                 started.start_ranks(self.plan, settings, places)

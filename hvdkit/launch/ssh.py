@@ -21,7 +21,7 @@ HOST_SECONDS = 30.0
 FAILED = 255
 
 _CONNECT_SECONDS = 10
-# The number of keepalive messages in the time after which a silent host is lost.
+# The number of keepalive messages that a silent host may leave without an answer.
 _KEEPALIVES = 3
 
 # ssh's options, as for `getopt`.
@@ -87,7 +87,7 @@ class Ssh:
     def failed_transiently(self, status: int | None, stderr: str) -> bool:
         """Return whether an ssh server refused the connection because it had too many connections.
 
-        sshd drops new connections while more than 10 others have not logged in (MaxStartups).
+        sshd drops new connections while more than 10 connections wait for a login (MaxStartups).
 
         Args:
             status: ssh's exit status; None while ssh runs.
@@ -98,7 +98,7 @@ class Ssh:
     def lost_connection(self, status: int | None, stderr: str) -> bool:
         """Return whether ssh has lost a host to which it was connected.
 
-        An agent that is killed gives ssh the same status, but no message.
+        If only the agent is killed, ssh may end with the same status, but writes no message.
 
         Args:
             status: ssh's exit status; None while ssh runs.
@@ -190,7 +190,7 @@ class Ssh:
     def _server(self, host: Host, stderr: str) -> tuple[str, int]:
         """Return the name and port of the ssh server of `host`.
 
-        ssh's configuration may have others, which are in ssh's messages.
+        ssh's configuration may set another name and port. ssh's messages show them.
         """
         for message in (
             r"connect to (?:host|address) (\S+) port (\d+)",

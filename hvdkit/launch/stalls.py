@@ -25,10 +25,10 @@ from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge
 _ANSWER_SECONDS = 5.0
 #: Seconds between two rounds of records, which confirm a deadlock.
 _CONFIRM_SECONDS = 3.0
-#: Seconds after a verdict in which records of the same stall are not a new one.
+#: Seconds after a verdict in which a further record of a stall does not lead to a new verdict.
 _PAUSE_SECONDS = 10.0
-#: Seconds after the limit of a stall in which the engine ends the job by itself. It cannot if the
-#: engine of a rank does not run, for example because the process is stopped.
+#: Seconds that the engines have to end the job after the time limit of a stall. They do not end it
+#: if the engine of one rank does not run, for example because its process is stopped.
 _ENGINE_SECONDS = 15.0
 _MARGIN_SECONDS = 1.0
 #: The file with the last verdict.
@@ -61,7 +61,7 @@ class Stalls:
         self._expires_at = float("inf")
 
     def add(self, text: str, now: float) -> None:
-        """Add the record of a rank. If it reports a stall, ask all ranks."""
+        """Add the record of a rank. If it reports a new stall, ask all ranks for records."""
         try:
             record = records.parse(text)
         except HvdkitError:
@@ -85,13 +85,13 @@ class Stalls:
                 self._states.pop(rank, None)
 
     def mismatch(self) -> str:
-        """Return which ranks differ in the collective that failed; "" if that is not the cause."""
+        """Return which ranks differ in the collective that failed; "" if there are none."""
         return mismatch(self._records) or ""
 
     def verdict_on_failure(self) -> str:
-        """Return the last verdict if the collective that failed is the one that ranks waited for.
+        """Return the last verdict if the ranks failed in the collective of this verdict.
 
-        "" otherwise: ranks that have continued meanwhile failed for another reason.
+        Return "" if they have continued since the verdict, and then failed for another reason.
         """
         verdict = self._verdict
         if verdict is None or verdict.call is None:
@@ -107,7 +107,7 @@ class Stalls:
         return verdict.text if failed else ""
 
     def check(self, now: float, ended: Collection[int]) -> Verdict | None:
-        """Return a verdict when the ranks have answered, or when their time is over."""
+        """Return a verdict when the ranks have answered, or when their time is over; else None."""
         if now > self._confirm_at or now > self._expires_at:
             self._confirm_at = self._expires_at = float("inf")
             self._asked_at = now
@@ -127,8 +127,9 @@ class Stalls:
         states = self._states | dict.fromkeys(ended, ENDED)
         verdict = judge(current, states, self._size)
         if verdict.deadlock:
-            # The ranks do not write their records at the same time, and one may have continued
-            # meanwhile. States that are the same in two rounds are those of all ranks at a time.
+            # The ranks do not write their records at the same time. One rank may continue while
+            # another rank writes. If two rounds give the same states, all ranks had them at the
+            # same time.
             seen = {rank: (record.calls, record.open) for rank, record in current.items()}
             if self._unconfirmed is None:
                 self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS

@@ -112,7 +112,7 @@ class Start:
 
 
 def _launcher(process: psutil.Process) -> str:
-    """Return a text that no other process has."""
+    """Return a text that identifies a process on any host."""
     return f"{socket.gethostname()} {process.pid} {process.create_time():.2f}"
 
 

@@ -31,7 +31,8 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     check_host_timeout(options)
     if options.min_np is not None:
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
-            raise UsageError(f"--min-np is {options.min_np}: expected 1 to -np")
+            most = "-np" if options.num_proc is None else f"{options.num_proc} (-np)"
+            raise UsageError(f"--min-np is {options.min_np}: expected 1 to {most}")
         if in_slurm:
             raise UsageError(
                 "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "
@@ -40,7 +41,7 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
 
 
 def check_host_timeout(options: argparse.Namespace) -> None:
-    """Raise UsageError if a busy host could not answer in time."""
+    """Raise UsageError if --host-timeout is too short for the answer of a busy host."""
     if options.host_timeout < _LEAST_TIMEOUT:
         raise UsageError(
             f"--host-timeout is {options.host_timeout:g}: expected at least {_LEAST_TIMEOUT:g} "

@@ -405,7 +405,7 @@ def test_doctor_examines_the_hosts(launches):
     done = doctor(launches, "--hosts", "host0,host1", "--bandwidth", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {f["name"]: f["found"] for f in json.loads(done.stdout)["findings"]}
-    assert found["ssh"] == "2 of 2 hosts answer unattended"
+    assert found["ssh"] == "2 of 2 hosts answer without a password"
     assert found["Python"].endswith("(both hosts)")
     assert "eth0 (host0); ens3 (host1)" in found["network"]
     assert found["TCP"] == "every host reaches every other and the launcher (4 connections)"
@@ -417,7 +417,7 @@ def test_doctor_examines_the_hosts(launches):
 def test_doctor_reports_a_host_that_fails_and_examines_the_others(launches, refusing):
     done = doctor(launches, "--hosts", "host0,host1")
     assert done.returncode == 1
-    assert "1 of 2 hosts answer unattended" in done.stdout
+    assert "1 of 2 hosts answer without a password" in done.stdout
     assert "-> it does not accept a login without a password" in done.stdout
     assert "(host0)" in done.stdout
 

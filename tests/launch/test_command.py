@@ -197,6 +197,15 @@ def test_a_helper_process_is_not_a_rank_that_did_not_stop():
     assert "did not stop" not in done.stderr
 
 
+def test_a_restart_uses_a_host_of_the_user_that_had_no_ranks():
+    hosts = ("-np", "2", "-H", "localhost:2,127.0.0.1:2")
+    code = "print(os.environ['HOROVOD_HOSTNAME'], flush=True); sys.exit(1)"
+    done = run(*hosts, "--restarts", "2", "--min-np", "1", *python(code))
+    assert done.returncode == 1
+    assert "left out, because ranks failed there 2 times: localhost" in done.stderr
+    assert "127.0.0.1" in done.stdout
+
+
 def test_a_script_alone_is_run_with_python(tmp_path):
     (tmp_path / "executable.py").write_text("print('run')")
     (tmp_path / "executable.py").chmod(0o755)

@@ -124,7 +124,7 @@ def test_an_agent_that_does_not_read_does_not_delay_the_heartbeats_of_others():
         os.set_blocking(stopped.fd, True)
         pool = AgentPool(silence=0.5)
         pool.connections = [other]
-        pool.idle = [stopped]
+        pool.unused = [stopped]
         heartbeats = messages.encode("heartbeat") * 5
         with pool:
             found = b""
@@ -132,7 +132,7 @@ def test_an_agent_that_does_not_read_does_not_delay_the_heartbeats_of_others():
                 if not select.select([other.agent_reads], [], [], 30)[0]:
                     break
                 found += os.read(other.agent_reads, 1000)
-            pool.connections, pool.idle = [], []
+            pool.connections, pool.unused = [], []
             os.read(stopped.agent_reads, 65536)  # with the defect, the pool waits for this
         assert found.startswith(heartbeats)
 
@@ -140,7 +140,7 @@ def test_an_agent_that_does_not_read_does_not_delay_the_heartbeats_of_others():
 def test_events_of_idle_agents_do_not_end_a_wait():
     with a_connection() as used, a_connection() as idle:
         pool = AgentPool(silence=30)
-        pool.connections, pool.idle = [used], [idle]
+        pool.connections, pool.unused = [used], [idle]
         pool.events.put(Event(idle, {"kind": "lost"}))
         answer = Event(used, {"kind": "answer", "answer": 5})
         timer = threading.Timer(0.5, pool.events.put, [answer])

@@ -32,9 +32,16 @@ def test_an_agent_that_was_stopped_between_two_starts_is_replaced():
             prepare.collect_facts(kept.of(PLAN, settings(60)), PLAN, settings(60))
             (agent,) = agents()
         agent.send_signal(signal.SIGSTOP)
-        with pytest.raises(HvdkitError, match=r"did not answer within 1 s"):
+        with pytest.raises(HvdkitError, match=r"within 1 s: its agent has not ended"):
             prepare.collect_facts(kept.of(PLAN, settings(1)), PLAN, settings(1))
         assert kept.connected() == []
         prepare.collect_facts(kept.of(PLAN, settings(60)), PLAN, settings(60))
         (successor,) = agents()
         assert successor != agent
+
+
+def test_a_host_with_another_version_cannot_take_part(monkeypatch):
+    monkeypatch.setattr("hvdkit.__version__", "9.9")
+    with KeptAgents() as kept:
+        (problem,) = kept.problems(PLAN, settings(60), 60).values()
+    assert "but the launcher has 9.9" in problem

@@ -6,7 +6,10 @@ import pytest
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import allocation, prepare, slurm
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.ssh import Ssh
 from tests.launch.test_allocation import ENV
 
 
@@ -44,6 +47,17 @@ def test_a_missing_srun(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(HvdkitError, match="no srun on PATH"):
         command(allocation.read(ENV), 1)
+
+
+def test_nothing_listens_after_a_failed_start(monkeypatch):
+    """The fixture `nothing_leaks` fails this test if the thread of the listener still runs."""
+    monkeypatch.setenv("PATH", "")
+    host = Host("localhost", 1)
+    plan = make_plan(["true"], "/", [host], 1)
+    allocated = allocation.Allocation([host], {host: 1})
+    launcher = slurm.Slurm(plan, Settings(Ssh(), sys.executable), allocated, None)
+    with pytest.raises(HvdkitError, match="no srun on PATH"):
+        launcher.describe(print)
 
 
 @pytest.mark.parametrize(

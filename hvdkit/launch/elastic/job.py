@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
 from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.elastic.supervisor import ElasticLimits, ElasticSupervisor, Exclusions
@@ -61,9 +62,14 @@ class ElasticJob:
         """Return the plan of a start on the current hosts as text.
 
         Raises:
-            HvdkitError: a host cannot take part.
+            HvdkitError: there are no hosts now, or a host cannot take part.
         """
         found = self.hosts(lambda: False)
+        if not found:
+            raise HvdkitError(
+                "there are no hosts now: expected at least one for a dry run. Check what "
+                "--host-discovery-script prints"
+            )
         slots = total_slots(found)
         size = slots if self.limits.max_size is None else min(slots, self.limits.max_size)
         return Gloo(self.plan(found, size), self.settings).describe(self.say)

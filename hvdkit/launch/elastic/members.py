@@ -31,7 +31,7 @@ _PROBE_SECONDS = 15.0
 _RETRY_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0
 
-#: The hosts of a start, and their numbers of ranks.
+#: (name of a host, its number of ranks) for each host of a start, in the order of ranks.
 Assignment = Sequence[tuple[str, int]]
 
 
@@ -43,7 +43,7 @@ class _State(Enum):
 
 @dataclass
 class _Member:
-    """A host of the list, and its agent.
+    """A host of the list of hosts, and its agent.
 
     Attributes:
         host: the host, with its current slots.
@@ -52,7 +52,7 @@ class _Member:
         connection: the connection to its agent; None without one.
         fit: whether the agent has answered that the host can take part.
         kept: whether the agent has made the folders for commits.
-        folders: the folders for commits, also of an agent that has ended.
+        folders: the paths of these folders. The next agent of the host keeps the same folders.
         deadline: the time until which its agent must answer.
         retry_at: the time of the next attempt to start an agent.
         problem: the last problem that was printed.
@@ -143,8 +143,8 @@ class Members:
                     if not told:
                         self.say(
                             f"waiting for hosts: they have {total_slots(usable)} slots, expected "
-                            f"{size} (-np, or --min-np after a restart), for at most {timeout:g} s "
-                            f"(--elastic-timeout)"
+                            f"{size} (-np, or --min-np after a restart). The job ends if "
+                            f"this takes longer than {timeout:g} s (--elastic-timeout)"
                         )
                         told = True
                 if time.monotonic() > deadline:
@@ -157,7 +157,7 @@ class Members:
                 self._changed.wait(_LOOK_SECONDS)
 
     def confirm(self) -> None:
-        """Ask all hosts, and drop those that do not answer."""
+        """Ask all agents. The thread then drops the agents that do not answer in time."""
         with self._changed:
             for member in self._members.values():
                 if member.state is _State.READY and member.connection is not None:
@@ -167,7 +167,7 @@ class Members:
                     member.connection.send("task", **self.task)
 
     def begin(self, plan: Plan) -> int:
-        """Tell ranks from now on if the list differs from the hosts of `plan`.
+        """Begin a start with `plan`. Tell the ranks when the hosts differ from those of the plan.
 
         Return the version of the list. A higher version tells ranks that the hosts have changed.
         """
@@ -188,7 +188,9 @@ class Members:
         with self._changed:
             member = self._members.get(host.name)
             if member is None or not member.folders:
-                raise HvdkitError(f"{host.name} is not on the list of hosts any more")
+                raise HvdkitError(
+                    f"{host.name} is not on the list of hosts any more, so no rank can start there"
+                )
             return [Path(text) for text in member.folders]
 
     # The thread
@@ -224,6 +226,7 @@ class Members:
                 if not self._looked:
                     self._error = error
                 elif str(error) != self._problem and not self._stop.is_set():
+                    # This look at the list failed: keep the last list.
                     self.say(f"the hosts stay the same: {error}")
                 self._problem = str(error)
                 self._looked = True
@@ -245,7 +248,8 @@ class Members:
 
     def _set_list(self, found: Sequence[Host], local: Mapping[Host, bool]) -> None:
         hosts = {host.name: host for host in found}
-        # Without repetitions, and in this order: hosts of the current start have commits.
+        # The hosts of the current start come first, because they have commits. `fromkeys` removes
+        # repetitions.
         names = dict.fromkeys([*dict(self._current), *self._listed, *hosts])
         self._listed = [name for name in names if name in hosts]
         for host in found:
@@ -255,7 +259,7 @@ class Members:
             if known is not None:
                 known.host = own
             else:
-                # A successor of the agent finds the same folders.
+                # The next agent of a host gets the same folders.
                 folder = self._folders.setdefault(host.name, uuid.uuid4().hex)
                 self._members[host.name] = _Member(own, folder)
         for name in self._members.keys() - hosts.keys():
@@ -271,7 +275,7 @@ class Members:
             self._fail(member, str(error))
             return
         member.connection = self._agents.connections[-1]
-        # A host that has failed is not waited for, but joins when it answers.
+        # `wait_for` does not wait for a host that has failed. The host joins when it answers.
         member.state = _State.STARTING if first else _State.FAILED
         member.fit = member.kept = False
         limit = time.monotonic() + self.settings.timeouts.start
@@ -298,7 +302,7 @@ class Members:
                 reason = connection.explain()
                 self._fail(member, reason)
                 if ready:
-                    # The agent alone may have been killed: its successor is waited for.
+                    # Perhaps only the agent was killed. Start another one, and wait for its answer.
                     member.problem, member.retry_at = "", 0.0
                     member.state = _State.STARTING
                     member.deadline = time.monotonic() + _PROBE_SECONDS
@@ -331,7 +335,7 @@ class Members:
     # Announcements
 
     def _announce(self) -> None:
-        """Tell the ranks whether another start would use other hosts than theirs."""
+        """Tell the ranks if a new start would use other hosts than the current start."""
         if not self._current:
             return
         usable = self._usable(also=_State.STARTING)
@@ -362,7 +366,7 @@ class Members:
     def _usable(self, also: _State = _State.READY) -> list[Host]:
         """Return the hosts that can take part.
 
-        Leave out hosts on which ranks have failed, unless too few hosts are left.
+        Leave out the excluded hosts, unless the other hosts have fewer than `min_size` slots.
 
         Args:
             also: a state of agents in which hosts of the current start count as usable, too.

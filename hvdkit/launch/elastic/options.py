@@ -20,7 +20,7 @@ def limits(options: argparse.Namespace) -> ElasticLimits:
         UsageError: a number is out of range.
     """
     smallest = next((n for n in (options.min_np, options.num_proc) if n is not None), 1)
-    first = options.num_proc or smallest
+    first = smallest if options.num_proc is None else options.num_proc
     largest = options.max_np
     sizes = {"--min-np": smallest, "-np": first, "--max-np": largest}
     ordered = [size for size in sizes.values() if size is not None]

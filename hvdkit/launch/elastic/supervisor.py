@@ -28,7 +28,7 @@ class ElasticLimits:
         first_size: the number of slots to wait for before the first start.
         min_size: the smallest number of ranks.
         max_size: the largest number of ranks; None for all slots.
-        restarts: the most failures in a row without a new commit or checkpoint.
+        restarts: the most restarts in a row after failures, without a new commit or checkpoint.
         resets: the most restarts of any kind; None for no limit.
         timeout: seconds to wait for slots.
         cooldown: the shortest and the longest time in seconds for which a failing host is left out.
@@ -74,7 +74,7 @@ class Exclusions:
         shortest, longest = self.cooldown
         seconds = min(longest, shortest * 2**beyond)
         self._until[name] = self.now() + seconds
-        return f"{text}; for {seconds:g} s (--blacklist-cooldown-range)"
+        return f"{text}, for {seconds:g} s (--blacklist-cooldown-range)"
 
     def __contains__(self, name: str) -> bool:
         return self.now() < self._until.get(name, float("-inf"))
@@ -122,8 +122,8 @@ class ElasticSupervisor:
             self._committed = self._committed or outcome.saved
             if not outcome.restartable:
                 return outcome
-            # The ranks ended to be started on other hosts. Without another start, the job has
-            # failed.
+            # After a change of hosts, the ranks end so that they can be started again. If they are
+            # not started again, the job has failed.
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last
@@ -154,7 +154,7 @@ class ElasticSupervisor:
         except HvdkitError as error:
             if self._starts == 0:
                 raise
-            # A host may just have been lost.
+            # A host may just have been lost: a restart can succeed without it.
             self.say(str(error))
             return Outcome(1, str(error), restartable=True)
 

@@ -26,7 +26,7 @@ class _Kind(Protocol):
     EXAMPLE: str
 
     def add_arguments(self, action: argparse.ArgumentParser) -> None:
-        """Add its arguments, without those of all kinds: `-o FILE` and the command."""
+        """Add the arguments of this kind. All kinds also have `-o FILE` and the command."""
 
     def text(self, options: argparse.Namespace) -> str:
         """Return the file's text. `options.command` is the command of the ranks.
@@ -36,7 +36,7 @@ class _Kind(Protocol):
         """
 
 
-#: By the action's name.
+#: The kinds of files, by the name of the action.
 KINDS: Mapping[str, _Kind] = {"slurm": slurm_script, "kubernetes": kubernetes}
 
 

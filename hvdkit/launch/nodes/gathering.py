@@ -72,8 +72,8 @@ class GatheredNodes:
         self.close(_outcome_of(exc))
 
     def send_outcome(self, outcome: Outcome) -> None:
-        """Send the job's outcome to the other nodes. A node keeps the first one that it gets."""
-        for connection in [*self.agents.connections, *self.agents.idle]:
+        """Send the job's outcome to the other nodes. A node keeps the first outcome it gets."""
+        for connection in [*self.agents.connections, *self.agents.unused]:
             connection.send("outcome", status=outcome.status, report=outcome.report)
 
     def close(self, outcome: Outcome) -> None:
@@ -124,12 +124,12 @@ class GatheredNodes:
         lines = "".join(f"\n  refused: {each}" for each in refused[:_SHOWN_NODES])
         raise HvdkitError(
             f"{self._missing(connected)} did not connect to {settings.rendezvous} within "
-            f"{settings.timeout:g} s (--start-timeout). Does the same `hvdkit run` run there, and "
-            f"does a firewall let it through?{lines}"
+            f"{settings.timeout:g} s (--start-timeout). Check that the same `hvdkit run` runs "
+            f"there, and that no firewall blocks it{lines}"
         )
 
     def _make_hosts(self, connected: Mapping[int, tuple[NodeInfo, Connection]]) -> None:
-        """Make the hosts, start this node's agent, and put the connections in their order."""
+        """Make the hosts, start this node's agent, and sort the connections by node."""
         own = describe_node(self._settings)
         nodes = [own, *(connected[node][0] for node in sorted(connected))]
         count = Counter(node.hostname for node in nodes)
@@ -146,7 +146,7 @@ class GatheredNodes:
 
 
 def _outcome_of(exc: BaseException | None) -> Outcome:
-    """Return the outcome for the other nodes where node 0 ends without an outcome of the job."""
+    """Return what the other nodes get if node 0 ends before the job has an outcome."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         number = signal.Signals(exc.args[0])
         return Outcome(
@@ -168,8 +168,8 @@ def _listening(settings: NodeSettings) -> Iterator[tuple[socket.socket, bytes]]:
             server = socket.create_server(("", port), backlog=BACKLOG)
     except OSError as error:
         raise HvdkitError(
-            f"{settings.rendezvous}: this node cannot listen on port {port}: {error.strerror}. Is "
-            f"another job there? Choose another port"
+            f"{settings.rendezvous}: this node cannot listen on port {port}: {error.strerror}. "
+            f"Choose another port if another job uses it"
         ) from error
     key = settings.key or secrets.token_hex(16).encode()
     with server:

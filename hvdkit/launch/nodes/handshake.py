@@ -28,7 +28,7 @@ _LONGEST_REASON = 300
 _MOST_REFUSED = 8
 _MOST_STRANGERS = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Raised by an answer that no node sends.
+# The exceptions of parsing a text that is not a node's answer.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
@@ -40,7 +40,8 @@ class NodeInfo:
         number: the number of the node.
         hostname: its own host name.
         slots: the number of its ranks.
-        machine: the same for two nodes on one machine and in one network namespace.
+        machine: identifies its machine and network namespace. Two nodes that share both have the
+            same text.
     """
 
     number: int
@@ -136,14 +137,14 @@ class Authenticator:
 
     def _note(self, refused: str, known: bool) -> None:
         text = _printable(refused)
-        # Fewer of those without the key, as they may be strangers.
+        # Keep fewer refusals of nodes without the key, because they may be strangers.
         most = _MOST_REFUSED if known else _MOST_STRANGERS
         if text not in self.refused and len(self.refused) < most:
             self.refused.append(text)
 
 
 def authenticate_to_node_0(connection: socket.socket, settings: NodeSettings, key: bytes) -> None:
-    """Prove to node 0 that this node is of the job, and check that node 0 is.
+    """Prove to node 0 that this node belongs to the job, and check that node 0 does, too.
 
     Raises:
         OSError: the other side does not answer as node 0 does.

@@ -97,9 +97,9 @@ def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[s
             say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
         time.sleep(_RETRY_SECONDS)
     raise HvdkitError(
-        f"node 0 was not there within {settings.timeout:g} s (--start-timeout), at "
-        f"{settings.rendezvous}: {problem}. Does `hvdkit run --node-rank 0` run there, and does a "
-        f"firewall let this node through?"
+        f"could not connect to node 0 at {settings.rendezvous} within {settings.timeout:g} s "
+        f"(--start-timeout): {problem}. Check that `hvdkit run --node-rank 0` runs there, and that "
+        f"no firewall blocks this node"
     )
 
 

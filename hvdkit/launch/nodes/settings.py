@@ -30,7 +30,7 @@ class NodeSettings:
         address: the host and port of node 0's listener; None if `file` has it.
         file: the file for node 0's address; None if the user gave `address`.
         key: the job's key; empty if node 0 writes one into `file`.
-        size: the user's number of all ranks; None for the default.
+        size: the user's -np, the number of ranks on all nodes together; None without -np.
         timeout: seconds for all nodes to join.
     """
 
@@ -45,7 +45,7 @@ class NodeSettings:
 
     @property
     def rendezvous(self) -> str:
-        """The option that says where the nodes meet."""
+        """The option with which the user gave the address of node 0, for messages."""
         if self.address is None:
             return f"--rdzv-file {self.file}"
         return "--rdzv {}:{}".format(*self.address)
@@ -87,7 +87,7 @@ def read_key(file: Path | None, env: Mapping[str, str], optional: bool) -> bytes
     Args:
         file: the user's `--key-file`; None to use HVDKIT_JOB_KEY.
         env: this process's environment.
-        optional: return an empty key if none is given, because node 0 can make one.
+        optional: whether to return an empty key if the user gave none: node 0 then makes a key.
 
     Raises:
         UsageError: there is no key, or the key is too short.
@@ -102,7 +102,7 @@ def read_key(file: Path | None, env: Mapping[str, str], optional: bool) -> bytes
     if not key and optional and file is None:
         return b""
     if not key:
-        raise UsageError(f"there is no key for the job ({KEY_VARIABLE}, --key-file). {advice}")
+        raise UsageError(f"the job has no key; expected {KEY_VARIABLE} or --key-file. {advice}")
     if len(key) < _SHORTEST_KEY:
         raise UsageError(
             f"the job's key has {len(key)} characters; expected at least {_SHORTEST_KEY}. {advice}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-# Python's options without and with an argument that do not change how Python starts. -E, -I and -S
-# would make it ignore the hook.
+# The options of Python that a spare may have: without an argument, and with one. -E, -I and -S are
+# missing, because with them Python ignores the hook.
 _FLAGS = re.compile(r"-[bBdOPqsu]+")
 _WITH_ARGUMENT = re.compile(r"-[WX]")
 # With this variable, Python does not add the folder of the script to the module path.
@@ -68,7 +68,7 @@ def recognise(
 
 
 def _is_python(program: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a program named python is one, and not a shell script that starts one."""
+    """Return whether a program is Python itself. A shell script may be named python, too."""
     if not _PYTHON.fullmatch(Path(program).name):
         return False
     path = shutil.which(program, path=environment.get("PATH"))

@@ -1,4 +1,4 @@
-"""The spares of a host: when they are started, and which rank gets which."""
+"""The spares of a host: decide when to start them, and which rank gets which spare."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SparePool:
             waiting: called several times per second while spares begin with their commands.
 
         Returns the group for all ranks of this start, and rank -> its process, which was a spare.
-        The other ranks must be started as always.
+        The caller starts the other ranks without spares.
         """
         started: dict[int, Spare] = {}
         for slot in wanted:
@@ -142,10 +142,11 @@ class SparePool:
     def _read_reports(self, folder: Path, now: float) -> None:
         for slot in self._slots:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                report = json.loads((folder / file_name(slot.rank)).read_text())
+                found = json.loads((folder / file_name(slot.rank)).read_text())
                 # A script can write anything to this file, so accept only these modules.
-                modules = {name: report["modules"][name] for name in report["modules"]}
-                if set(modules) <= set(MODULES) and report != self._reports.get(slot.rank):
+                report = {name: dict(found[name]) for name in ("modules", "variables")}
+                known = set(report["modules"]) <= set(MODULES)
+                if known and report != self._reports.get(slot.rank):
                     self._reports[slot.rank] = report
                     self._changed_at = now
 

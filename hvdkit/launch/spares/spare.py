@@ -112,7 +112,7 @@ class Spare:
 
         Args:
             timeout: the seconds.
-            waiting: called several times per second meanwhile.
+            waiting: called several times per second while this method waits.
         """
         deadline = time.monotonic() + timeout
         while not self._received.endswith(b"started\n"):
@@ -158,6 +158,6 @@ class Spare:
 
 def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a module may read while it is imported."""
-    # NCCL reads its variables when ranks connect. The network depends on the hosts of a start.
+    # The launcher sets NCCL's network for each start. NCCL reads it only when ranks connect.
     others = without_rank_variables(environment)
     return {name: value for name, value in others.items() if not name.startswith("NCCL_")}

@@ -354,4 +354,4 @@ def test_the_length_of_pod_names_is_limited(generate, capsys, kind, longest):
 def test_a_secret_that_kubernetes_would_refuse_is_refused(capsys, kind):
     arguments = ["--kind", kind, *SMALL, "--key-secret", "My_Key"]
     assert main(["generate", "kubernetes", *arguments, "python", "train.py"]) == 2
-    assert "--key-secret is 'My_Key'; expected small letters" in capsys.readouterr().err
+    assert "--key-secret is 'My_Key'; expected lowercase letters" in capsys.readouterr().err

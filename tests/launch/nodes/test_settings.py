@@ -82,7 +82,7 @@ def test_the_key(tmp_path):
         ([*NODE_0, "-np", "3", "true"], "expected a multiple of 2"),
         ([*NODE_0, "--rdzv-file", "x", "true"], "not allowed with"),
         ([*NODE_0], "there is no command to run"),
-        ([*NODE_0, "true"], "there is no key for the job"),
+        ([*NODE_0, "true"], "the job has no key"),
         (["--nodes", "1", "--node-rank", "0", "--rdzv-file", "/nonexistent/x", "true"], "No such"),
     ],
 )

@@ -63,6 +63,13 @@ def test_each_rank_gets_a_spare(pool, tmp_path):
     assert set(group.started) == set(started.values())
 
 
+def test_a_malformed_report_is_ignored(pool, tmp_path):
+    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
+    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps({"modules": {}}))
+    pool.step(tmp_path)
+    assert children() == []
+
+
 def test_a_rank_with_another_environment_gets_none(pool, tmp_path):
     prepare(pool, tmp_path)
     group, started = pool.claim(slots(OMP_NUM_THREADS="7"))

@@ -26,7 +26,7 @@ class _Kind(Protocol):
     """A module that writes one kind of job."""
 
     def longest_name(self, options: argparse.Namespace) -> str:
-        """Return the longest name that the job's name is a part of."""
+        """Return the longest of the pod names that begin with the job's name."""
 
     def head(self, options: argparse.Namespace) -> str:
         """Return the comment at the head of the file."""
@@ -107,7 +107,8 @@ def add_arguments(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--key-secret",
         metavar="NAME",
-        help="the Secret with the job's key, for job and jobset (default: the job's name and -key)",
+        help="the Secret with the job's key, for job and jobset (default: the job's name with "
+        "-key added)",
     )
     _add_cluster_arguments(action.add_argument_group("the cluster"))
 
@@ -164,6 +165,6 @@ def _check(options: argparse.Namespace) -> None:
         given = getattr(options, option)
         if given is not None and not _NAME.fullmatch(given):
             raise UsageError(
-                f"{flag(option)} is {given!r}; expected small letters, digits and dashes, "
-                "a letter first"
+                f"{flag(option)} is {given!r}; expected lowercase letters, digits and "
+                "dashes, beginning with a letter"
             )

@@ -12,9 +12,9 @@ import yaml
 _WIDTH = 100
 
 #: The path of a key: the keys and list indices that lead to it.
-Path = tuple[str | int, ...]
-#: The comments of a document, by the path of the key below.
-Comments = dict[Path, str]
+KeyPath = tuple[str | int, ...]
+#: The comments of a document, each by the path of the key above which it is written.
+Comments = dict[KeyPath, str]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Document:
 
     Attributes:
         content: the document.
-        comments: by the path of a key in `content`.
+        comments: the comments, by the paths of keys in `content`.
     """
 
     content: Mapping[str, Any]
@@ -35,7 +35,7 @@ def dump(*documents: Document) -> str:
     return "---\n".join(_dump(document) for document in documents)
 
 
-def below(path: Path, comments: Comments) -> Comments:
+def below(path: KeyPath, comments: Comments) -> Comments:
     """Return comments on an object as comments on the document that has it at `path`."""
     return {(*path, *key): comment for key, comment in comments.items()}
 
@@ -64,7 +64,7 @@ def _dump(document: Document) -> str:
     return "\n".join([*lines, ""])
 
 
-def _places(node: yaml.Node, path: Path = ()) -> Iterator[tuple[Path, tuple[int, int]]]:
+def _places(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, tuple[int, int]]]:
     """Yield the line and column of each key."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:

@@ -164,7 +164,7 @@ def _service(options: argparse.Namespace) -> dict[str, Any]:
 def _service_comments(options: argparse.Namespace) -> Comments:
     name = job_name(options)
     return {
-        ("spec", "clusterIP"): f"Only DNS names for the pods: {name}-0.{name} is pod 0.",
+        ("spec", "clusterIP"): f"One DNS name per pod, no IP: {name}-0.{name} is pod 0.",
         ("spec", "publishNotReadyAddresses"): "A pod connects to pod 0 before either is ready.",
     }
 
@@ -200,7 +200,7 @@ def _job_comments(options: argparse.Namespace) -> Comments:
         ),
         ("template", "spec", "subdomain"): "The name of the Service.",
         ("template", "spec", "restartPolicy"): (
-            "A new pod for each try: the log of the last one stays."
+            "Each try gets new pods, so the logs of failed pods stay."
         ),
         **below(("template", "spec"), node_pod_comments(options)),
     }

@@ -1,7 +1,7 @@
 """The JobSet of `hvdkit generate kubernetes`, for JobSet's API v1alpha2.
 
 The pods are those of the indexed Job. JobSet adds its own headless Service, and restarts all pods
-together, without the growing wait of a Job.
+together, without the increasing delays of a Job.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def metadata(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def queued(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the metadata of the object for Kueue's queue."""
+    """Return the metadata of the object that Kueue puts into its queue."""
     found = metadata(options)
     if options.queue is not None:
         found["labels"] = {_QUEUE: options.queue}

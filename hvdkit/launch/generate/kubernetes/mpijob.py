@@ -143,7 +143,7 @@ def _comments(options: argparse.Namespace) -> Comments:
     if options.queue is not None:
         spec["runPolicy", "suspend"] = suspended_comment(options)
     launcher: Comments = {
-        ("restartPolicy",): "A new pod for each try, so that the log of the last one stays.",
+        ("restartPolicy",): "Each try gets a new pod, so the log of a failed pod stays.",
         ("template", "spec", "terminationGracePeriodSeconds"): GRACE_COMMENT,
         ("template", "spec", "containers", 0, "args"): (
             "The workers make their host keys when they start, so ssh cannot check them. A pod "

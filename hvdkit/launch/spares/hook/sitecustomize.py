@@ -17,10 +17,10 @@ _GROUP_VARIABLE = "HVDKIT_RANK_GROUP"
 
 def _wait_as_spare(agent: int) -> None:
     """Import modules until the agent sends the environment of a rank."""
-    import json  # not at the top: other Pythons that find this module end at once
+    import json  # here, because only a process that waits as a spare needs it
 
     nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
-    # If the host runs out of memory, the kernel shall end spares first.
+    # If the host runs out of memory, the kernel should end spares first.
     _write("/proc/self/oom_score_adj", "1000")
     made: dict = {}  # the variables that imports have set
     rest = b""
@@ -55,7 +55,7 @@ def _wait_as_spare(agent: int) -> None:
 
 
 def _import(modules: dict, path: list, file: str) -> None:
-    """Import modules as the script does, which is in the first folder of the module path."""
+    """Import modules as the script does: the script's folder is first in the module path."""
     main = sys.modules["__main__"]
     sys.path[:0] = path
     if file:
@@ -98,7 +98,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _run() -> None:
-    """Wait, if this process is the spare, and run the user's `sitecustomize` first."""
+    """Run the user's `sitecustomize`. Then wait, if this process is a spare."""
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     sys.path_importer_cache.pop(folder, None)
