@@ -186,7 +186,7 @@ def test_predict_raises_on_every_rank(hvd, wrong):
         {
             "rows of a rank": "ranks disagree about the data of predict.* 4 rows.* 5 rows",
             "no data on a rank": "rank 0: no problem; rank 1: x is a NoneType",
-            "rows of an array": r"have \[4, 5\] rows: expected one number",
+            "rows of an array": r"have \[4, 5\] rows: expected the same number",
             "no rows": r"have \[0\] rows",
             "the model": "(?s)raised on 1 ranks. rank 1: .*deliberate",
         },
