@@ -79,7 +79,7 @@ def shard(
         "sum_over_batch_size", divides by the number of rows. The mean over ranks therefore gives
         each real element 1 / (n * rows), as one process with the same rows and weights would.
       - For the same reason, the `loss` in the logs is elements / (elements + repeated elements)
-        times the mean over the real elements. For the mean itself, add the loss to
+        times the mean over the real elements. To log the mean itself, add the loss to
         `weighted_metrics`.
       - Do not use "mean_with_sample_weight". It divides by each rank's own sum of weights; if
         these differ, the mean over ranks is not the mean over examples.
@@ -97,7 +97,7 @@ def shard(
             can do it later. The last batch may be smaller, and then has the same size on all ranks.
         shuffle: True: shuffle the whole share in each epoch. A number: the size of the shuffle
             buffer, in examples. A rank shuffles only its own share.
-        seed: seed of that shuffle; may be the same on every rank. None: a new order in each run.
+        seed: the seed for `shuffle`; may be the same on every rank. None: a new order in each run.
         tail: "drop" or "pad".
         reader: returns the dataset of a file name, e.g. `tf.data.TFRecordDataset`. For "pad", a
             dataset of (x, y) or (x, y, sample_weight).
@@ -150,7 +150,14 @@ def shard(
 def share_of_examples(
     dataset: "tf.data.Dataset", division: Division, rank: int, filler: Any
 ) -> "tf.data.Dataset":
-    """Return every size-th element, beginning with element `rank`."""
+    """Return every size-th element, beginning with element `rank`.
+
+    Args:
+        dataset: all elements.
+        division: the division of the elements among the ranks.
+        rank: the index of this rank in the division.
+        filler: the element to repeat with weight 0 for tail="pad".
+    """
     share = dataset.take(division.used).shard(division.size, rank)
     return _padded(share, division, rank, filler)
 
@@ -158,7 +165,7 @@ def share_of_examples(
 def share_of_files(
     names: Sequence[str], counts: Sequence[int], reader: Reader, division: Division, rank: int
 ) -> "tf.data.Dataset":
-    """Return the rank's range of the elements of all files, which have `counts` elements each."""
+    """Return the rank's range of the elements of all files. File k has `counts[k]` elements."""
     begin = division.before_rank(rank)
     end = begin + division.of_rank(rank)
     ranges = []
@@ -188,8 +195,8 @@ def _padded(
     if division.padded:
         share = share.map(_with_weight)
         if division.of_rank(rank) < division.per_rank:
-            # A constant. A second iteration of the dataset would advance its shuffle by one epoch
-            # on this rank alone.
+            # `filler` is a constant. To read it from the dataset again would advance the dataset's
+            # shuffle by one epoch on this rank only.
             repeated = tf.data.Dataset.from_tensors(filler).map(_with_weight).map(_with_zero_weight)
             share = share.concatenate(repeated)
     # Raise an error if the dataset yields fewer elements than were counted, because this rank would
@@ -249,7 +256,7 @@ def _check_examples(
 
 
 _SUBJECT = (
-    "the dataset to shard, which must have the same elements in the same order on all of them "
+    "the dataset to shard, which must have the same elements in the same order on all ranks "
     "(shuffle and augment after hvd.shard, not before)"
 )
 
@@ -281,7 +288,7 @@ def _weight_problem(spec: Any) -> str:
 
 
 def _count(dataset: "tf.data.Dataset", rank: int) -> int:
-    """Return the number of elements; read the whole dataset if it is unknown."""
+    """Return the number of elements; read the whole dataset if the number is unknown."""
     known = int(dataset.cardinality())
     if known >= 0:
         return known

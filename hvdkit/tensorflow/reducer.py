@@ -232,7 +232,10 @@ class GradientReducer:
         return [f"int8: sent by {'the engine' if in_engine else 'alltoall'}"]
 
     def _states_of(self, planned: PlannedBuckets) -> CodecStates:
-        """Return the states of an earlier plan with the same buckets, of a checkpoint, or new."""
+        """Return the states of an earlier plan with the same buckets, or make them.
+
+        New states are those of a restored checkpoint if it has the same buckets.
+        """
         digest = planned.plan.digest
         key = (self._collectives.generation, digest)
         if key not in self._states:

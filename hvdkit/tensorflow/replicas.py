@@ -99,7 +99,7 @@ def tape_check(
         names |= {id(variable): variable.path for variable in state}
         return VariableReplicas(_Access(names), list(variables.values()), state)
 
-    # A graph cannot count steps here, so each number is new.
+    # The number of steps is unknown, because a graph may make them. Return a new number each time.
     numbers = itertools.count(1)
     return ReplicaCheck(
         collectives,

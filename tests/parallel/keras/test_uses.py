@@ -188,7 +188,7 @@ def test_predict_raises_on_every_rank(hvd, wrong):
             "no data on a rank": "rank 0: no problem; rank 1: x is a NoneType",
             "rows of an array": r"have \[4, 5\] rows: expected the same number",
             "no rows": r"have \[0\] rows",
-            "the model": "(?s)raised on 1 ranks. rank 1: .*deliberate",
+            "the model": r"(?s)raised an error on 1 of \d ranks: rank 1: .*deliberate",
         },
     )
     if wrong == "rows of a rank":
