@@ -117,15 +117,19 @@ def shard(
             f"rank {mpi_ops.rank()} is not in the process set whose ranks share the dataset; "
             f"expected a call on ranks {process_set.ranks} only"
         )
-    _check_arguments(dataset, batch_size, shuffle, tail, reader)
     collectives = TensorFlowCollectives(process_set)
     settings = f"batch_size={batch_size}, tail={tail!r}, reader={'given' if reader else None}"
+    problem = _argument_problem(dataset, batch_size, shuffle, tail, reader)
+    # If an argument is invalid on one rank only, all ranks must raise.
+    check_consistency(collectives, [problem or "no problem", settings], _SUBJECT, _ADVICE)
+    if problem:
+        raise UsageError(problem)
     rank, size = process_set.rank(), process_set.size()
     if reader is None:
-        count, first = _check_examples(dataset, collectives, rank, tail, settings)
+        count, first = _check_examples(dataset, collectives, rank, tail)
     else:
         names = sorted(os.fspath(name) for name in dataset)
-        counts = _count_files(names, reader, collectives, rank, settings)
+        counts = _count_files(names, reader, collectives, rank)
         count = sum(counts)
     if count < size:
         raise UsageError(
@@ -212,31 +216,30 @@ def _with_zero_weight(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
     return x, y, tf.nest.map_structure(tf.zeros_like, weight)
 
 
-def _check_arguments(
+def _argument_problem(
     dataset: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Reader | None
-) -> None:
-    """Raise if an argument is invalid for any data."""
+) -> str:
+    """Return why an argument is invalid; empty if all are valid. Does not read the data."""
     if tail not in ("drop", "pad"):
-        raise UsageError(f"tail is {tail!r}: expected 'drop' or 'pad'")
+        return f"tail is {tail!r}: expected 'drop' or 'pad'"
     is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
     if batch_size is not None and not (is_int and batch_size >= 1):
-        raise UsageError(f"batch_size is {batch_size!r}: expected an integer >= 1")
+        return f"batch_size is {batch_size!r}: expected an integer >= 1"
     if not isinstance(shuffle, int) or shuffle < 0:
-        raise UsageError(f"shuffle is {shuffle!r}: expected True, False or a number of elements")
+        return f"shuffle is {shuffle!r}: expected True, False or a number of elements"
     if reader is None:
         if not isinstance(dataset, tf.data.Dataset):
-            raise UsageError(
+            return (
                 f"dataset is of type {type(dataset).__name__}: expected a tf.data.Dataset, or the "
                 f"names of files and a reader"
             )
     elif isinstance(dataset, str | bytes | tf.data.Dataset) or not dataset:
-        raise UsageError(
-            f"with a reader, dataset is {dataset!r}: expected a list with the names of files"
-        )
+        return f"with a reader, dataset is {dataset!r}: expected a list with the names of files"
+    return ""
 
 
 def _check_examples(
-    dataset: "tf.data.Dataset", collectives: Collectives, rank: int, tail: str, settings: str
+    dataset: "tf.data.Dataset", collectives: Collectives, rank: int, tail: str
 ) -> tuple[int, Any]:
     """Check that all ranks have the same dataset; return its size and its first element."""
     count, first, digest = 0, None, ""
@@ -248,16 +251,17 @@ def _check_examples(
     except Exception as error:
         # User code may raise anything, and the other ranks must raise too.
         problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
-    lines = [problem or f"{count} elements", settings, str(dataset.element_spec), digest]
-    check_consistency(collectives, lines, _SUBJECT)
+    lines = [problem or f"{count} elements", str(dataset.element_spec), digest]
+    check_consistency(collectives, lines, _SUBJECT, _ADVICE)
     if problem:
         raise UsageError(problem)
     return count, first
 
 
-_SUBJECT = (
-    "the dataset to shard, which must have the same elements in the same order on all ranks "
-    "(shuffle and augment after hvd.shard, not before)"
+_SUBJECT = "the dataset to shard"
+_ADVICE = (
+    "Pass the same elements in the same order on every rank, with the same arguments: shuffle and "
+    "augment after hvd.shard, or with the same seed on every rank."
 )
 
 
@@ -324,14 +328,14 @@ def _count_files(
     reader: Reader,
     collectives: Collectives,
     rank: int,
-    settings: str,
 ) -> list[int]:
     """Return the number of elements of each file. Each rank counts every size-th file."""
     check_consistency(
         collectives,
-        # Only names: hosts may mount the files at different paths.
-        [settings, *(f"file {os.path.basename(name)}" for name in names)],
+        # Without folders, because hosts may mount the files at different paths.
+        [f"file {os.path.basename(name)}" for name in names],
         "the files to shard",
+        "Pass the names of the same files on every rank.",
     )
     size = len(collectives.ranks)
     began = time.monotonic()
