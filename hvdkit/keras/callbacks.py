@@ -23,7 +23,7 @@ from hvdkit.keras.metrics import additive
 from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.profiling import ProfileCallback
-from hvdkit.keras.training import ReducesMetrics
+from hvdkit.keras.training import ReducesMetrics, in_local_fit
 
 __all__ = [
     "BestModelCheckpoint",
@@ -131,9 +131,10 @@ class MetricAverageCallback(ReducesMetrics):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         """Average the numbers in `logs` over the ranks. A collective.
 
-        Only for custom loops. Does nothing in a `fit` that reduces the metrics itself.
+        Only for custom loops. Does nothing in a `fit` that reduces the metrics itself, nor in
+        `hvd.local_fit()`, where other ranks may not take part.
         """
-        if self.coordinated or not logs:
+        if self.coordinated or in_local_fit() or not logs:
             return
         names = sorted(logs)
         numbers = [keras.ops.convert_to_numpy(logs[name]) for name in names]

@@ -152,7 +152,7 @@ class Distribution:
     def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
         variables = optimizer._trainable_variables if given is None else list(given)
         if self._applying or not variables or len(gradients) != len(variables):
-            # Reduced already, empty, or an error that Keras reports.
+            # The gradients are reduced already, or there are none, or Keras reports an error.
             type(optimizer).apply(optimizer, gradients, given)
             return
         self._optimizer = optimizer

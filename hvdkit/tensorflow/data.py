@@ -61,19 +61,20 @@ def shard(
     of the examples in all files (sorted by name), and few files are read by two ranks. To find the
     ranges, the ranks together count the examples once.
 
-    A dataset of unknown `cardinality()` (from a generator, from TFRecords, after a `filter`) is
-    read once to count it, unless `tf.data.experimental.assert_cardinality` tells its size.
+    If the `cardinality()` of the dataset is unknown (from a generator, from TFRecords, after a
+    `filter`), the dataset is read once to count its elements. To avoid this, declare the size with
+    `tf.data.experimental.assert_cardinality`.
 
     **The tail.** Up to n - 1 elements may remain when each rank has the same number.
 
     - `"drop"`: these elements are not used, and rank 0 logs their number. Shapes, loss, metrics
       and gradients are exactly those of the used elements.
-    - `"pad"`: ranks that would have one element less repeat one with sample weight 0. Elements
+    - `"pad"`: a rank that would have one element less repeats an element with weight 0. Elements
       (x, y) or (x, y, sample_weight) become (x, y, sample_weight), with weight 1 for (x, y). With
       Keras (3.15):
 
       - `weighted_metrics=` of `compile` are exact, because they divide by the sum of the weights.
-        `fit` with hvdkit.keras shows those of all ranks. `metrics=` get no weights and count
+        With hvdkit.keras, `fit` shows them over all ranks. `metrics=` get no weights and count
         repeated elements.
       - Repeated elements have no gradient. The default reduction of a loss,
         "sum_over_batch_size", divides by the number of rows. The mean over ranks therefore gives

@@ -35,9 +35,9 @@ class GradientReducer:
     If a graph is traced again, it uses the earlier result.
 
     Ranks may have gradients of different variables, and a rank contributes zeros for missing
-    gradients. Eagerly, all variables are reduced, because every step may use other variables. In a
-    graph the ranks run a check for each set of gradients that a trace has, and omit variables
-    for which no rank has a gradient. All ranks must reach a new set in the same call.
+    gradients. Eagerly, all variables are reduced, because every step may use other variables. A
+    trace of a graph has a fixed set of gradients. For each new set the ranks run a check, and omit
+    variables for which no rank has a gradient. All ranks must reach a new set in the same call.
 
     Args:
         reduction: the settings.

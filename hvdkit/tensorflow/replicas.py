@@ -31,8 +31,9 @@ _reduced: "weakref.WeakValueDictionary[tuple[Any, ...], tf.Variable]" = (
 
 
 def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) -> None:
-    """Record that the gradients of these variables are reduced, so all ranks apply the same ones.
+    """Record that the gradients of these variables are reduced.
 
+    All ranks then apply the same gradients, so the variables must stay equal.
     Args:
         variables: `tf.Variable`s and `keras.Variable`s; other sources of a tape are ignored.
         process_set: the ranks.

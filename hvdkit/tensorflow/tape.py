@@ -51,7 +51,7 @@ def DistributedGradientTape(
     Args:
         gradtape: the tape to wrap.
         device_dense: the device to reduce on, as for `tf.device`. Default: the gradients' device.
-        device_sparse: the same; used only if `device_dense` is not given.
+        device_sparse: another name for `device_dense`; used if `device_dense` is not given.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
