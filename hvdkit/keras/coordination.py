@@ -327,7 +327,7 @@ class Coordination:
         self._validated = {f"val_{name}" for name in logs}
 
     def end_epoch(self, logs: dict[str, Any]) -> None:
-        """Reduce the logs of an epoch in place, except those of `end_validation`. A collective."""
+        """Reduce the logs of an epoch in place, without the logs of validation. A collective."""
         if self._trained is None:
             self.end_training_batches()
         flatten(logs)

@@ -194,7 +194,7 @@ def _is_result(result: float | None, value: float) -> bool:
 
 
 def _checked_layout(layout: _Layout, group: Any, everyone: bool) -> _Layout:
-    """Return the layout, after checking that all ranks with metrics have the same."""
+    """Return the layout, after a check that all ranks with metrics have the same layout."""
     lines = [json.dumps(entry) for entry in layout]
     if everyone:
         check_consistency(group, lines, _SUBJECT)

@@ -26,7 +26,7 @@ class MonitorCallback(LastCallback):
     record has the mean, the minimum and the maximum over the ranks. A record also names the slowest
     rank. See docs/monitoring.md for the metrics.
 
-    A step is a batch. Loss and metrics are those of Keras: means since the beginning of the epoch.
+    A step is a batch. Loss and metrics are Keras's means since the beginning of the epoch.
     At the end of each epoch there is a record with the logs of the epoch, including validation.
     After a resume by `hvd.callbacks.Checkpoint`, the number of steps continues from the checkpoint.
 

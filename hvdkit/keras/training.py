@@ -26,7 +26,7 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
   batches, all ranks stop after the same batch; otherwise they stop at the end of the epoch.
 - Before validation, or at the end of an epoch without validation, close an accumulation window and
   average the moving statistics of `BatchNormalization`.
-- Reduce metrics over all ranks, also those of validation, before any callback reads them.
+- Reduce metrics over all ranks, including metrics of validation, before any callback reads them.
 
 A list with last callbacks calls each `LastCallback` after all other callbacks, and counts the
 epochs of every `ResumableSampler`.

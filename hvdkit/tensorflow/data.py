@@ -204,8 +204,8 @@ def _padded(
             # shuffle by one epoch on this rank only.
             repeated = tf.data.Dataset.from_tensors(filler).map(_with_weight).map(_with_zero_weight)
             share = share.concatenate(repeated)
-    # Raise an error if the dataset yields fewer elements than were counted, because this rank would
-    # run fewer steps than the others.
+    # Raise an error if the dataset yields fewer elements than were counted. Otherwise this rank
+    # would run fewer steps than the other ranks, which would wait for it.
     return share.apply(tf.data.experimental.assert_cardinality(division.per_rank))
 
 

@@ -35,7 +35,8 @@ class ResumableSampler(Epochs):
     hvd.callbacks.Checkpoint(folder, data=sampler)])`.
 
     Without `drop_last` the last batches may be smaller on some ranks. A rank that would have one
-    batch less than others gets one sample that another rank has too. A log line says so.
+    batch less than the other ranks gets one sample that another rank has, too. The first rank logs
+    this.
 
     Attributes:
         epoch: the current epoch, or the next one between two epochs; from 0 on.

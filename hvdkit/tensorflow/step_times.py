@@ -38,7 +38,7 @@ class GraphTimes:
         """Return the times at which the first and the last gradient exist.
 
         Args:
-            gradients: this rank's gradients, those of the last variables last.
+            gradients: this rank's gradients, in the order of the variables; None if missing.
         """
         if tf.executing_eagerly():
             return [time.time()] * 2
