@@ -1,8 +1,8 @@
 """Drop-in replacement for `horovod.keras`: `import hvdkit.keras as hvd`. For Keras 3.
 
-Keras runs on TensorFlow or PyTorch, as KERAS_BACKEND or Keras's configuration says. Only the
-Horovod for that framework is loaded. All public names of horovod.keras and horovod.tensorflow.keras
-are here, with the same meaning. Docstrings describe the differences.
+KERAS_BACKEND or Keras's configuration selects the framework: TensorFlow or PyTorch. Only Horovod's
+extension for this framework is loaded. All public names of horovod.keras and
+horovod.tensorflow.keras are here, with the same meaning. Docstrings describe the differences.
 
 Example:
     hvd.init()

@@ -62,10 +62,11 @@ class AccumulationWindow:
         return keras.ops.equal(self.passes, self._size - 1)
 
     def sums(self, ordered: Sequence[Any] = ()) -> list[Any]:
-        """Return the sums, with a batch's gradients added; None if no gradient ever existed.
+        """Return one sum for each variable; None if no batch had a gradient of the variable.
 
         Args:
-            ordered: the batch's gradients, as the method `ordered` returns them.
+            ordered: the gradients of one more batch to add, as the method `ordered` returns them.
+                The window itself does not change.
         """
         sums: list[Any] = [
             keras.ops.convert_to_tensor(total) if seen else None

@@ -24,7 +24,7 @@ from hvdkit.errors import HvdkitError, UsageError
 _FIRST_KERAS = "3.7"
 
 _COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollectives"}
-# Module and class.
+# Backend -> module and class in its adapter.
 _TENSORS = {"tensorflow": ("items", "VariableTensor"), "torch": ("items.tensors", "TorchTensor")}
 _RANDOMNESS = {"tensorflow": ("items", "Randomness"), "torch": ("items.randomness", "Randomness")}
 
@@ -66,8 +66,8 @@ def _adapter() -> Any:
     except EngineMissing as error:
         other = "torch" if NAME == "tensorflow" else "tensorflow"
         raise EngineMissing(
-            f"Keras runs on its {NAME} backend, and so does hvdkit.keras. {error} If Keras should "
-            f"run on {other}, set KERAS_BACKEND={other} before keras is imported."
+            f"Keras runs on its {NAME} backend, so hvdkit.keras needs Horovod for {NAME}. {error} "
+            f"If Keras should run on {other}, set KERAS_BACKEND={other} before keras is imported."
         ) from None
 
 
@@ -190,7 +190,10 @@ def bytes_of(variable: Any) -> int:
 
 
 def read(variable: Any) -> np.ndarray:
-    """Return a `keras.Variable`'s content as uint8; it may share the variable's memory."""
+    """Return a `keras.Variable`'s content as one-dimensional uint8.
+
+    The array may share the variable's memory.
+    """
     array = keras.ops.convert_to_numpy(variable)
     # On PyTorch, Keras returns bfloat16 as float32, which converts back without loss.
     array = np.ascontiguousarray(array, dtype=dtype_of(variable))
@@ -205,7 +208,7 @@ def write(variable: Any, content: np.ndarray) -> None:
 
 
 def digests(variables: Sequence[Any]) -> list[int]:
-    """Return a 64-bit digest of each `keras.Variable`, computed on its device with PyTorch."""
+    """Return a 64-bit digest of each `keras.Variable`. PyTorch computes it on the device."""
     if NAME == "torch":
         from hvdkit.torch.digests import digests as digests_of
 

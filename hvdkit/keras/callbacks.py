@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-# Keras's own callbacks print with it.
+# Keras's own callbacks print with `io_utils`.
 from keras.src.utils import io_utils
 
 from hvdkit.errors import UsageError
@@ -23,7 +23,7 @@ from hvdkit.keras.metrics import additive
 from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.profiling import ProfileCallback
-from hvdkit.keras.training import ReducesMetrics
+from hvdkit.keras.training import ReducesMetrics, in_local_fit
 
 __all__ = [
     "BestModelCheckpoint",
@@ -44,11 +44,11 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
     """Broadcast the weights and the optimizer state of one rank to every rank.
 
     The broadcast is at the beginning of training if the model is built on every rank, and otherwise
-    after the first batch. Horovod always broadcasts after the first batch. `broadcast_model`
-    describes the optimizer state.
+    after the first batch. Horovod always broadcasts after the first batch. The docstring of
+    `broadcast_model` lists what is broadcast.
 
-    If the callback is passed to `fit` of another model than before, it broadcasts that model, too.
-    Horovod broadcasts the first one only.
+    If the same callback is later passed to `fit` of a second model, the callback broadcasts the
+    second model, too. Horovod's callback broadcasts only the first model.
     """
 
     def __init__(
@@ -110,9 +110,10 @@ def _is_built(model: Any) -> bool:
 class MetricAverageCallback(ReducesMetrics):
     """Reduce the metrics in the logs over all ranks.
 
-    With a `DistributedOptimizer`, `fit` reduces them without this callback. Pass it to `fit` if
-    gradients are reduced in another way, or to `evaluate` on every rank. Metrics are reduced before
-    any callback reads them, wherever this one is in the list.
+    With a `DistributedOptimizer`, `fit` reduces the metrics without this callback. Pass the
+    callback to `fit` if gradients are reduced in another way, or to `evaluate` on every rank.
+    Metrics are reduced before any callback reads them. The position of this callback in the list
+    does not matter.
 
     The state of a metric (totals, counts, confusion counts) is summed over the ranks, so the result
     is that of one process with all the data. The results of custom metric classes are averaged,
@@ -128,8 +129,12 @@ class MetricAverageCallback(ReducesMetrics):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Average the numbers in `logs` over the ranks, in a custom loop."""
-        if self.coordinated or not logs:
+        """Average the numbers in `logs` over the ranks. A collective.
+
+        Only for custom loops. Does nothing in a `fit` that reduces the metrics itself, nor in
+        `hvd.local_fit()`, where other ranks may not take part.
+        """
+        if self.coordinated or in_local_fit() or not logs:
             return
         names = sorted(logs)
         numbers = [keras.ops.convert_to_numpy(logs[name]) for name in names]
@@ -162,12 +167,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """
         Args:
             initial_lr: the rate to multiply, usually that of the optimizer.
-            multiplier: a function of the epoch, or a number. A number is raised to the power of the
-                epochs since `start_epoch`.
+            multiplier: a function of the epoch, or a number. A number is raised to the power of
+                `epoch - start_epoch`.
             start_epoch: the first epoch, from 0 on, in which the rate is set.
-            end_epoch: the first epoch in which the rate is no longer set; None: never.
-            staircase: set the rate at the beginning of every epoch. Otherwise set it before every
-                batch, with a fractional epoch.
+            end_epoch: the first epoch in which the rate is no longer set. None: the rate is set
+                until the end of the training.
+            staircase: True: set the rate at the beginning of every epoch. False: set the rate
+                before every batch, with a fractional epoch such as 2.5.
             momentum_correction: scale the velocities of SGD and RMSprop with momentum, and of their
                 subclasses.
             steps_per_epoch: batches in an epoch. Needed without `staircase` if Keras does not know
@@ -261,8 +267,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """
 
         def multiplier(epoch: float) -> float:
-            # The fractional epoch at the end of this execution, or at the end of the epoch if that
-            # comes first.
+            # An execution trains `steps_per_execution` batches with one rate. Use the fractional
+            # epoch at the end of the execution, but not more than the end of the current epoch.
             assert self.steps_per_epoch is not None
             ahead = getattr(self.model, "steps_per_execution", 1) / self.steps_per_epoch
             epoch = min(epoch + ahead, math.floor(epoch) + 1.0)
@@ -309,7 +315,10 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Save the model with the best value of a metric. `filepath` may be set later."""
+    """Save the model with the best value of a metric.
+
+    The attribute `filepath` may be set after the callback is made, until `fit` begins.
+    """
 
     def __init__(
         self,
@@ -328,7 +337,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             mode: "min", "max" or "auto", which decides by the metric's name.
             save_freq: "epoch", or a number of batches.
             save_weights_only: save only the weights.
-            filepath: the file, ending in .keras, or in .weights.h5 with `save_weights_only`.
+            filepath: the file, ending in .keras, or in .weights.h5 with `save_weights_only`. None:
+                the script sets the attribute before `fit`.
         """
         ending = ".weights.h5" if save_weights_only else ".keras"
         super().__init__(

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import keras
 
-# Keras's own callbacks print with it.
+# Keras's own callbacks print with `io_utils`.
 from keras.src.utils import io_utils
 
 from hvdkit.checkpoint.items import Plain, data_item, kept_in
@@ -36,14 +36,14 @@ from hvdkit.keras.training import LastCallback
 
 log = logging.getLogger("hvdkit.keras")
 
-#: Folder or URL -> the last manager that this process has opened for it.
-_open: WeakValueDictionary[str, Manager] = WeakValueDictionary()
+#: Folder or URL -> the last manager that this process has opened for this location.
+_managers: WeakValueDictionary[str, Manager] = WeakValueDictionary()
 
 
 class Checkpoint(LastCallback):
     """Save the state of `fit`, also within epochs, and resume at the newest checkpoint.
 
-    Pass one to `fit` on every rank. It is called after all other callbacks.
+    Pass a `Checkpoint` to `fit` on every rank. `fit` calls it after all other callbacks.
 
         sampler = hvd.ResumableSampler(len(labels), batch_size=32, seed=1)
         data = sampler.dataset().map(lambda i: (tf.gather(images, i), tf.gather(labels, i)))
@@ -67,8 +67,8 @@ class Checkpoint(LastCallback):
     On SIGTERM, SIGINT or SIGUSR1, all ranks save after the current batch and end with status 75.
     Within an accumulation window, a due checkpoint is saved at the end of the window.
 
-    Each save compares the trained variables and those of the optimizer between the ranks first. If
-    they differ, nothing is saved, and all ranks raise an error (see `on_mismatch` of
+    Each save first compares the trained variables and the optimizer's variables between the ranks.
+    If they differ, nothing is saved, and all ranks raise an error (see `on_mismatch` of
     `hvd.DistributedOptimizer`).
 
     If `fit` resumes with another number of ranks, the metrics of the resumed epoch cover only its
@@ -102,15 +102,20 @@ class Checkpoint(LastCallback):
         Args:
             folder: a local or shared folder, or a URL that fsspec knows, such as `s3://bucket/run`.
                 Only the first rank reads and writes it.
-            every_steps: save after this many batches, also within an epoch.
-            every_minutes: save after this many minutes, by the first rank's clock.
-            every_epochs: save after this many epochs. The end of the last epoch is always saved.
+            every_steps: save after this many batches, also within an epoch. None: the number of
+                batches does not matter.
+            every_minutes: save after this many minutes, by the first rank's clock. None: the time
+                does not matter.
+            every_epochs: save after this many epochs. None: the number of epochs does not matter.
+                The end of the last epoch is always saved.
             keep_last: the number of newest checkpoints to keep; None: all.
-            keep_best: the best checkpoints to keep as well, by the logs of an epoch, such
-                as `hvd.KeepBest("val_loss")`.
-            keep_every: keep checkpoints whose number of batches is a multiple of this as well.
-            data: the `ResumableSampler` of the data. Without one, a resumed epoch reads and skips
-                the batches that were trained: exact if the order is the same.
+            keep_best: also keep the best checkpoints by a value in the logs of an epoch, such as
+                `hvd.KeepBest("val_loss")`.
+            keep_every: also keep each checkpoint whose number of trained batches is a multiple of
+                this number. None: no such checkpoints.
+            data: the `ResumableSampler` of the data. None: a resumed epoch reads the trained
+                batches again and skips them. The resume is then exact only if the data have the
+                same order in each run.
             metadata: plain values; see `hvdkit.checkpoint.state`. Every save reads them, and a
                 resume updates them.
             resume: resume at the newest good checkpoint in `folder`, if there is one. False: begin
@@ -183,8 +188,8 @@ class Checkpoint(LastCallback):
             raise UsageError(
                 f"the number of batches of fit's data is unknown, as after filter() or "
                 f"from_generator(): the ResumableSampler counts {self._data.batches_per_epoch} "
-                f"batches in an epoch. Leave out samples before the sampler. If the dataset has "
-                f"all of these batches, say so with "
+                f"batches in an epoch. Do not filter the sampler's dataset: give the sampler only "
+                f"the samples to train. If the dataset has all of the sampler's batches, call "
                 f"dataset.apply(tf.data.experimental.assert_cardinality(sampler.batches_per_epoch))"
             )
         if self._data is not None and steps != self._data.batches_per_epoch:
@@ -208,7 +213,7 @@ class Checkpoint(LastCallback):
                     )
 
     def _open(self, model: Any) -> None:
-        left_open = _open.get(self._store.location)
+        left_open = _managers.get(self._store.location)
         if left_open is not None:
             # Keras does not tell callbacks that an exception has ended `fit`.
             left_open.abandon()
@@ -247,12 +252,13 @@ class Checkpoint(LastCallback):
             **self._settings,
         )
         weakref.finalize(self, self._manager.abandon)
-        _open[self._store.location] = self._manager
+        _managers[self._store.location] = self._manager
 
     def _resume_fit(self) -> None:
         """Make `fit` begin at the position of the checkpoint."""
         progress = self._progress
-        # With more ranks than before, an epoch may have as many batches left as a whole epoch has.
+        # Decided before `batches` changes: with more ranks than before, the rest of an epoch may
+        # have as many batches as a whole epoch, so `batches` becomes 0 within an epoch.
         in_epoch = progress.batches > 0
         if in_epoch and self._data is not None:
             progress.batches = self._data.batches_per_epoch - self._data.batches_left
@@ -271,7 +277,7 @@ class Checkpoint(LastCallback):
                 "train more, increase epochs. Another call of fit needs another folder",
                 *(self._store.location, progress.epoch, self.params["epochs"]),
             )
-        # `fit` reads this after `on_train_begin`.
+        # `fit` reads `_initial_epoch` after `on_train_begin`.
         self.model._initial_epoch = self.params["epochs"] if progress.stopped else progress.epoch
         if not in_epoch or progress.stopped:
             return
@@ -336,7 +342,7 @@ class Checkpoint(LastCallback):
         progress = self._progress
         if self._data is not None:
             self._data.end_epoch()
-        # If the number was unknown, the first epoch determines it.
+        # The first epoch determines an unknown number of batches.
         progress.epoch_steps = progress.epoch_steps or progress.batches
         progress.epoch, progress.batches = epoch + 1, 0
         progress.at_end = False
@@ -389,10 +395,11 @@ class _Progress:
         epoch_steps: batches of an epoch; None if unknown.
         saved_epoch_steps: batches of an epoch in the job that saved the restored checkpoint.
         stopped: whether `stop_training` has ended the training.
-        at_end: whether the last batch of the epoch has been trained, but its metrics are not known.
-            A due save waits for them.
-        epoch_began: the random states at the beginning of the epoch, for data that are read again.
-        callbacks: the other callbacks of `fit`.
+        at_end: whether the last batch of the epoch has been trained, but the metrics of the epoch
+            are not known yet. A due save waits for these metrics.
+        epoch_began: the random states at the beginning of the epoch. A resume without a sampler
+            needs them to read the same data again. None with a sampler, or between two epochs.
+        callbacks: the callbacks of `fit`, without the `Checkpoint`.
     """
 
     step: int = 0
@@ -421,9 +428,9 @@ class _Progress:
         """Check that the checkpoint was saved in the same call of `fit`.
 
         Raises:
-            UsageError: it was saved in another call.
+            UsageError: the checkpoint was saved in another call.
         """
-        # Earlier versions did not save it.
+        # Earlier versions did not save the number of the call.
         saved = tree.get("fit", self.fit)
         if saved != self.fit:
             raise UsageError(
@@ -439,7 +446,7 @@ class _Progress:
         self.saved_epoch_steps = tree["epoch_steps"]
 
     def rescale(self) -> None:
-        """Continue at the same fraction of the epoch where its number of batches has changed."""
+        """Keep the same fraction of the epoch if the number of batches in an epoch has changed."""
         if self.epoch_steps and self.saved_epoch_steps:
             self.batches = self.batches * self.epoch_steps // self.saved_epoch_steps
 

@@ -52,7 +52,8 @@ class Coordination:
             rank.
 
     Attributes:
-        in_use: whether this rank has an object that needs coordination.
+        in_use: whether this rank needs coordination: its model has a wrapped optimizer or a custom
+            `train_step`, or a callback requests metrics over all ranks.
         group: the collectives of the coordinated ranks.
         checks_loss: whether a callback on any rank reacts to a loss that is not finite.
         stops_at_batches: whether a callback on any rank may stop training after a batch.
@@ -65,7 +66,7 @@ class Coordination:
         self.in_use = requested or bool(self.distributions) or has_own_step(model)
         first = self.distributions[0] if self.distributions else None
         self.group = first.collectives if first else backend.collectives()
-        # The same on every rank, unlike the callbacks.
+        # `begin` sets these two to the same values on all ranks, even if the callbacks differ.
         self.checks_loss = False
         self.stops_at_batches = False
         self._stop_deferred = False
@@ -113,15 +114,16 @@ class Coordination:
         if not in_use and needs:
             raise UsageError(
                 f"hvd.callbacks.Checkpoint and MonitorCallback need one model, but fit would train "
-                f"a separate one on each of {count} ranks, because their gradients are not "
-                f"reduced. Compile the model with hvd.DistributedOptimizer(optimizer)"
+                f"a separate model on each of {count} ranks, because gradients are not reduced "
+                f"over the ranks. Compile the model with hvd.DistributedOptimizer(optimizer)"
             )
         if not in_use:
             if self.is_first and "separate" not in _logged:
                 log.warning(
-                    "fit trains a separate model on each of %d ranks, because their gradients are "
-                    "not reduced. Compile the model with hvd.DistributedOptimizer(optimizer). If "
-                    "each rank should have its own model, call fit in `with hvd.local_fit():`.",
+                    "fit trains a separate model on each of %d ranks, because gradients are not "
+                    "reduced over the ranks. Compile the model with "
+                    "hvd.DistributedOptimizer(optimizer). If each rank should have its own model, "
+                    "call fit in `with hvd.local_fit():`.",
                     count,
                 )
             _logged.add("separate")
@@ -166,13 +168,13 @@ class Coordination:
                 distribution.discard()
             distribution.in_fit = True
         if counts[7] or counts[6] * counts[9] != counts[8] ** 2:
-            # Ranks have counted differently after an error, or some are new.
+            # The ranks' counts differ after an error, or some ranks are new.
             for distribution in reducing:
                 distribution.batches = 0
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
-                # `fit` reads this after `on_train_begin`.
+                # `fit` reads `_initial_epoch` after `on_train_begin`.
                 self.model._initial_epoch = counts[3]
         self._compared = [d for d in reducing if d.check_parameters and self._compares_values]
         self._end_batches()
@@ -193,13 +195,13 @@ class Coordination:
         return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
 
     def compare_values(self, callbacks: Sequence[Any]) -> None:
-        """Compare the model's variables between ranks, in the first call. A collective.
+        """Compare the model's variables between ranks. A collective in the first call of a `fit`.
 
-        Call it after a batch, because a callback may broadcast after the first batch. It compares
-        the variables whose gradients are reduced, and other variables that the batch has not
-        changed on any rank, for example of frozen layers or of an adapted `Normalization`. A
-        variable that the batch has changed without a gradient, such as a counter of a layer, may
-        differ between ranks.
+        Later calls in the same `fit` do nothing. The first call is after the first batch, because
+        a callback may broadcast there. The comparison includes the variables whose gradients are
+        reduced, and other variables that the batch has not changed on any rank, for example of
+        frozen layers or of an adapted `Normalization`. A variable that the batch has changed
+        without a gradient, such as a counter of a layer, may differ between ranks.
 
         Args:
             callbacks: the callbacks of `fit`. Their local variables, on any rank, are not compared.
@@ -252,12 +254,16 @@ class Coordination:
             distribution.times.end_step()
 
     def begin_batch(self) -> None:
-        """Measure the times of a batch. Not a collective."""
+        """Begin to measure the times of a batch. Not a collective."""
         for distribution in self._compared:
             distribution.times.start()
 
     def _end_batches(self) -> None:
-        """Measure no times until the next batch, because other ranks wait at other places."""
+        """Stop measuring times until the next batch.
+
+        Outside of training batches, for example in validation, a rank also waits for other ranks.
+        These waits would count as its own time.
+        """
         for distribution in self._compared:
             distribution.times.stop()
 
@@ -321,7 +327,7 @@ class Coordination:
         self._validated = {f"val_{name}" for name in logs}
 
     def end_epoch(self, logs: dict[str, Any]) -> None:
-        """Reduce the logs of an epoch in place, except those of `end_validation`. A collective."""
+        """Reduce the logs of an epoch in place, without the logs of validation. A collective."""
         if self._trained is None:
             self.end_training_batches()
         flatten(logs)

@@ -16,9 +16,9 @@ _saved: WeakSet[Any] = WeakSet()
 class ResumableSampler(backend.hvd.ResumableSampler):
     """The backend's `ResumableSampler`; `fit` counts its epochs.
 
-    Use it with `arrays()`, which works on both backends; or in a `DataLoader` on PyTorch, and with
-    its `dataset()` on TensorFlow. A `hvd.callbacks.Checkpoint` with `data=sampler` counts its
-    batches.
+    `arrays()` works on both backends. On PyTorch a `DataLoader` can also have the sampler; on
+    TensorFlow there is also `dataset()`. A `hvd.callbacks.Checkpoint` with `data=sampler` counts
+    the sampler's batches.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -101,7 +101,10 @@ def _loader_of(data: Any, sampler: Any) -> Any:
 
 
 def forget_reads() -> None:
-    """Ignore earlier reads, for example of one batch, so that they do not count as an epoch."""
+    """Ignore samples that were read before `fit`, for example one batch to build the model.
+
+    Otherwise these samples would count as an epoch.
+    """
     for sampler in samplers_read():
         sampler.uncounted = False
 
@@ -136,7 +139,7 @@ def check_data(adapter: Any) -> None:
 
     from hvdkit.torch.sampling import check_loader, sampler_of
 
-    # Keras's adapter of a DataLoader has no public attribute for it.
+    # Keras's adapter of a DataLoader has no public attribute for the loader.
     loader = getattr(adapter, "_dataloader", None)
     if not isinstance(loader, DataLoader):
         return

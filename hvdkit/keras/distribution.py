@@ -31,7 +31,7 @@ class Distribution:
         check_parameters: whether `fit` compares the variables' values between ranks.
         replicas: compares trained variables and the optimizer's variables every few batches.
         times: the time that this rank spends in each section of its steps, in `fit`.
-        stragglers: compares these times every few batches.
+        stragglers: compares `times` between the ranks every few batches.
         batches: the number of batches of coordinated `fit`s since the start.
         in_fit: True during a coordinated `fit`, and after one that ended with an error.
     """
@@ -83,9 +83,10 @@ class Distribution:
         """Replace `apply` and `scale_loss` of an optimizer, to reduce gradients in `apply`.
 
         Args:
-            optimizer: the wrapped optimizer, or a `LossScaleOptimizer` around it. The latter needs
-                reduced gradients, because it calls the inner optimizer only if they are finite. If
-                both are hooked, the one that is called first reduces.
+            optimizer: the wrapped optimizer, or a `LossScaleOptimizer` around it. A
+                `LossScaleOptimizer` needs reduced gradients, because it calls the inner optimizer
+                only if the gradients are finite. If both optimizers are hooked, the first `apply`
+                that runs reduces the gradients.
 
         Raises:
             UsageError: the optimizer scales the loss, and `on_nonfinite` checks gradients.
@@ -95,8 +96,8 @@ class Distribution:
         ):
             raise UsageError(
                 f"on_nonfinite is {self._on_nonfinite!r} with a LossScaleOptimizer, which Keras "
-                f"adds for mixed_float16: it expects infinity, and skips such updates on all ranks "
-                f"itself. Omit on_nonfinite"
+                f"adds for mixed_float16. A LossScaleOptimizer itself skips updates with NaN or "
+                f"infinity, on all ranks: omit on_nonfinite"
             )
         self._optimizer = optimizer
 
@@ -125,7 +126,8 @@ class Distribution:
     def train_step_of(self, model: Any) -> Iterator[None]:
         """Return a context for a `train_step` that does not change gradients before `apply`.
 
-        In this context `scale_loss` starts the overlapped reduction.
+        In this context, `scale_loss` prepares the reduction of each bucket during the backward
+        pass.
 
         Args:
             model: the model, whose trainable variables get the gradients.
@@ -150,7 +152,7 @@ class Distribution:
     def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
         variables = optimizer._trainable_variables if given is None else list(given)
         if self._applying or not variables or len(gradients) != len(variables):
-            # Reduced already, empty, or an error that Keras reports.
+            # The gradients are reduced already, or there are none, or Keras reports an error.
             type(optimizer).apply(optimizer, gradients, given)
             return
         self._optimizer = optimizer
@@ -200,8 +202,9 @@ class Distribution:
             if not optimizer.built:
                 with backend.outside_of_graphs():
                     optimizer.build(variables)
-            # Also if an error is raised in a graph: otherwise the graph might already have changed
-            # variables that do not depend on gradients, such as the number of steps.
+            # `cond` is needed even if the policy is to raise an error. Without it, a graph could
+            # change variables that do not depend on gradients, such as the number of steps, before
+            # the error.
             keras.ops.cond(self._reducer.skips_step, then, update)
         finally:
             self._applying = False
@@ -217,7 +220,7 @@ class Distribution:
             raise
         if scale != 1.0:
             reduced = [backend.scaled(g, scale) for g in reduced]
-        # Clear it last, because the reduced gradients may share the window's memory.
+        # Clear the window last, because the reduced gradients may share the window's memory.
         self._apply_reduced(reduced, window.variables, window.clear)
 
     def flush(self) -> bool:

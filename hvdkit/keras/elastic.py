@@ -33,8 +33,8 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
     broadcasts the state of rank 0. `restore` in the same process also restores the states of random
-    seeds. A commit does not contain them: a rank that starts again has the seeds that the script
-    makes.
+    seeds. A commit does not contain these states: a rank that starts again has the seeds that the
+    script makes.
 
     Example:
         @hvd.elastic.run
@@ -111,8 +111,9 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
 class _UpdateCallback(keras.callbacks.Callback):
     """A callback that keeps the progress of `fit` in a state.
 
-    Keras calls callbacks in the order of their list. `CommitStateCallback` calls these first, so
-    that a commit has the batch with which the weights were updated.
+    Keras calls callbacks in the order of their list, so a `CommitStateCallback` may run before this
+    callback. `CommitStateCallback` therefore calls all `_UpdateCallback`s of its state before it
+    commits. The commit then counts the batch that has just updated the weights.
     """
 
     def __init__(self, state: Any) -> None:
@@ -133,7 +134,7 @@ def _updates_of(state: Any) -> list[_UpdateCallback]:
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits the state after every `batches_per_commit` batches and at the end of an epoch."""
+    """Commit the state after every `batches_per_commit` batches and at the end of each epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         """
@@ -169,12 +170,12 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(_UpdateCallback):
-    """Keeps the number of trained batches of the epoch in `state.batch`; 0 after its end.
+    """Keep the number of trained batches of the epoch in `state.batch`; 0 after the epoch.
 
     If `state.batch` is not 0 when `fit` begins, the first epoch begins after these batches: they
-    are read and discarded. So each batch is trained once, if the data have the same order at each
-    start. Ranks that share the data count the batches of their own share: after a change of the
-    number of ranks, some samples of this epoch may be repeated or left out.
+    are read and discarded. Each batch is therefore trained once, if the data have the same order at
+    each start. Ranks that share the data count the batches of their own share. After a change of
+    the number of ranks, some samples of this epoch may therefore be repeated or left out.
     """
 
     def __init__(self, state: Any) -> None:
@@ -206,7 +207,7 @@ def _nothing() -> None:
 
 
 class UpdateEpochStateCallback(_UpdateCallback):
-    """Keeps the number of completed epochs in `state.epoch`, including those before a reset."""
+    """Keep the number of completed epochs in `state.epoch`, including epochs before a reset."""
 
     def __init__(self, state: Any) -> None:
         """

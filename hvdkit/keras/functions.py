@@ -30,7 +30,7 @@ def allreduce(
         prescale_factor: factor before the reduction.
         postscale_factor: factor after the reduction.
         op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`.
-        compression: `Compression.fp16` to send 16 bits per number.
+        compression: `Compression.fp16` to send 16 bits per number. None: send the value's dtype.
 
     Returns:
         A tensor of Keras's backend.
@@ -54,7 +54,10 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Return all ranks' values, concatenated. Their first dimension may differ between ranks."""
+    """Return all ranks' values, concatenated along the first dimension.
+
+    The size of the first dimension may differ between ranks.
+    """
     return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
 
 

@@ -52,7 +52,10 @@ def rank_items_of(model: Any) -> dict[str, RankItem]:
 
 
 class Layout:
-    """The place of each variable in a `.weights.h5` file, which only an export needs."""
+    """A `StatefulItem`: the place of each variable in Keras's `.weights.h5` format.
+
+    Only the export of a checkpoint to such a file reads this item. A resume ignores it.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -60,14 +63,14 @@ class Layout:
         self._others: dict[str, Any] = {}
 
     def save(self) -> Tree:
-        """Return the layout, and other tensors of the file than weights and optimizer state."""
+        """Return the layout, and the tensors that are neither weights nor optimizer state."""
         if self._layout is None:
             self._layout = self._look_up()
         others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
         return {h5.LAYOUT: self._layout, "others": others}
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Return memory for the other tensors, which are not restored."""
+        """Return memory to read the other tensors into. `restore` ignores them."""
         others = {name: arrays.empty(spec) for name, spec in tree["others"].items()}
         return {**tree, "others": others}
 
@@ -104,7 +107,7 @@ class Layout:
                 if not isinstance(value, keras.Variable):
                     return (
                         f"{path or type(self._model).__name__} computes the value that it saves as "
-                        f"{key!r}, so it is not a copy of a variable"
+                        f"{key!r}, so this value is not a copy of a variable"
                     )
                 if id(value) not in known:
                     other = f"{path}/{key}"
@@ -209,7 +212,7 @@ class GlobalSeed:
     """A `RankItem`: the global seed of `keras.random`."""
 
     def save(self) -> Tree:
-        """Return the state; None if it was not used."""
+        """Return the state of the seed; None if the program has not used the global seed."""
         if global_state.get_global_attribute("global_seed_generator") is None:
             return None
         return backend.read(seed_generator.global_seed_generator().state).tobytes()
@@ -224,8 +227,9 @@ class GlobalSeed:
 def _local(model: Any) -> list[Any]:
     """Return the variables that differ between ranks.
 
-    These are local layers and their optimizer state, and statistics of layers such as
-    BatchNormalization, up to `LARGEST_STATISTICS` bytes.
+    These are the variables of local layers with their optimizer state, and the statistics of layers
+    such as BatchNormalization. Statistics of more than `LARGEST_STATISTICS` bytes in total are left
+    out.
     """
     statistics = {
         id(variable): variable
@@ -259,7 +263,7 @@ def _slots(optimizer: Any, variable: Any) -> list[Any]:
     ]
 
 
-#: The attributes of Keras's callbacks that the following epochs depend on.
+#: The attributes of Keras's callbacks on which later epochs depend.
 _CALLBACK_ATTRIBUTES: Mapping[str, Sequence[str]] = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
@@ -283,11 +287,11 @@ class CallbackStates:
         self._callbacks = callbacks
 
     def save(self) -> Tree:
-        """Return the states by class and index among the callbacks of the class."""
+        """Return the states. A key is a class and an index, such as `EarlyStopping.0`."""
         return {key: _with_arrays(_state(callback)) for key, callback in self._named().items()}
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Return memory for weights, which are tensors in version 1 of the format."""
+        """Return memory for weights of callbacks, which version 1 of the format has as tensors."""
         return _mapped(
             tree, lambda leaf: arrays.empty(leaf) if isinstance(leaf, TensorSpec) else leaf
         )

@@ -69,7 +69,7 @@ def is_additive(metric: Any) -> bool:
 
 
 def flat_metrics(model: Any) -> list[Any]:
-    """Return a model's metrics, each once, with the metrics of `compile` one by one."""
+    """Return each metric of a model once. The metrics of `compile` are separate elements."""
     found: dict[int, Any] = {}
     for metric in model.metrics:
         inner = metric.metrics if isinstance(metric, CompileMetrics) else [metric]
@@ -194,7 +194,7 @@ def _is_result(result: float | None, value: float) -> bool:
 
 
 def _checked_layout(layout: _Layout, group: Any, everyone: bool) -> _Layout:
-    """Return the layout, after checking that all ranks with metrics have the same."""
+    """Return the layout, after a check that all ranks with metrics have the same layout."""
     lines = [json.dumps(entry) for entry in layout]
     if everyone:
         check_consistency(group, lines, _SUBJECT)
@@ -253,7 +253,10 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
 
 @contextmanager
 def _results_replaced(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """Replace the results of metrics, so that Keras names and nests the replaced values."""
+    """Return a context in which `result()` of each metric returns the given value.
+
+    Keras then gives these values their names in the logs.
+    """
     for metric, value in values:
         # Bypass Keras's `__setattr__`, which would track the value.
         object.__setattr__(metric, "result", lambda value=value: value)

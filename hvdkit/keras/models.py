@@ -41,7 +41,7 @@ def _compiling(original: Any) -> Any:
     def compile(self: Any, *args: Any, **options: Any) -> None:
         optimizer = args[0] if args else options.get("optimizer")
         if _KERAS_2_ARGUMENT in options and distribution_of(optimizer) is not None:
-            # The Keras examples of Horovod's documentation pass it.
+            # The Keras examples of Horovod's documentation pass this argument.
             del options[_KERAS_2_ARGUMENT]
             if _KERAS_2_ARGUMENT not in _logged and backend.hvd.rank() == 0:
                 log.info("compile ignores %s, which Keras 3 does not have", _KERAS_2_ARGUMENT)
@@ -57,7 +57,8 @@ def _scaling(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(self: Any, inner_optimizer: Any, *args: Any, **options: Any) -> None:
         original(self, inner_optimizer, *args, **options)
-        # Keras calls the inner optimizer only if gradients are finite on this rank.
+        # Keras calls the inner optimizer only if gradients are finite on this rank, so the
+        # LossScaleOptimizer must reduce them first.
         distribution = distribution_of(inner_optimizer)
         if distribution is not None:
             distribution.hook(self)
@@ -98,8 +99,8 @@ def adapt(model: Any) -> None:
         return
     if "jit_compile" not in _logged and backend.hvd.rank() == 0:
         log.info(
-            "the training step is compiled without XLA (jit_compile=False), which cannot compile "
-            "Horovod's operations"
+            "the training step is compiled without XLA (jit_compile=False), because XLA cannot "
+            "compile Horovod's operations"
         )
     _logged.add("jit_compile")
     model.jit_compile = False

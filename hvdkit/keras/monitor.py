@@ -22,12 +22,13 @@ _adapter: Any = importlib.import_module(f"hvdkit.{backend.NAME}.monitor")
 class MonitorCallback(LastCallback):
     """Measure `fit` on all ranks, and write a record every few batches.
 
-    Pass one to `fit` on every rank. Only the first rank writes. A record has the mean, the minimum
-    and the maximum over the ranks, and the slowest rank. See docs/monitoring.md for the metrics.
+    Pass a `MonitorCallback` to `fit` on every rank. Only the first rank writes. For each metric, a
+    record has the mean, the minimum and the maximum over the ranks. A record also names the slowest
+    rank. See docs/monitoring.md for the metrics.
 
-    A step is a batch. Loss and metrics are those of Keras: means since the beginning of the epoch.
-    At the end of each epoch there is a record with the logs of the epoch, also of the validation.
-    Steps continue after a resume by `hvd.callbacks.Checkpoint`.
+    A step is a batch. Loss and metrics are Keras's means since the beginning of the epoch.
+    At the end of each epoch there is a record with the logs of the epoch, including validation.
+    After a resume by `hvd.callbacks.Checkpoint`, the number of steps continues from the checkpoint.
 
         from hvdkit.monitor import ConsoleLogger, JSONLLogger
 
@@ -49,7 +50,8 @@ class MonitorCallback(LastCallback):
             loggers: where to write, see `hvdkit.monitor`. Default: `ConsoleLogger()`. Each `fit`
                 opens and closes them.
             every: batches per record.
-            batch_size: the samples in a batch of each rank, for samples per second.
+            batch_size: the number of samples in a batch of each rank. None: do not report samples
+                per second.
         """
         super().__init__()
         self._loggers = loggers

@@ -52,20 +52,21 @@ def DistributedOptimizer(
     finite. All ranks therefore take the same steps.
 
     Args:
-        optimizer: an instance of any class of `keras.optimizers`, also a `LossScaleOptimizer`.
+        optimizer: an instance of any class of `keras.optimizers`, including `LossScaleOptimizer`.
         name: for compatibility with Horovod; ignored.
         device_dense: for compatibility with Horovod; ignored. Gradients are reduced on their
             device.
-        device_sparse: the same.
+        device_sparse: for compatibility with Horovod; ignored.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
-            sum and by size / factor after it. Default: the wire format decides.
+            sum and by size / factor after the sum. 1.0, the default: the wire format decides.
         op: `Average` or `Sum` over the ranks.
-        num_groups: older name for an integer `groups`.
-        groups: the number of buckets, or one list of variables for each bucket.
+        num_groups: older name for an integer `groups`; used if `groups` is None.
+        groups: the number of buckets, or one list of variables for each bucket. None or 0: only
+            `bucket_bytes` divides the gradients into buckets.
         accumulation_steps: batches per update. The optimizer gets the mean over ranks and batches.
             Only the last batch of an accumulation window communicates. If an epoch ends within a
             window, `fit` updates with the mean over the batches so far. In a custom loop, call
@@ -74,22 +75,23 @@ def DistributedOptimizer(
             sum over the batches, unless `average_aggregated_gradients`.
         average_aggregated_gradients: see `backward_passes_per_step`.
         process_set: the ranks to reduce over. On other ranks gradients are unchanged.
-        scale_local_gradients: divide the gradients of local variables, see
-            `PartialDistributedOptimizer`, by the number of ranks.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks. See
+            `PartialDistributedOptimizer`.
         bucket_bytes: the largest size in bytes of a bucket with several gradients.
         check_parameters: compare the variables' values between ranks after the first batch of each
             `fit`, and raise on every rank if they differ.
-        check_interval: in `fit`, compare the trained variables and the optimizer's variables every
-            so many batches; 0 for never. Needs `check_parameters`.
-        on_mismatch: what to do if such a comparison finds a difference: `"stop"` raises
-            `RankMismatchError` on every rank, unless the difference is as small as rounding, which
-            is logged; `"repair"` copies the values of the majority of ranks, and raises if there is
-            none, as with two ranks.
-        on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction:
-            `"ignore"` does not look; `"raise"` raises `NonFiniteGradients` on every rank, with the
-            ranks and the variables; `"skip"` logs them and skips the update on every rank. Inside
-            of a graph of TensorFlow, the error is one of TensorFlow with the same text. Not for a
-            `LossScaleOptimizer`, which expects infinity and skips such updates itself.
+        check_interval: the number of batches of `fit` between two comparisons of the trained
+            variables and the optimizer's variables. 0: never compare. Needs `check_parameters`.
+        on_mismatch: what to do if a comparison of `check_interval` finds a difference. `"stop"`
+            raises `RankMismatchError` on every rank; a difference as small as rounding is only
+            logged. `"repair"` copies the values of the majority of ranks to all ranks. Without a
+            majority, as with two ranks, it raises.
+        on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction.
+            `"ignore"` does not check the gradients. `"raise"` raises `NonFiniteGradients` on every
+            rank; the error names the ranks and the variables. `"skip"` logs these names and skips
+            the update on every rank. In a TensorFlow graph, `"raise"` raises an error of
+            TensorFlow with the same text. Not for a `LossScaleOptimizer`, which expects infinity
+            and skips such updates itself.
 
     Arguments after `op` are keyword-only, because their positions differ between `horovod.keras`
     and `horovod.tensorflow.keras`.
@@ -161,7 +163,8 @@ def flush(optimizer: Any) -> bool:
     """Update with the gradients of an incomplete accumulation window, for example after an epoch.
 
     A collective: every rank calls it, outside of `tf.function`. The gradient is the mean over the
-    batches so far.
+    batches so far. With `backward_passes_per_step` and no `average_aggregated_gradients`, it is
+    the sum over these batches.
 
     Returns:
         Whether there were gradients to apply.

@@ -2,8 +2,9 @@
 
 Keras's own `train_step` scales the loss, calls `backward()` and applies the resulting gradients.
 Each gradient is therefore final when it is computed, and its bucket can be sent during the backward
-pass. A custom `train_step` may change gradients before it applies them, so there they are reduced
-when they are applied. On TensorFlow the graph overlaps both cases.
+pass. A custom `train_step` may change its gradients before it applies them. Its gradients are
+therefore reduced when they are applied. On TensorFlow, the graph overlaps the reduction in both
+cases. Importing hvdkit.keras calls `wrap_train_step`.
 """
 
 import functools
@@ -14,7 +15,7 @@ from hvdkit.keras.optimizer import distribution_of
 
 
 def wrap_train_step() -> None:
-    """Wrap Keras's `train_step`, so that the model's optimizer knows when it runs."""
+    """Wrap Keras's own `train_step`, so that reductions begin during its backward pass."""
     if backend.NAME != "torch":
         return
     from keras.src.backend.torch.trainer import TorchTrainer

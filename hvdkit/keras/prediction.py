@@ -22,14 +22,15 @@ def predict(
         model: a Keras model.
         x: arrays of shape [rows, ...]: one array, or a list, tuple or dict, as the model expects.
         batch_size: rows per batch on each rank.
-        process_set: the participating ranks. Other ranks predict all rows.
+        process_set: the participating ranks; default: all. A rank outside the process set predicts
+            all rows itself.
         options: further arguments of `model.predict`.
 
     Returns:
         The result of `model.predict(x)` for all rows, in their order, on every rank.
 
     Raises:
-        UsageError: the arrays have different numbers of rows, or none.
+        UsageError: the arrays have different numbers of rows, or no rows.
         RankMismatchError: on every rank, if ranks have different numbers of rows.
         HvdkitError: on every rank, if `model.predict` has raised on one of them.
 
@@ -46,7 +47,7 @@ def predict(
             f"each rank with a part of the data"
         )
     elif len(counts) > 1 or not counts[0]:
-        problem = f"the arrays of x have {counts} rows: expected one number, at least 1"
+        problem = f"the arrays of x have {counts} rows: expected the same number >= 1 in all arrays"
     rows = counts[0] if counts else 0
     group = backend.collectives(process_set)
     if not group.single_rank:
@@ -81,7 +82,8 @@ def predict(
     ]
     if errors:
         raise HvdkitError(
-            f"model.predict has raised on {len(errors)} ranks. {'; '.join(errors)}"
+            f"model.predict has raised an error on {len(errors)} of {len(ranks)} ranks: "
+            f"{'; '.join(errors)}"
         ) from cause
     parts = [part for _, part in gathered if part is not None]
     return keras.tree.map_structure(lambda *found: np.concatenate(found), *parts)

@@ -16,9 +16,10 @@ _adapter: Any = importlib.import_module(f"hvdkit.{backend.NAME}.profiling")
 class ProfileCallback(LastCallback):
     """Record some batches of `fit` on all ranks, and write one trace.
 
-    Pass one to `fit` on every rank. The trace has the operations of the profiler of TensorFlow or
-    PyTorch, the batches, and all collectives of each rank, on the clock of rank 0. Rank 0 writes
-    it, for https://ui.perfetto.dev and chrome://tracing. See docs/performance.md.
+    Pass a `ProfileCallback` to `fit` on every rank. The trace has the batches of each rank, all its
+    collectives, and the operations that the profiler of TensorFlow or PyTorch records. All times
+    are those of rank 0's clock. Rank 0 writes the trace; open it with https://ui.perfetto.dev or
+    chrome://tracing. See docs/performance.md.
 
     A step is a batch; with `steps_per_execution`, the batches that are executed together.
 
@@ -31,8 +32,8 @@ class ProfileCallback(LastCallback):
         """
         Args:
             path: the file for the trace, which is compressed with gzip. Each `fit` replaces it.
-            steps: the batches to record.
-            wait: the batches of `fit` before them.
+            steps: the number of batches to record.
+            wait: the number of batches of `fit` before the first recorded batch.
 
         Raises:
             UsageError: an argument is invalid.
@@ -61,11 +62,14 @@ class ProfileCallback(LastCallback):
         self._profile.__enter__()
 
     def batch_ends(self, batch: int) -> None:  # noqa: ARG002
-        """Begin or end the recording if it is time. A collective then."""
+        """Begin the recording after `wait` batches, and end it after `steps` more.
+
+        A collective when the recording begins or ends.
+        """
         assert self._profile is not None
         self._profile.step()
 
     def fit_ends(self) -> None:
-        """Write the trace if `fit` had fewer batches. A collective then."""
+        """Write the trace if `fit` ends before `wait + steps` batches; then a collective."""
         assert self._profile is not None
         self._profile.__exit__(None, None, None)

@@ -1,4 +1,7 @@
-"""The variables of an optimizer that must be equal on all ranks, see `hvdkit.core.replicas`."""
+"""The variables of a model and its optimizer that must be equal on all ranks.
+
+`hvdkit.keras.distribution` passes them to the comparisons of `hvdkit.core.replicas`.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,9 @@
 """Resume `fit` in the middle of an epoch, where a checkpoint was saved.
 
 Keras has no hook for this: `fit` takes the steps of an epoch from an `EpochIterator`, which always
-begins at 0. Importing hvdkit.keras wraps two methods of that class. Other epochs are unchanged.
-Each `EpochIterator` also checks its data (`hvdkit.keras.data.check_data`).
+begins at 0. Importing hvdkit.keras wraps two methods of that class. `hvd.callbacks.Checkpoint` and
+`hvd.elastic.UpdateBatchStateCallback` call `set_next_epoch` for an epoch to resume; the epochs that
+follow are unchanged. Each `EpochIterator` also checks its data (`hvdkit.keras.data.check_data`).
 """
 
 import functools
@@ -61,7 +62,8 @@ class ResumedEpoch:
         epoch.data_adapter.on_epoch_end()
 
 
-#: The next epoch if it is resumed, and its number among all `EpochIterator`s and resumed epochs.
+#: The epoch to resume, and its number. An `EpochIterator` that was made later has a larger number.
+#: None: the next epoch begins at its first batch.
 _next: tuple[ResumedEpoch, int] | None = None
 
 
@@ -86,7 +88,7 @@ def wrap_epochs() -> None:
     @functools.wraps(enumerate_iterator)
     def _enumerate_iterator(self: Any) -> Any:
         global _next
-        # An iterator made later belongs to an `evaluate` in a callback.
+        # An iterator made after `set_next_epoch` belongs to an `evaluate` in a callback.
         if _next is None or getattr(self, _NUMBER) > _next[1]:
             return enumerate_iterator(self)
         (resumed, _), _next = _next, None

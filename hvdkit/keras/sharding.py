@@ -115,7 +115,7 @@ def shard(
 
 
 def _argument_problem(data: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Any) -> str:
-    """Return why an argument is invalid for other data than datasets of tf.data; empty if valid."""
+    """Return why an argument is invalid; empty if all are valid. Not for datasets of tf.data."""
     if batch_size is not None and not isinstance(batch_size, int):
         return (
             f"batch_size is of type {type(batch_size).__name__}: expected an integer. To shard "
@@ -214,7 +214,7 @@ def _share_of_arrays(data: Any, group: Any, padded: bool) -> Any:
             f"with reader=, or on the PyTorch backend a torch DataLoader"
         )
     elif len(counts) > 1:
-        problem = f"the arrays have {counts} rows: expected the same number"
+        problem = f"the arrays have {counts} rows: expected the same number in all arrays"
     else:
         problem = _too_few(counts[0], "rows", group) or (_weight_problem(data) if padded else "")
     digest, cause = "", None
@@ -272,7 +272,7 @@ def _weight_problem(data: Any) -> str:
     if isinstance(data, tuple | list) and len(data) in (2, 3):
         return ""
     return (
-        f"with tail='pad' data must be (x, y) or (x, y, sample_weight), and are of type "
+        f"with tail='pad' data must be (x, y) or (x, y, sample_weight), but are of type "
         f"{type(data).__name__}: convert them, or use tail='drop'"
     )
 
@@ -394,7 +394,10 @@ def _share_of_loader(loader: Any, group: Any, seed: int | None, process_set: Any
             f"yield a different part on each rank"
         )
     elif shuffled and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset)):
-        problem = "the DataLoader draws with replacement, or not all samples: expected shuffle=True"
+        problem = (
+            "the sampler of the DataLoader draws with replacement, or draws only some samples: "
+            "expected a DataLoader made with shuffle=True and without a sampler"
+        )
     else:
         count = len(loader.dataset)
         problem = _too_few(count, "samples", group)

@@ -15,7 +15,7 @@ def statistics_of(model: Any) -> list[Any]:
         variable
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
-        # More than a mean and a variance with `renorm`.
+        # With `renorm`, a layer has more statistics than a mean and a variance.
         for variable in layer._non_trainable_variables
         if backend.is_floating(variable)
     ]

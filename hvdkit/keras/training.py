@@ -9,9 +9,9 @@ the list:
 - to `_ListWithLastCallbacks` if there is a `LastCallback` or a `ResumableSampler`, also on a single
   rank.
 
-A `fit` in a job of several ranks begins with one small collective, because perhaps only one rank
-has an object of hvdkit, for example a callback that reduces metrics. If no rank has one, Keras's
-own `fit` runs. `local_fit` omits the collective.
+A `fit` in a job of several ranks begins with one small collective, because it is possible that only
+one rank needs coordination, for example for a callback that reduces metrics. If no rank needs
+coordination, Keras's own `fit` runs. `local_fit` omits the collective.
 
 A coordinated list does the following, in this order (see `hvdkit.keras.coordination`):
 
@@ -19,14 +19,14 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
 - Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
   that `BackupAndRestore` restores on the first rank.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
-  the trained variables, those of the optimizer, and the times that the ranks need.
-- If there is a `TerminateOnNaN`, make the loss of a batch NaN on every rank if it is not finite on
+  the trained variables, the optimizer's variables, and the times that the ranks need.
+- With a `TerminateOnNaN`, set the loss of a batch to NaN on every rank if the loss is not finite on
   one rank.
-- If a callback stops training on one rank, stop on every rank: after the same batch if callbacks
-  act on batches, and otherwise at the end of the epoch.
+- If a callback stops training on one rank, stop on every rank. If a user's callback has a hook for
+  batches, all ranks stop after the same batch; otherwise they stop at the end of the epoch.
 - Before validation, or at the end of an epoch without validation, close an accumulation window and
   average the moving statistics of `BatchNormalization`.
-- Reduce metrics over all ranks, also those of validation, before any callback reads them.
+- Reduce metrics over all ranks, including metrics of validation, before any callback reads them.
 
 A list with last callbacks calls each `LastCallback` after all other callbacks, and counts the
 epochs of every `ResumableSampler`.
@@ -101,7 +101,8 @@ class ReducesMetrics(keras.callbacks.Callback):
 class LastCallback(keras.callbacks.Callback):
     """Base of callbacks that run after all other callbacks and after the ranks' coordination.
 
-    It has hooks of its own. Keras would call its hooks in a thread, and lose their exceptions.
+    Use the methods below, such as `batch_ends`, for actions that may raise. Keras may call its
+    standard hooks, such as `on_train_batch_end`, in a thread and lose their exceptions.
 
     Attributes:
         needs_one_model: whether all ranks must train the same model.
@@ -190,7 +191,7 @@ class _CoordinatedList:
         super().on_test_begin(logs)  # type: ignore[misc]
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        # In place, because `evaluate` returns them.
+        # The logs change in place, because `evaluate` returns them.
         logs = {} if logs is None else logs
         if self._in_fit:
             self._coordination.end_validation(logs)
@@ -199,7 +200,7 @@ class _CoordinatedList:
         super().on_test_end(logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # In place, because `fit` passes them to on_train_end.
+        # The logs change in place, because `fit` passes them to on_train_end.
         logs = {} if logs is None else logs
         self._coordination.end_epoch(logs)
         super().on_epoch_end(epoch, logs)  # type: ignore[misc]
@@ -238,7 +239,8 @@ class _ListWithLastCallbacks:
         super().on_epoch_end(epoch, logs)  # type: ignore[misc]
         for callback in self._last:
             callback.epoch_ends(epoch, logs)
-        # Without a `Checkpoint` that counts batches, count epochs, because each has a new order.
+        # A `Checkpoint` counts the batches of its sampler. Count the epochs of other samplers,
+        # because each epoch has a new order.
         for sampler in samplers_read():
             sampler.end_epoch()
 

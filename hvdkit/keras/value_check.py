@@ -46,9 +46,9 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
     by_rank = "; ".join(group_by_text(group, _first_elements(variable), "hvdkit.keras.values.told"))
     raise RankMismatchError(
         f"ranks have different values of {variable.path!r} after the first batch ({by_rank}), and "
-        f"mean gradients never make them equal. Pass fit a "
-        f"hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call "
-        f"hvd.broadcast_model(model, root_rank=0) before it. If ranks should have different "
+        f"mean gradients never make them equal. Pass "
+        f"hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit, or call "
+        f"hvd.broadcast_model(model, root_rank=0) before fit. If ranks should have different "
         f"values, pass check_parameters=False to hvd.DistributedOptimizer."
     )
 

@@ -16,8 +16,10 @@ _ALIGNMENT = 64
 
 
 class Wire:
-    """A bucket's contiguous buffer, which core code treats as modified in place.
+    """A bucket's contiguous buffer.
 
+    hvdkit.core treats the buffer as modified in place. A tensor cannot change, so each operation
+    sets `tensor` to a new one.
     Attributes:
         tensor: the current content, one-dimensional.
         factor: a pending factor of the content; the next collective applies it.
@@ -131,7 +133,7 @@ class GraphMemory:
         return self._sparse.indices, values * scalar(factor, values.dtype)
 
     def set_rows(self, rows: tuple[tf.Tensor, tf.Tensor]) -> None:
-        """Keep repeated indices, which Keras and `tf.Variable` add up where necessary."""
+        """Replace the sparse gradient. Keras and `tf.Variable` add up rows of repeated indices."""
         indices, values = rows
         self._sparse = tf.IndexedSlices(values, indices, tf.constant(self._shapes[0], tf.int64))
 
@@ -171,7 +173,7 @@ def abs_max(buffer: Wire) -> tf.Tensor:
     """Return the absolute maximum as float64; not finite if an element is not finite."""
     bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}[buffer.tensor.dtype.size]
     # Positive floats are ordered like the integers of the same bits, with infinity above all
-    # numbers and NaN above infinity. A maximum of integers finds NaN, one of floats may not.
+    # numbers and NaN above infinity. A maximum of integers finds NaN; a maximum of floats may not.
     positive = tf.bitwise.bitwise_and(tf.bitcast(buffer.tensor, bits), bits.max)
     largest = tf.maximum(tf.reduce_max(positive), tf.constant(0, bits))
     magnitude = tf.cast(tf.bitcast(largest, buffer.tensor.dtype), tf.float64)

@@ -53,7 +53,7 @@ def encode(numbers: tf.Tensor) -> tf.Tensor:
         uint8, of shape [blocks, BLOCK_BYTES].
     """
     # A maximum of floats may ignore NaN. The bits of positive floats have the order of integers,
-    # and those of infinity and NaN are the largest.
+    # in which infinity and NaN are the largest.
     bits = tf.bitwise.bitwise_and(tf.bitcast(numbers, tf.int32), tf.int32.max)
     largest = tf.bitcast(tf.reduce_max(bits, 1, keepdims=True), tf.float32)
     scale = largest / 127
@@ -68,7 +68,7 @@ def encode(numbers: tf.Tensor) -> tf.Tensor:
 
 
 def decode(blocks: tf.Tensor) -> tf.Tensor:
-    """Return the float32 numbers, of shape [blocks, BLOCK], that `encode` has rounded."""
+    """Return the numbers that `encode` has rounded: float32, of shape [blocks, BLOCK]."""
     scale = tf.bitcast(blocks[:, :4], tf.float32)
     codes = tf.cast(tf.bitcast(blocks[:, 4:], tf.int8), tf.float32)
     return codes * scale[:, tf.newaxis]

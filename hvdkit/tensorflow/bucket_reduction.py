@@ -58,7 +58,7 @@ class TracedReduction:
         """Run until the next `GlobalMax`, and return its value; None at the end.
 
         Args:
-            result: the result of the `GlobalMax` before.
+            result: the result of the previous `GlobalMax`; None in the first call.
         """
         try:
             request = self._generator.send(result)
@@ -164,7 +164,7 @@ class TracedReduction:
 def engine_sends_int8(process_set: mpi_ops.ProcessSet) -> bool:
     """Return whether the engine itself sends sums as 8-bit integers, which it does on the CPU only.
 
-    The result differs between ranks only if some of them have GPUs and others do not.
+    The result differs between ranks only if some ranks have GPUs and other ranks have none.
     """
     gpus = tf.config.list_logical_devices("GPU")
     in_engine = process_set.process_set_id == 0 and not gpus

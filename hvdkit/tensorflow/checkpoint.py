@@ -26,8 +26,9 @@ from hvdkit.tensorflow.variables import tf_variable
 
 
 class Checkpointer(Manager):
-    """Save and restore the state of a training loop. Every rank creates one and makes equal calls.
+    """Save and restore the state of a training loop.
 
+    Every rank creates a `Checkpointer` and calls the same methods in the same order.
         checkpointer = hvd.Checkpointer(
             folder, model=model, optimizer=optimizer, data=sampler, every_steps=1000
         )
@@ -53,7 +54,7 @@ class Checkpointer(Manager):
 
     If the program is reproducible, a run that was killed and resumed ends bit-identical to an
     uninterrupted run. `tf.random.uniform` and similar functions (no generator, no "stateless" in
-    the name) make a program irreproducible, because their state cannot be read.
+    the name) make a resume irreproducible, because their state cannot be saved.
 
     Attributes:
         metadata: your own plain values in the checkpoint. `restore` updates them.
@@ -84,24 +85,29 @@ class Checkpointer(Manager):
         Args:
             folder: a local or shared folder, or a URL that fsspec knows, such as `s3://bucket/run`.
                 Only the first rank reads and writes it.
-            model: a built Keras model, a `tf.Module` or a list of variables, or several in a dict.
+            model: a built Keras model, a `tf.Module` or a list of variables. Several of them: a
+                dict from name to model.
             optimizer: a Keras optimizer whose variables exist (`optimizer.build(variables)`) or a
-                list of variables, or several in a dict.
-            data: a `ResumableSampler`.
+                list of variables. Several of them: a dict from name to optimizer.
+            data: a `ResumableSampler`. None: the position in the data is not saved.
             sharded: name -> this rank's rows of a variable whose rows are divided among the ranks,
                 such as `hvd.Shard(embedding, first, total)`. Any number of ranks can restore it.
             metadata: plain values; see `hvdkit.checkpoint.state`. Every save reads them, and
                 `restore` updates them.
             generators: name -> your own `tf.random.Generator`s, `numpy.random.Generator`s and
                 `random.Random`s, in addition to TensorFlow's global generator.
-            every_steps: `maybe_save` saves after this many steps.
-            every_minutes: `maybe_save` saves after this many minutes.
+            every_steps: `maybe_save` saves after this many steps. None: the number of steps does
+                not matter.
+            every_minutes: `maybe_save` saves after this many minutes. None: the time does not
+                matter.
             keep_last: the number of newest checkpoints to keep; None: all.
-            keep_best: the best checkpoints to keep as well.
-            keep_every: keep checkpoints whose step is a multiple of this as well.
+            keep_best: also keep the best checkpoints by a metric, such as
+                `hvd.KeepBest("val_loss")`.
+            keep_every: also keep each checkpoint whose step is a multiple of this number. None: no
+                such checkpoints.
             asynchronous: write in the background while training continues.
-            overwrite: if `folder` has steps and none was restored, begin a new run beside them.
-                Otherwise saving raises an error.
+            overwrite: what to do if `folder` has checkpoints and none was restored. True: begin a
+                new run beside them. False: saving raises an error.
             storage_options: for fsspec's file system, such as `{"endpoint_url": …}`; for URLs only.
             stop_signals: signals at which `maybe_save` saves and ends the job with status 75.
             process_set: the ranks of the job.
@@ -187,7 +193,7 @@ def _check_built(given: Any, argument: str) -> None:
         how = "model.trainable_variables" if argument.startswith("optimizer") else "input_shape"
         raise UsageError(
             f"{argument} is a {type(given).__name__} that is not built and has no variables: "
-            f"call its build({how}) before"
+            f"call its build({how}) before hvd.Checkpointer"
         )
     _variables(given)
 

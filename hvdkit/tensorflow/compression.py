@@ -69,6 +69,6 @@ class _TensorByTensor(TensorByTensor):
         yield Sum(wire)
         reduced = tf.cast(self._compressor.decompress(wire.tensor, context), gradient.dtype)
         if scaling.total != 1.0:
-            # After decompression: the compressed elements may not be numbers.
+            # After decompression, because compressed elements may be codes and not numbers.
             reduced *= tf.constant(scaling.total, gradient.dtype)
         memory.set_gradients([reduced])

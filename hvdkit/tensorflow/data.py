@@ -61,25 +61,26 @@ def shard(
     of the examples in all files (sorted by name), and few files are read by two ranks. To find the
     ranges, the ranks together count the examples once.
 
-    A dataset of unknown `cardinality()` (from a generator, from TFRecords, after a `filter`) is
-    read once to count it, unless `tf.data.experimental.assert_cardinality` tells its size.
+    If the `cardinality()` of the dataset is unknown (from a generator, from TFRecords, after a
+    `filter`), the dataset is read once to count its elements. To avoid this, declare the size with
+    `tf.data.experimental.assert_cardinality`.
 
     **The tail.** Up to n - 1 elements may remain when each rank has the same number.
 
     - `"drop"`: these elements are not used, and rank 0 logs their number. Shapes, loss, metrics
       and gradients are exactly those of the used elements.
-    - `"pad"`: ranks that would have one element less repeat one with sample weight 0. Elements
+    - `"pad"`: a rank that would have one element less repeats an element with weight 0. Elements
       (x, y) or (x, y, sample_weight) become (x, y, sample_weight), with weight 1 for (x, y). With
       Keras (3.15):
 
       - `weighted_metrics=` of `compile` are exact, because they divide by the sum of the weights.
-        `fit` with hvdkit.keras shows those of all ranks. `metrics=` get no weights and count
+        With hvdkit.keras, `fit` shows them over all ranks. `metrics=` get no weights and count
         repeated elements.
       - Repeated elements have no gradient. The default reduction of a loss,
         "sum_over_batch_size", divides by the number of rows. The mean over ranks therefore gives
         each real element 1 / (n * rows), as one process with the same rows and weights would.
       - For the same reason, the `loss` in the logs is elements / (elements + repeated elements)
-        times the mean over the real elements. For the mean itself, add the loss to
+        times the mean over the real elements. To log the mean itself, add the loss to
         `weighted_metrics`.
       - Do not use "mean_with_sample_weight". It divides by each rank's own sum of weights; if
         these differ, the mean over ranks is not the mean over examples.
@@ -97,7 +98,7 @@ def shard(
             can do it later. The last batch may be smaller, and then has the same size on all ranks.
         shuffle: True: shuffle the whole share in each epoch. A number: the size of the shuffle
             buffer, in examples. A rank shuffles only its own share.
-        seed: seed of that shuffle; may be the same on every rank. None: a new order in each run.
+        seed: the seed for `shuffle`; may be the same on every rank. None: a new order in each run.
         tail: "drop" or "pad".
         reader: returns the dataset of a file name, e.g. `tf.data.TFRecordDataset`. For "pad", a
             dataset of (x, y) or (x, y, sample_weight).
@@ -117,15 +118,19 @@ def shard(
             f"rank {mpi_ops.rank()} is not in the process set whose ranks share the dataset; "
             f"expected a call on ranks {process_set.ranks} only"
         )
-    _check_arguments(dataset, batch_size, shuffle, tail, reader)
     collectives = TensorFlowCollectives(process_set)
     settings = f"batch_size={batch_size}, tail={tail!r}, reader={'given' if reader else None}"
+    problem = _argument_problem(dataset, batch_size, shuffle, tail, reader)
+    # If an argument is invalid on one rank only, all ranks must raise.
+    check_consistency(collectives, [problem or "no problem", settings], _SUBJECT, _ADVICE)
+    if problem:
+        raise UsageError(problem)
     rank, size = process_set.rank(), process_set.size()
     if reader is None:
-        count, first = _check_examples(dataset, collectives, rank, tail, settings)
+        count, first = _check_examples(dataset, collectives, rank, tail)
     else:
         names = sorted(os.fspath(name) for name in dataset)
-        counts = _count_files(names, reader, collectives, rank, settings)
+        counts = _count_files(names, reader, collectives, rank)
         count = sum(counts)
     if count < size:
         raise UsageError(
@@ -150,7 +155,14 @@ def shard(
 def share_of_examples(
     dataset: "tf.data.Dataset", division: Division, rank: int, filler: Any
 ) -> "tf.data.Dataset":
-    """Return every size-th element, beginning with element `rank`."""
+    """Return every size-th element, beginning with element `rank`.
+
+    Args:
+        dataset: all elements.
+        division: the division of the elements among the ranks.
+        rank: the index of this rank in the division.
+        filler: the element to repeat with weight 0 for tail="pad".
+    """
     share = dataset.take(division.used).shard(division.size, rank)
     return _padded(share, division, rank, filler)
 
@@ -158,7 +170,7 @@ def share_of_examples(
 def share_of_files(
     names: Sequence[str], counts: Sequence[int], reader: Reader, division: Division, rank: int
 ) -> "tf.data.Dataset":
-    """Return the rank's range of the elements of all files, which have `counts` elements each."""
+    """Return the rank's range of the elements of all files. File k has `counts[k]` elements."""
     begin = division.before_rank(rank)
     end = begin + division.of_rank(rank)
     ranges = []
@@ -188,12 +200,12 @@ def _padded(
     if division.padded:
         share = share.map(_with_weight)
         if division.of_rank(rank) < division.per_rank:
-            # A constant. A second iteration of the dataset would advance its shuffle by one epoch
-            # on this rank alone.
+            # `filler` is a constant. To read it from the dataset again would advance the dataset's
+            # shuffle by one epoch on this rank only.
             repeated = tf.data.Dataset.from_tensors(filler).map(_with_weight).map(_with_zero_weight)
             share = share.concatenate(repeated)
-    # Raise an error if the dataset yields fewer elements than were counted, because this rank would
-    # run fewer steps than the others.
+    # Raise an error if the dataset yields fewer elements than were counted. Otherwise this rank
+    # would run fewer steps than the other ranks, which would wait for it.
     return share.apply(tf.data.experimental.assert_cardinality(division.per_rank))
 
 
@@ -205,31 +217,30 @@ def _with_zero_weight(x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
     return x, y, tf.nest.map_structure(tf.zeros_like, weight)
 
 
-def _check_arguments(
+def _argument_problem(
     dataset: Any, batch_size: Any, shuffle: Any, tail: Any, reader: Reader | None
-) -> None:
-    """Raise if an argument is invalid for any data."""
+) -> str:
+    """Return why an argument is invalid; empty if all are valid. Does not read the data."""
     if tail not in ("drop", "pad"):
-        raise UsageError(f"tail is {tail!r}: expected 'drop' or 'pad'")
+        return f"tail is {tail!r}: expected 'drop' or 'pad'"
     is_int = isinstance(batch_size, int) and not isinstance(batch_size, bool)
     if batch_size is not None and not (is_int and batch_size >= 1):
-        raise UsageError(f"batch_size is {batch_size!r}: expected an integer >= 1")
+        return f"batch_size is {batch_size!r}: expected an integer >= 1"
     if not isinstance(shuffle, int) or shuffle < 0:
-        raise UsageError(f"shuffle is {shuffle!r}: expected True, False or a number of elements")
+        return f"shuffle is {shuffle!r}: expected True, False or a number of elements"
     if reader is None:
         if not isinstance(dataset, tf.data.Dataset):
-            raise UsageError(
+            return (
                 f"dataset is of type {type(dataset).__name__}: expected a tf.data.Dataset, or the "
                 f"names of files and a reader"
             )
     elif isinstance(dataset, str | bytes | tf.data.Dataset) or not dataset:
-        raise UsageError(
-            f"with a reader, dataset is {dataset!r}: expected a list with the names of files"
-        )
+        return f"with a reader, dataset is {dataset!r}: expected a list with the names of files"
+    return ""
 
 
 def _check_examples(
-    dataset: "tf.data.Dataset", collectives: Collectives, rank: int, tail: str, settings: str
+    dataset: "tf.data.Dataset", collectives: Collectives, rank: int, tail: str
 ) -> tuple[int, Any]:
     """Check that all ranks have the same dataset; return its size and its first element."""
     count, first, digest = 0, None, ""
@@ -241,16 +252,17 @@ def _check_examples(
     except Exception as error:
         # User code may raise anything, and the other ranks must raise too.
         problem = f"the dataset cannot be read: {type(error).__name__}: {error}"
-    lines = [problem or f"{count} elements", settings, str(dataset.element_spec), digest]
-    check_consistency(collectives, lines, _SUBJECT)
+    lines = [problem or f"{count} elements", str(dataset.element_spec), digest]
+    check_consistency(collectives, lines, _SUBJECT, _ADVICE)
     if problem:
         raise UsageError(problem)
     return count, first
 
 
-_SUBJECT = (
-    "the dataset to shard, which must have the same elements in the same order on all of them "
-    "(shuffle and augment after hvd.shard, not before)"
+_SUBJECT = "the dataset to shard"
+_ADVICE = (
+    "Pass the same elements in the same order on every rank, with the same arguments: shuffle and "
+    "augment after hvd.shard, or with the same seed on every rank."
 )
 
 
@@ -281,7 +293,7 @@ def _weight_problem(spec: Any) -> str:
 
 
 def _count(dataset: "tf.data.Dataset", rank: int) -> int:
-    """Return the number of elements; read the whole dataset if it is unknown."""
+    """Return the number of elements; read the whole dataset if the number is unknown."""
     known = int(dataset.cardinality())
     if known >= 0:
         return known
@@ -317,14 +329,14 @@ def _count_files(
     reader: Reader,
     collectives: Collectives,
     rank: int,
-    settings: str,
 ) -> list[int]:
     """Return the number of elements of each file. Each rank counts every size-th file."""
     check_consistency(
         collectives,
-        # Only names: hosts may mount the files at different paths.
-        [settings, *(f"file {os.path.basename(name)}" for name in names)],
+        # Without folders, because hosts may mount the files at different paths.
+        [f"file {os.path.basename(name)}" for name in names],
         "the files to shard",
+        "Pass the names of the same files on every rank.",
     )
     size = len(collectives.ranks)
     began = time.monotonic()

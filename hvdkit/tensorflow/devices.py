@@ -8,9 +8,9 @@ import tensorflow as tf
 def use_own_gpu(local_rank: int) -> None:
     """Let TensorFlow see only the GPU whose number is the local rank.
 
-    TensorFlow allocates all memory of every visible GPU. This function does nothing if the script
-    has selected GPUs. It does nothing if there are fewer GPUs than local ranks, because then a
-    launcher has selected them.
+    Otherwise TensorFlow allocates all memory of every GPU that it sees. Does nothing if the script
+    has selected GPUs. Does nothing either if no GPU has this number, because then a launcher has
+    selected the GPUs of each rank.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if local_rank >= len(gpus) or tf.config.get_visible_devices("GPU") != gpus:

@@ -154,7 +154,7 @@ class TensorFlowState(_VariablesState):
     """Elastic state of a list of variables, and of any picklable objects.
 
     Args:
-        variables: `tf.Variable` or `keras.Variable`.
+        variables: a list of `tf.Variable`s and `keras.Variable`s; None: no variables.
         session: for compatibility with Horovod; must be None.
         kwargs: further objects; they become attributes.
 

@@ -13,8 +13,8 @@ from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.variables import tf_variables
 
-# Small variables are concatenated into broadcasts of up to 16 MB. For larger ones the network takes
-# longer than the negotiation of a collective.
+# Small variables are concatenated into broadcasts of up to 16 MB. Larger broadcasts would gain
+# little, because sending 16 MB takes longer than the negotiation of a collective.
 _PACK_BYTES = 16_000_000
 # Variables are sent as bytes. MPI counts elements in 32 bits, so 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30
@@ -201,7 +201,7 @@ def broadcast_object(
     2 GB, and raises on every rank if the object cannot be sent.
 
     Args:
-        obj: the object to send; ignored on other ranks.
+        obj: the object to send; ignored on ranks other than `root_rank`.
         root_rank: the rank that sends.
         session: for compatibility with Horovod; must be None.
         name: appears in errors.

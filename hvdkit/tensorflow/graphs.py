@@ -1,4 +1,9 @@
-"""Name collectives equally in the traces of all ranks, and trace functions again after `init`."""
+"""Names, values and new traces for graphs that contain collectives.
+
+- `trace_position` gives a collective the same name in the traces of all ranks.
+- `GraphValue` keeps a value that graphs read and write, such as a count of reductions.
+- `retrace_after_init` and `clear_traces` trace a function again after `init`.
+"""
 
 import collections
 import itertools
@@ -23,10 +28,10 @@ _to_retrace: WeakSet[Any] = WeakSet()
 def trace_position(key: Hashable) -> str:
     """Return a name for this call in the traced program, equal on all ranks.
 
-    The name consists of the enclosing functions and the number of calls with `key` before. A rank
-    may trace a function more often than another rank, for example because its model has been
-    called before and has variables. Each trace therefore counts from 0, and the functions' names
-    omit the numbers that TensorFlow appends.
+    The name consists of the names of the enclosing functions and the number of earlier calls with
+    `key` in the same trace. A rank may trace a function more often than another rank, for example
+    because its model has been called before and has variables. Each trace therefore counts from 0,
+    and the functions' names omit the numbers that TensorFlow appends.
 
     Outside of a graph the position is "0", because eager operations run one at a time.
     """
@@ -73,7 +78,7 @@ class GraphValue:
     def __init__(self, dtype: tf.DType, shape: Sequence[int] = ()) -> None:
         self._name = f"hvdkit.value.{next(_numbers)}"
         self._dtype, self._shape = dtype, list(shape)
-        # The resource lives as long as a handle to it.
+        # TensorFlow keeps the value as long as a handle of it exists.
         with tf.init_scope():
             self._handle = self.handle()
         self.reset()
@@ -124,7 +129,7 @@ def retrace_after_init() -> None:
     """Record all `tf.function`s around this call, for `clear_traces`.
 
     Call it where a graph depends on the number of ranks or on a consistency check. In an elastic
-    job both change, and a new rank must trace together with the others. Does nothing outside of a
+    job both change, and all ranks must trace together with a new rank. Does nothing outside of a
     graph.
     """
     if tf.executing_eagerly():

@@ -160,8 +160,9 @@ class Randomness:
 class Statistics:
     """A `RankItem`: the moving statistics of batch normalisation, from this rank's batches.
 
-    Training does not depend on them, but validation does. Above `LARGEST_STATISTICS` bytes, all
-    ranks get those of the first rank.
+    Training does not depend on the statistics, but validation does. If they have more than
+    `LARGEST_STATISTICS` bytes, they are not saved by rank: all ranks get the first rank's
+    statistics.
 
     Args:
         models: name -> model. Only Keras models have such layers.

@@ -1,4 +1,4 @@
-"""`Monitor` for TensorFlow."""
+"""`hvd.Monitor` for custom training loops of TensorFlow."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,16 +18,17 @@ from hvdkit.tensorflow.tape import times_of
 class Monitor(BaseMonitor):
     """Measure a training loop on all ranks, and write a record every few steps.
 
-    Every rank makes one, and calls `step` after each step, outside of `tf.function`. Only the first
-    rank writes. A record has the mean, the minimum and the maximum over the ranks, and the slowest
-    rank. See docs/monitoring.md for the metrics. For `model.fit`, use
-    `hvdkit.keras.callbacks.MonitorCallback`.
+    Every rank makes a `Monitor`, and calls `step` after each step, outside of `tf.function`. Only
+    the first rank writes. For each metric, a record has the mean, the minimum and the maximum over
+    the ranks. A record also names the slowest rank. See docs/monitoring.md for the metrics.
+
+    For `model.fit`, use `hvdkit.keras.callbacks.MonitorCallback`.
 
     Args:
         loggers: where to write, see `hvdkit.monitor`. Default: `ConsoleLogger()`.
         every: steps per record. A record covers all of these steps.
-        optimizer: a `hvd.DistributedOptimizer`, if it reduces the gradients, and not a
-            `hvd.DistributedGradientTape`.
+        optimizer: the `hvd.DistributedOptimizer` that reduces the gradients. None: a
+            `hvd.DistributedGradientTape` reduces them.
         process_set: the ranks that train together.
 
     Raises:
@@ -60,7 +61,7 @@ class Monitor(BaseMonitor):
             if distribution is None:
                 raise UsageError(
                     f"optimizer is a {type(optimizer).__name__} that is not wrapped: expected the "
-                    f"result of hvd.DistributedOptimizer, or none for a DistributedGradientTape"
+                    f"result of hvd.DistributedOptimizer. With a DistributedGradientTape, omit it"
                 )
             times = distribution.times
         framework = _TensorFlow(times)
@@ -140,7 +141,7 @@ def scalar(value: Any) -> Any:
 
 
 def totals() -> dict[str, float]:
-    """Return the counters of the gradient synchronizers."""
+    """Return the counters of this process: the bytes of the buckets that it has reduced."""
     return {metrics.PAYLOAD: float(payload_bytes.total())}
 
 

@@ -50,7 +50,8 @@ class NonFiniteCheck:
         if not gradients:
             return tf.zeros([self._count], tf.int32)
         values = {i: _values(gradient) for i, gradient in gradients.items()}
-        # Half as much work as the exact check. The sum of finite elements may overflow.
+        # A sum is half as much work as the exact check. The sum of finite elements may overflow, so
+        # the exact check follows if a sum is not finite.
         sums = tf.stack([tf.cast(tf.reduce_sum(each), tf.float32) for each in values.values()])
 
         def exact() -> tf.Tensor:
@@ -122,7 +123,7 @@ class NonFiniteCheck:
         @tf.autograph.experimental.do_not_convert
         def report(sums: tf.Tensor, gathered: tf.Tensor) -> int:
             count, found = (int(n) for n in sums)
-            # Empty if ranks are in `join`, because these take part in sums only.
+            # Empty if some ranks are in `join`, because ranks in `join` take part in sums only.
             rows = gathered.numpy()
             texts = {
                 rank: names_text(_listed(row, names))

@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer`, which calls the one of hvdkit.keras."""
+"""`hvd.DistributedOptimizer`, which calls `hvdkit.keras.DistributedOptimizer`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -29,7 +29,7 @@ class CodecStates:
         """
         Args:
             codecs: the buckets' new codecs.
-            saved: a value of `numbers` to restore, or None.
+            saved: a value of `numbers` to restore. None: begin with the states of new codecs.
         """
         initial: list[Sequence[int]] = [codec.state for codec in codecs]
         if saved is not None:
@@ -106,8 +106,8 @@ class Plan:
         Args:
             gradients: this rank's gradients; None for a missing one.
             variables: their variables.
-            check_values: compare the values of the variables if a comparison is due, without the
-                variables that have no gradient on any rank.
+            check_values: compare the values of the variables if a comparison is due. Variables
+                that have no gradient on any rank are not compared.
 
         Raises:
             RankMismatchError: see `ValueCheck`.
@@ -135,9 +135,9 @@ class Plan:
                 )
             if check_values:
                 reduced_by = zip(variables, ranks.numpy(), strict=True)
-                found = {i: v for i, (v, count) in enumerate(reduced_by) if count}
-                record_reduced(found.values(), self._process_set)
-                self._values.compare(found)
+                compared = {i: v for i, (v, number) in enumerate(reduced_by) if number}
+                record_reduced(compared.values(), self._process_set)
+                self._values.compare(compared)
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()
                 reduced = {i: gradient for i, gradient in reduced.items() if ranks[i]}

@@ -21,7 +21,7 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
 # The name of the events that connect the profiler's clock with the system's.
 _MARK = "hvdkit.clock"
-# Marks at the beginning. The first ones take long.
+# The number of marks at the beginning: several, because the first marks are slow.
 _MARKS = 10
 
 
@@ -30,17 +30,20 @@ def profile(
 ) -> BaseProfile:
     """Return a context in which some steps are recorded on all ranks, for one trace.
 
-    The trace has the operations of `tf.profiler`, the steps, and all collectives of each rank, on
-    the clock of rank 0. Rank 0 writes it, for https://ui.perfetto.dev and chrome://tracing. Every
-    rank calls this, and `step` after each step of the optimizer; or loops over `batches`. For
-    `model.fit`, use `hvd.callbacks.ProfileCallback` of hvdkit.keras. See docs/performance.md.
+    The trace has the steps of each rank, all its collectives, and the operations that `tf.profiler`
+    records. All times are those of rank 0's clock. Rank 0 writes the trace; open it with
+    https://ui.perfetto.dev or chrome://tracing. Every rank calls `profile`. It then either calls
+    `step` after each step of the optimizer, or loops over `batches`. See docs/performance.md.
+
+    For `model.fit`, use `hvd.callbacks.ProfileCallback` of hvdkit.keras.
 
     With HOROVOD_TIMELINE=DYNAMIC, the trace also has Horovod's timeline of rank 0.
 
     Args:
         path: the file for the trace, which is compressed with gzip. An existing one is replaced.
-        steps: the steps to record.
-        wait: the steps before them. The first steps are slower than the others.
+        steps: the number of steps to record.
+        wait: the number of steps before the first recorded step. The first steps of a program are
+            slower than later steps.
 
     Raises:
         UsageError: an argument is invalid; on every rank, if the file cannot be written.
@@ -131,7 +134,8 @@ def _parse(data: bytes) -> Any:
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
     except ImportError as error:
         raise HvdkitError(
-            f"TensorFlow {tf.__version__} has no class for files of its profiler ({error})"
+            f"TensorFlow {tf.__version__} has no class to read the files of its profiler "
+            f"({error}): use a version that has tensorflow.tsl.profiler.protobuf.xplane_pb2"
         ) from error
     return xplane_pb2.XSpace.FromString(data)
 

@@ -35,9 +35,9 @@ class GradientReducer:
     If a graph is traced again, it uses the earlier result.
 
     Ranks may have gradients of different variables, and a rank contributes zeros for missing
-    gradients. Eagerly, all variables are reduced, because every step may use other variables. In a
-    graph the ranks run a check for each set of gradients that a trace has, and omit variables
-    for which no rank has a gradient. All ranks must reach a new set in the same call.
+    gradients. Eagerly, all variables are reduced, because every step may use other variables. A
+    trace of a graph has a fixed set of gradients. For each new set the ranks run a check, and omit
+    variables for which no rank has a gradient. All ranks must reach a new set in the same call.
 
     Args:
         reduction: the settings.
@@ -232,7 +232,10 @@ class GradientReducer:
         return [f"int8: sent by {'the engine' if in_engine else 'alltoall'}"]
 
     def _states_of(self, planned: PlannedBuckets) -> CodecStates:
-        """Return the states of an earlier plan with the same buckets, of a checkpoint, or new."""
+        """Return the states of an earlier plan with the same buckets, or make them.
+
+        New states are those of a restored checkpoint if it has the same buckets.
+        """
         digest = planned.plan.digest
         key = (self._collectives.generation, digest)
         if key not in self._states:

@@ -31,8 +31,9 @@ _reduced: "weakref.WeakValueDictionary[tuple[Any, ...], tf.Variable]" = (
 
 
 def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) -> None:
-    """Record that the gradients of these variables are reduced, so all ranks apply the same ones.
+    """Record that the gradients of these variables are reduced.
 
+    All ranks then apply the same gradients, so the variables must stay equal.
     Args:
         variables: `tf.Variable`s and `keras.Variable`s; other sources of a tape are ignored.
         process_set: the ranks.
@@ -99,7 +100,7 @@ def tape_check(
         names |= {id(variable): variable.path for variable in state}
         return VariableReplicas(_Access(names), list(variables.values()), state)
 
-    # A graph cannot count steps here, so each number is new.
+    # The number of steps is unknown, because a graph may make them. Return a new number each time.
     numbers = itertools.count(1)
     return ReplicaCheck(
         collectives,

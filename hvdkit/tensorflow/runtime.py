@@ -53,9 +53,9 @@ def generation() -> int:
 def join() -> Any:
     """Wait until every rank has called `join`; contribute zeros to the other ranks' reductions.
 
-    Call it at the end of an epoch in which ranks have different numbers of batches. Afterwards the
-    ranks run the consistency checks again, because a rank that joined before its first step has
-    not run them.
+    Call `join` at the end of an epoch in which ranks have different numbers of batches. After
+    `join`, the ranks run the consistency checks again, because a rank that joined before its first
+    step has not run them.
 
     Returns:
         The last rank to join, an integer tensor.
@@ -72,6 +72,6 @@ def _join() -> Any:
     context.context().clear_kernel_cache()
     last = mpi_ops.join()
     _runtime.begin_generation()
-    # Ranks that joined early have lower counts than others.
+    # Ranks that joined early have counted fewer reductions than ranks that joined late.
     reset_values()
     return last

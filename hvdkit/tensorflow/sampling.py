@@ -35,7 +35,8 @@ class ResumableSampler(Epochs):
     hvd.callbacks.Checkpoint(folder, data=sampler)])`.
 
     Without `drop_last` the last batches may be smaller on some ranks. A rank that would have one
-    batch less than others gets one sample that another rank has too. A log line says so.
+    batch less than the other ranks gets one sample that another rank has, too. The first rank logs
+    this.
 
     Attributes:
         epoch: the current epoch, or the next one between two epochs; from 0 on.
@@ -82,15 +83,16 @@ class ResumableSampler(Epochs):
     ) -> "tf.data.Dataset":
         """Return a dataset whose iterations are the remaining batches of the current epoch.
 
-        Its `cardinality()` is that of a whole epoch, which `fit` needs. Iterate it with `batches`,
-        or give it to `fit`.
+        Its `cardinality()` is always the number of batches in a whole epoch, because `fit` needs
+        this number. Iterate the dataset with `batches`, or pass it to `fit`.
 
         Args:
             load: maps the index of a sample, an int64 scalar, to the sample. Samples are loaded in
                 parallel, batched and prefetched. None: the batches contain indices, for a `map`
                 that loads a batch at once, such as `lambda i: (tf.gather(x, i), tf.gather(y, i))`.
-            seeds: pass `load` (or the `map`) also a seed for each sample, int64 of shape [2], for
-                operations such as `tf.image.stateless_random_crop`. The seed depends on the
+            seeds: also pass `load` (or the function of the `map`) a seed for each sample, int64 of
+                shape [2]. Operations such as `tf.image.stateless_random_crop` need it. The seed
+                depends on the
                 sampler's seed, the epoch and the sample. A checkpoint cannot keep the state of
                 other random operations in tf.data.
 

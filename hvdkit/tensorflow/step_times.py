@@ -12,24 +12,25 @@ from hvdkit.core.stragglers import BACKWARD, FORWARD, SECTIONS, WAIT, StragglerR
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import GraphValue
 
-# The first of the sections. The time before the first gradient contains the update of the step
-# before.
+# The first three of `SECTIONS`. The time of an update counts as `FORWARD` of the next step, because
+# a graph does not measure updates.
 _SECTIONS = (FORWARD, BACKWARD, WAIT)
 
 
 class GraphTimes:
     """Measures the times of `hvdkit.core.stragglers` around the reductions of this process.
 
-    Python does not run between the operations of a graph, so operations read the clock: if the
-    first gradient exists, if all gradients exist, and if all of them are reduced.
+    Python does not run between the operations of a graph, so operations read the clock: once when
+    the first gradient exists, once when all gradients exist, and once when all are reduced.
     """
 
     def __init__(self) -> None:
-        # Of graphs, and of eager reductions: seconds in each section, and the end of the last
-        # reduction, 0 if unknown.
+        # `_graph` is for graphs and `_eager` for eager reductions. Each has the seconds in each
+        # section, and then the time at which the last reduction ended, 0 if unknown.
         self._graph = GraphValue(tf.float64, [len(_SECTIONS) + 1])
         self._eager = [0.0] * (len(_SECTIONS) + 1)
-        # Seconds in each section that `take` and `take_in_graph` have removed from these.
+        # Seconds in each section that `take` and `take_in_graph` have removed from the values
+        # above.
         self._taken_in_graphs = GraphValue(tf.float64, [len(_SECTIONS)])
         self._taken = [0.0] * len(_SECTIONS)
 
@@ -37,7 +38,7 @@ class GraphTimes:
         """Return the times at which the first and the last gradient exist.
 
         Args:
-            gradients: this rank's gradients, those of the last variables last.
+            gradients: this rank's gradients, in the order of the variables; None if missing.
         """
         if tf.executing_eagerly():
             return [time.time()] * 2
@@ -68,7 +69,7 @@ class GraphTimes:
         return handle
 
     def take_in_graph(self, handle: tf.Tensor) -> tf.Tensor:
-        """Return the seconds in each of the first sections since the last call; count from 0."""
+        """Return the seconds in each of `_SECTIONS` since the last call, and count from 0 again."""
         values = self._graph.read(handle)
         self._graph.assign(handle, tf.concat([tf.zeros_like(values[:-1]), values[-1:]], 0))
         taken = self._taken_in_graphs.handle()
@@ -76,7 +77,7 @@ class GraphTimes:
         return values[:-1]
 
     def start(self) -> None:
-        """Begin to count, if `stop` has ended it."""
+        """Begin counting, unless the times are being counted."""
         now = time.time()
         if not self._graph.numpy()[-1]:
             self._graph.set([*self._graph.numpy()[:-1], now])
@@ -84,7 +85,7 @@ class GraphTimes:
             self._eager[-1] = now
 
     def stop(self) -> None:
-        """Stop to count until the next reduction or `start`."""
+        """Stop counting until the next reduction or `start`."""
         self._graph.set([*self._graph.numpy()[:-1], 0.0])
         self._eager[-1] = 0.0
 
@@ -209,7 +210,8 @@ def _added(values: Sequence[Any], times: Sequence[Any]) -> list[Any]:
 
     Args:
         values: the sums, and the end of the last reduction, or 0.
-        times: of the first gradient, of the last one, and of the last reduced gradient.
+        times: when the first gradient existed, when all gradients existed, and when all were
+            reduced.
     """
     *sums, last = values
     first, computed, end = times

@@ -16,10 +16,10 @@ from hvdkit.tensorflow.graphs import retrace_after_init, trace_position
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization` with the statistics of all ranks' batches.
 
-    In training, mean and variance are those of the samples of all ranks, without masked samples.
-    Each sample has the same weight, also if ranks have batches of different sizes. Gradients equal
-    those of one process with the whole batch. The forward pass costs a small allgather, the
-    backward pass a small allreduce.
+    In training, mean and variance are computed over the samples of all ranks, without masked
+    samples. Each sample has the same weight, also if ranks have batches of different sizes.
+    Gradients equal the gradients of one process with the whole batch. The forward pass costs a
+    small allgather, the backward pass a small allreduce.
 
     A saved model loads wherever `hvdkit.tensorflow` is imported.
 

@@ -51,7 +51,7 @@ def DistributedGradientTape(
     Args:
         gradtape: the tape to wrap.
         device_dense: the device to reduce on, as for `tf.device`. Default: the gradients' device.
-        device_sparse: the same; used only if `device_dense` is not given.
+        device_sparse: another name for `device_dense`; used if `device_dense` is not given.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
@@ -59,9 +59,10 @@ def DistributedGradientTape(
         op: `Average` or `Sum` over the ranks, or Horovod's `Adasum`, which reduces gradients one by
             one.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
-            sum and by size / factor after it. Default: the wire format decides.
-        num_groups: older name for an integer `groups`.
-        groups: the number of buckets, or one list of variables for each bucket.
+            sum and by size / factor after the sum. 1.0, the default: the wire format decides.
+        num_groups: older name for an integer `groups`; used if `groups` is None.
+        groups: the number of buckets, or one list of variables for each bucket. None or 0: only
+            `bucket_bytes` divides the gradients into buckets.
         process_set: the ranks to reduce over. On other ranks gradients are unchanged.
         scale_local_gradients: divide the gradients of local sources by the number of ranks, which
             keeps their ratio to averaged gradients.
@@ -72,9 +73,10 @@ def DistributedGradientTape(
             Also compare the times that the ranks need, every 100 reductions, and log a rank that is
             slow.
         on_nonfinite: `"raise"`: if a rank's gradients contain NaN or infinity before the reduction,
-            raise `NonFiniteGradients` on every rank, with the ranks and the variables. In a graph
-            it is an error of TensorFlow with the same text. `"ignore"` does not look. A tape cannot
-            skip a step. Not for float16 with loss scaling, which expects infinity.
+            raise `NonFiniteGradients` on every rank; the error names the ranks and the variables.
+            In a graph, the error is one of TensorFlow with the same text. `"ignore"`: do not check
+            the gradients. A tape cannot skip a step, so there is no `"skip"`. Do not use `"raise"`
+            for float16 with loss scaling, which expects infinity.
 
     Raises:
         UsageError: an argument is invalid, or arguments contradict each other. Nothing has been
@@ -245,10 +247,9 @@ class _DistributedTape(tf.GradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Compute the same as `gradient()`.
-
+        """Compute and reduce gradients like `gradient()`, and separate those of local sources.
         Returns:
-            (source, gradient) pairs of the local sources, and of the other sources.
+            Two lists of (source, gradient) pairs: of the local sources, and of the other sources.
         """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
@@ -311,8 +312,8 @@ def _reducer(
 ) -> GradientReducer:
     """Return the reducer for these settings and this position in a graph.
 
-    Cached, because a training loop makes a new tape in every step. Positions have their own
-    reducers, because a graph may run them concurrently.
+    Cached, because a training loop makes a new tape in every step. Each position has its own
+    reducer, because a graph may run the reductions of several positions concurrently.
     """
     reduction = Reduction(
         format=wire_format(compression),
@@ -387,7 +388,7 @@ def _check_nonfinite(policy: str, op: int) -> None:
     check_policy(policy)
     if policy == SKIP:
         raise UsageError(
-            "on_nonfinite is 'skip', but the script makes the step, not the tape: use 'raise', or "
+            "on_nonfinite is 'skip', but a tape cannot skip a step of the script: use 'raise', or "
             "hvd.DistributedOptimizer(optimizer, on_nonfinite='skip') and a plain tf.GradientTape"
         )
     if policy != IGNORE and op == mpi_ops.Adasum:

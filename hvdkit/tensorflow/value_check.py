@@ -21,8 +21,8 @@ _log = logging.getLogger("hvdkit.tensorflow")
 
 #: Variables are compared before these reductions, counted from 0, and then every `_INTERVAL`
 #: reductions. Reduction 0 is not included, because Horovod's scripts broadcast after it. Models of
-#: the same architecture share a count. The numbers have all remainders modulo 2 and 3, so two or
-#: three models in turn are all compared.
+#: the same architecture share a count. The numbers have all remainders modulo 2 and 3. If a loop
+#: trains two or three such models in turn, each of them is therefore compared.
 _COMPARED = (1, 2, 5, 10, 21, 42, 85, 170, 341)
 _INTERVAL = 97
 #: A difference is an error from this reduction on, because a loop may reduce often before its first
@@ -188,7 +188,10 @@ class ValueCheck:
 
 @tf.autograph.experimental.do_not_convert
 def _digest(*values: tf.Tensor) -> int:
-    """Return a 24-bit digest. Of more than 181 ranks, the products are compared modulo 2^64."""
+    """Return a 24-bit digest.
+
+    With more than 181 ranks, the products in `_check` overflow and are compared modulo 2^64.
+    """
     state = xxhash.xxh64()
     for value in values:
         state.update(np.ascontiguousarray(value.numpy()).tobytes())

@@ -25,8 +25,8 @@ def tf_variable(variable: Any) -> tf.Variable:
     if found is not None:
         return found
     raise UsageError(
-        f"expected a tf.Variable, or a keras.Variable of Keras on TensorFlow; this is a "
-        f"{type(variable).__name__}"
+        f"found a {type(variable).__name__}: expected a tf.Variable, or a keras.Variable of Keras "
+        f"on TensorFlow"
     )
 
 

@@ -137,6 +137,10 @@ def different_tails(rank):
     return {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"}
 
 
+def invalid_on_one(rank):
+    return {"dataset": numbered(20), "batch_size": 0 if rank == 1 else 4}
+
+
 def infinite_on_one(rank):
     return {"dataset": numbered(20).repeat() if rank == 1 else numbered(20)}
 
@@ -157,11 +161,12 @@ def different_file_names(rank):
 @pytest.mark.parametrize(
     ("different", "message"),
     [
-        (different_shuffles, "the same order.*rank 0: first elements"),
+        (different_shuffles, "rank 0: first elements.*the same order"),
         (different_sizes, "20 elements; rank 1: 21 elements"),
         (different_elements, "rank 1: .*float32.*float32"),
         (different_values, "rank 1: first elements"),
         (different_tails, "rank 1: batch_size=None, tail='pad'"),
+        (invalid_on_one, "no problem; rank 1: batch_size is 0"),
         (infinite_on_one, "rank 1: the dataset is infinite"),
         (unreadable_on_one, "rank 1: the dataset cannot be read"),
         (different_file_names, "the files to shard.*rank 1: file a1"),
