@@ -92,8 +92,8 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Delete the folders in `parent` whose processes have ended without deleting them.
 
     A folder without a lock file is deleted, too. Its process was killed before it made the lock
-    file, or has not made it yet. In the second case, `_make` finds that the folder is gone, and makes
-    another folder. Take the lock before deleting, so that the process cannot take it meanwhile.
+    file, or has not made it yet. In the second case, `_make` finds that the folder is gone, and
+    makes another folder. Take the lock first, so that the process cannot take it meanwhile.
     """
     for folder in parent.glob(f"{prefix}*"):
         # An OSError: the owner still runs, or the folder was deleted meanwhile.
