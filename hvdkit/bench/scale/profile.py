@@ -222,8 +222,8 @@ def _network(
         if len(fitted.rings) == 1 and latency is None:
             texts.append(
                 f"All files have rings of {fitted.rings[0]}. One length of ring cannot separate "
-                f"the latency of a message from the fixed time of a collective: give --latency, or a "
-                f"file with another number of hosts."
+                f"the latency of a message from the fixed time of a collective: give --latency, "
+                f"or a file with another number of hosts."
             )
     elif not several_hosts:
         between = within
