@@ -29,8 +29,8 @@ _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MUL
 class HvdkitAccelerator(Accelerator):
     """`accelerate.Accelerator` without DistributedDataParallel: hvdkit averages the gradients.
 
-    All other functions are those of Accelerate, also gradient accumulation, mixed precision,
-    clipping, `gather_for_metrics` and `save_state`.
+    Everything else is unchanged, such as gradient accumulation, mixed precision, clipping,
+    `gather_for_metrics` and `save_state`.
 
     Args:
         *args: arguments of `accelerate.Accelerator`.
@@ -77,7 +77,7 @@ class HvdkitAccelerator(Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers, like Accelerate."""
-        # For the names of the parameters, because an optimizer may come before its model.
+        # An optimizer may come before its model, and needs the names of the model's parameters.
         self._preparing = [each for each in args if isinstance(each, torch.nn.Module)]
         try:
             return super().prepare(*args, **kwargs)
@@ -110,6 +110,7 @@ class HvdkitAccelerator(Accelerator):
     def _names_for(
         self, optimizer: torch.optim.Optimizer
     ) -> list[tuple[str, torch.nn.Parameter]] | None:
+        """Return names for the optimizer's parameters; None if one of them is in no known model."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         models = dict.fromkeys([*self._models, *self._preparing])
         named = [
@@ -121,7 +122,7 @@ class HvdkitAccelerator(Accelerator):
         return named if {id(p) for _, p in named} == own else None
 
     def _options(self) -> dict[str, Any]:
-        # With this setting of DistributedDataParallel, unused parameters have no gradient.
+        # The user sets this for DistributedDataParallel, through a kwargs handler of Accelerate.
         handler = self.ddp_handler
         unused = handler is not None and handler.find_unused_parameters
         return {"find_unused_parameters": bool(unused)} | self._reduction
@@ -154,16 +155,17 @@ class HvdkitAccelerator(Accelerator):
 
 
 def adopt(accelerator: Accelerator, reduction: Mapping[str, Any] | None = None) -> None:
-    """Make an `Accelerator` that a library has created a `HvdkitAccelerator`, in place.
+    """Convert an `Accelerator` into a `HvdkitAccelerator`, in place.
 
-    Call it before the accelerator prepares anything.
+    For libraries that create the accelerator themselves. Call this function before the accelerator
+    prepares anything.
 
     Args:
         accelerator: the accelerator.
         reduction: see `HvdkitAccelerator`.
 
     Raises:
-        UsageError: it belongs to another subclass, or has prepared models already.
+        UsageError: the accelerator is of a subclass, or has prepared models or optimizers already.
     """
     if type(accelerator) is not Accelerator:
         raise UsageError(

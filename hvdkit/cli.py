@@ -28,8 +28,8 @@ EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb, and return the exit status: 0, 1 (it failed) or 2 (wrong arguments).
 
-    `hvdkit run` returns the exit status of the job. After a signal it is 128 + its number, or the
-    status of a job that can be resumed.
+    `hvdkit run` returns the exit status of the job. A command that a signal ends returns 128 + the
+    number of the signal. `hvdkit run` then returns `RESUMABLE` if the job can be resumed.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
@@ -90,9 +90,10 @@ def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of `words`, with the verb that `words` begins with, or else all verbs.
+    """Return a parser for `words`.
 
-    Each verb imports its package, which takes longer than most commands.
+    It has only the verb with which `words` begins; if that is no verb, it has all verbs. To add a
+    verb, its package is imported, and to import all packages takes longer than most commands.
     """
     parser = argparse.ArgumentParser(
         prog="hvdkit",
@@ -119,8 +120,8 @@ def _add_verb(
         description=help[0].upper() + help[1:] + ".",
         epilog=f"example:\n{example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        # Python 3.11 also looks for abbreviations in the arguments of the user's script, and
-        # refuses those that several options begin with.
+        # With abbreviations, Python 3.11 also looks for them in the arguments of the user's script.
+        # It refuses an argument that could stand for several options.
         allow_abbrev=False,
     )
 
@@ -154,7 +155,8 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--gpu",
         default="auto",
         metavar="auto|nccl|none",
-        help="auto: NCCL when the frameworks are CUDA builds and nvcc and NCCL are found",
+        help="nccl: GPU operations with NCCL; none: no GPU operations; auto (default): nccl if the "
+        "frameworks are CUDA builds, and nvcc and NCCL are found",
     )
     verb.add_argument(
         "--patches",
@@ -370,7 +372,8 @@ _VERBS = {
 def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:
     """Write a checkpoint's model to `target`.
 
-    If `format` is None, the end of the file's name decides.
+    If `format` is None, the suffix of `target` decides. A target without a suffix is a folder in
+    the format of Hugging Face.
     """
     if format is None:
         format = next((f for end, f in _FORMATS.items() if target.name.endswith(end)), None)
@@ -386,7 +389,7 @@ def _export(opened: OpenCheckpoint, target: Path, format: str | None) -> None:
     getattr(importlib.import_module(writer), function)(opened, target)
 
 
-#: End of a file name -> format.
+#: Suffix of a file name -> format.
 _FORMATS = {
     ".pt": "torch",
     ".pth": "torch",

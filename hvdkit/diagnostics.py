@@ -37,6 +37,7 @@ class Diagnostic:
 
 
 def has_error(diagnostics: Sequence[Diagnostic]) -> bool:
+    """Return whether the status of one or more diagnostics is ERROR."""
     return any(diagnostic.status == ERROR for diagnostic in diagnostics)
 
 

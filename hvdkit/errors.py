@@ -20,6 +20,6 @@ class UsageError(HvdkitError, ValueError):
 #: sysexits.h).
 RESUMABLE = 75
 
-#: Exit status of the ranks of an elastic job that end to be started on other hosts (Linux's number
-#: of ERESTART).
+#: Exit status of the ranks of an elastic job whose hosts have changed: the launcher starts the
+#: ranks again, on the new hosts. The value is ERESTART of Linux.
 HOSTS_CHANGED = 85

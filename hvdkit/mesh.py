@@ -59,8 +59,9 @@ class _Mesh:
 class Meshes:
     """The meshes of one job. Thread-safe.
 
-    Ranks that call `hvd.init()` again form a new mesh of the same name. No rank can join a third
-    mesh while another rank is still in the first, so two of each name are kept.
+    Ranks that call `hvd.init()` again form a new mesh with the same name. For each name, the last
+    complete mesh and one incomplete mesh are kept. That suffices: a mesh becomes complete only when
+    all ranks have left the mesh before it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,10 @@ class Meshes:
         """
         others = member.size - 1
         fits = 0 <= member.rank <= others and addresses and len(addresses) % others == 0
-        wrong = ValueError(f"rank {member.rank} of {member.size}: {len(addresses)} bytes")
+        wrong = ValueError(
+            f"rank {member.rank} of {member.size}: {len(addresses)} bytes of addresses; expected a "
+            f"rank from 0 to {others}, and {others} addresses as long as those of the other ranks"
+        )
         if not fits:
             raise wrong
         name = member.scope, member.size
@@ -107,11 +111,11 @@ class Meshes:
 
         Args:
             member: as given to `put`.
-            seconds: the timeout.
+            seconds: the longest time to wait, in seconds.
 
         Raises:
             LookupError: `put` was not called before with this member.
-            IncompleteMesh: ranks have not joined.
+            IncompleteMesh: ranks have not joined within `seconds`, or the server stops.
         """
         with self._lock:
             mesh = self._of(self._complete, member) or self._of(self._incomplete, member)

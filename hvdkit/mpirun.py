@@ -16,7 +16,7 @@ class Mpirun:
 
     Attributes:
         path: its path.
-        open_mpi: whether it is Open MPI's; else it is Hydra, of MPICH and Intel MPI.
+        open_mpi: True for Open MPI; False for Hydra, the launcher of MPICH and Intel MPI.
         major: the first number of its version; 0 if unknown.
     """
 
@@ -30,7 +30,7 @@ def identify_mpirun(path: str) -> Mpirun:
     """Return the kind of the MPI launcher at `path`.
 
     Raises:
-        HvdkitError: it does not run, or its kind is unknown.
+        HvdkitError: the launcher does not run, or is of another MPI.
     """
     try:
         answer = subprocess.run(

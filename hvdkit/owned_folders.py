@@ -91,11 +91,13 @@ def _is_own(folder: Path) -> bool:
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Delete the folders in `parent` whose processes have ended without deleting them.
 
-    The lock is taken first, also of a folder without a file for it: its process was killed before
-    it made the file, or is about to make it. In the second case the process makes another folder.
+    A folder without a lock file is deleted, too. Its process was killed before it made the lock
+    file, or has not made it yet. In the second case, `_make` finds that the folder is gone, and
+    makes another folder. Take the lock first, so that the process cannot take it meanwhile.
     """
     for folder in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # its process is alive, or has just deleted it
+        # An OSError: the owner still runs, or the folder was deleted meanwhile.
+        with contextlib.suppress(OSError):
             if _is_own(folder):
                 lock = _lock(folder)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -61,15 +61,16 @@ class ProcessGroup:
 
         Args:
             command: the command.
-            env: its environment, to which the group's id is added.
+            env: its environment variables, to which the group's id is added.
             cwd: its working directory; default this process's.
             stdout: as for `subprocess.Popen`.
             stderr: as for `subprocess.Popen`.
             stdin: as for `subprocess.Popen`.
-            dies_with_us: let the kernel end it when this process is killed. Only for a process
-                without other threads.
-            cpus: the CPUs to bind it to; empty for all. Only for a process without other threads.
-            pass_fds: open files that it inherits.
+            dies_with_us: let the kernel kill the new process when this process ends. Only if this
+                process has one thread.
+            cpus: the CPUs to which the new process is bound; empty for all. Only if this process
+                has one thread.
+            pass_fds: file descriptors that the new process inherits.
 
         Raises:
             HvdkitError: the command cannot be started.
@@ -90,7 +91,8 @@ class ProcessGroup:
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                # The terminal sends Ctrl-C to this process only, which then ends its group.
+                # A process of another session gets no Ctrl-C from the terminal. This process gets
+                # it, and ends the group.
                 start_new_session=True,
                 preexec_fn=before if dies_with_us or cpus else None,
                 pass_fds=pass_fds,
@@ -170,7 +172,7 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def exit_text(status: int) -> str:
-    """Return a text for the status of a process as `subprocess` has it: negative for a signal."""
+    """Return a text for an exit status of `subprocess`, which is negative after a signal."""
     if status < 0:
         return f"killed by signal {-status} ({signal.strsignal(-status)})"
     return f"exit status {status}"

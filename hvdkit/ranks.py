@@ -30,8 +30,12 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class RankCommand:
-    """The command of one rank, with any prefix such as `ip netns exec NAME`, and its complete
-    environment."""
+    """The command of one rank and its environment.
+
+    Attributes:
+        command: the command, with any prefix such as `ip netns exec NAME`.
+        env: all environment variables of the rank. It inherits no others.
+    """
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -55,8 +59,9 @@ class RanksFailed(HvdkitError):
 
     Attributes:
         results: the result of each rank, by rank.
-        failed: the ranks that ended by themselves with another status than 0, in the order of their
-            ends. The first is often the cause, but the others end within milliseconds of it.
+        failed: the ranks that ended by themselves with an exit status other than 0, in the order in
+            which they ended. The first one is often the cause. The order is uncertain if ranks
+            end within milliseconds of each other.
         timed_out: whether the timeout has passed.
     """
 
@@ -144,7 +149,7 @@ class RankGroup:
         try:
             while self.running():
                 now = time.monotonic()
-                # In each iteration, because `_ends` also records the time.
+                # Call `_ends` in each iteration: it also records when a rank has ended.
                 failed_until_now = any(end.status for end in self._ends().values())
                 if failing_since is None and failed_until_now:
                     failing_since = now
@@ -156,7 +161,7 @@ class RankGroup:
                 time.sleep(_POLL_SECONDS)
             ends = self._ends()
             launcher_failed = not timed_out and any(p.poll() for p in self._group.started)
-            # Before reading the files, as ranks may write more while they end.
+            # End the ranks before reading their files: ranks may write while they end.
             self._terminate()
             results = [
                 RankResult(rank, ends[rank].status if rank in ends else None, self.output(rank))
@@ -218,7 +223,7 @@ class _MpiRankGroup(RankGroup):
     """Ranks that mpirun starts."""
 
     # mpirun mixes the output of all ranks and reports one exit status. A shell between mpirun and
-    # each rank separates both by rank, with either MPI.
+    # each rank writes the output and the exit status of the rank to separate files.
     _WRAPPER = (
         'rank=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; dir=$1; shift; "$@" >"$dir/rank.$rank" 2>&1; '
         'status=$?; echo $status >"$dir/ending.$rank"; '
@@ -233,7 +238,8 @@ class _MpiRankGroup(RankGroup):
         cwd: str | os.PathLike[str] | None,
     ) -> None:
         folder = os.fspath(self._directory)
-        # For the sockets of Open MPI (5, 4), which remain when it is killed.
+        # A killed mpirun of Open MPI (5 and 4) leaves socket files behind. This puts them into the
+        # group's folder, which `stop` deletes.
         sessions = {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
         wrapped = [*launcher, "sh", "-c", self._WRAPPER, "sh", folder, *command]
         self._start(wrapped, sessions | dict(env), cwd, "launcher")
@@ -361,5 +367,5 @@ def _check_size(size: int) -> None:
 
 
 def _read(path: Path) -> str:
-    # The file of a rank that was never started does not exist.
+    # A rank that was never started has no file.
     return path.read_text(errors="replace") if path.exists() else ""

@@ -34,19 +34,19 @@ KEY = "HVDKIT_RENDEZVOUS_KEY"
 # The beginning of the path of a request for a mesh: /mesh/size.attempt.rank.scope.
 _MESH_PREFIX = "/mesh/"
 
-#: In bytes. A rank's value has an address of about 140 bytes for every other rank.
+#: The limit of one value, in bytes. A rank sends about 140 bytes for every other rank.
 _LARGEST_VALUE = 64_000_000
-#: In bytes, for all values together that are stored without the key.
+#: The limit of all values together that are stored without the key, in bytes.
 _LARGEST_STORE = 1_000_000_000
-#: In bytes: the memory of an entry besides its path and its value.
+#: The memory of an entry in bytes, in addition to its path and its value.
 _ENTRY_BYTES = 500
-#: In bytes, for all headers of a request.
+#: The limit of all headers of a request together, in bytes.
 _LARGEST_HEAD = 32_768
-#: Seconds for a whole request.
+#: The longest duration of a request, in seconds, if it does not wait for other ranks.
 _REQUEST_SECONDS = 60.0
-#: Seconds that a rank may wait for other ranks.
+#: The longest time that a rank may wait for other ranks, in seconds.
 _LONGEST_WAIT = 7 * 24 * 3600.0
-#: Open connections at the same time, besides two for each rank.
+#: The limit of open connections, in addition to two for each rank.
 _OTHER_CONNECTIONS = 256
 _THREADS_PER_CONNECTION = 4
 _CLOSE_SECONDS = 5.0
@@ -94,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _store(self, length: int) -> None:
         """Store a value without the key, if the memory for such values suffices."""
         if not self.server.stores_without_key:
-            # Horovod's elastic ranks store an address and its secret, which no one reads here.
-            # Strangers must not read it either.
+            # Horovod's elastic ranks store an address and a secret. hvdkit does not read them, and
+            # strangers must not read them.
             self._discard()
             self._answer(HTTPStatus.OK)
             return
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.meshes.mark_answered(member)
 
     def _member(self) -> MeshMember | None:
-        """Return the member in the path. If the key or the path is wrong, answer, return None."""
+        """Return the member in the path. If it or the key is wrong, send an error, return None."""
         given = self.headers.get("Authorization", "").encode("latin-1", errors="replace")
         if not hmac.compare_digest(given, f"Bearer {self.server.key}".encode()):
             self._discard()
@@ -219,7 +219,7 @@ def _shut_down(connections: Iterable[socket.socket]) -> None:
 
 
 class _Server(ThreadingHTTPServer):
-    """Serve ranks, with limits on the connections, their duration and the memory of strangers."""
+    """Serve ranks. Limit the connections, their duration, and the values without the key."""
 
     daemon_threads = True  # the process may exit while ranks wait
     request_queue_size = 4096  # all ranks of a job connect at once
@@ -234,6 +234,7 @@ class _Server(ThreadingHTTPServer):
         self.key = key
         self.meshes = Meshes()
         self.values: dict[str, bytes] = {}
+        # The ranks that have stored a value without the key.
         self.seen: set[int] = set()
         # The deadline of each open connection.
         self._open: dict[Any, float] = {}
@@ -252,10 +253,11 @@ class _Server(ThreadingHTTPServer):
             if not full:
                 self._running += 1
                 if len(self._open) >= self._most:
-                    # The oldest request is the slowest. A rank that waits has a later deadline.
-                    oldest = min(self._open, key=self._open.__getitem__)
-                    del self._open[oldest]
-                    _shut_down([oldest])
+                    # Close the slowest request. Ranks that wait for other ranks have later
+                    # deadlines.
+                    slowest = min(self._open, key=self._open.__getitem__)
+                    del self._open[slowest]
+                    _shut_down([slowest])
                 self._open[request] = time.monotonic() + _REQUEST_SECONDS
         if full:
             super().shutdown_request(request)
@@ -332,7 +334,8 @@ class RendezvousServer:
     Args:
         address: the address of this machine to listen on; ranks must be able to reach it.
         port: the port to listen on; 0 takes a free one.
-        key: the key for the exchange per mesh; default a new one, None for Horovod's protocol only.
+        key: the key that ranks with hvdkit's engine must send. Default: a new key. None: the server
+            has Horovod's protocol only.
         size: the number of the job's ranks, which limits the number of connections.
         stores_without_key: keep values for engines that send no key. Anyone can read them.
 
@@ -406,7 +409,18 @@ def gloo_environment(
 ) -> dict[str, str]:
     """Return the environment variables of a rank in a Gloo job of `size` ranks.
 
-    Without `local_rank` and `local_size`, all ranks are on one host. `key` is the server's.
+    Args:
+        rank: the rank.
+        size: the number of ranks.
+        rendezvous_address: the address of the `RendezvousServer`.
+        rendezvous_port: its port.
+        interface: the network interface of the rank.
+        hostname: the name of the rank's host.
+        local_rank: the rank on its host; None if all ranks are on one host.
+        local_size: the number of ranks on this host; None if all ranks are on one host.
+        cross_rank: the number of the host.
+        cross_size: the number of hosts.
+        key: the key of the `RendezvousServer`; None if it has none.
     """
     variables = {
         "HOROVOD_RANK": str(rank),
@@ -428,10 +442,16 @@ def gloo_environment(
 def main() -> None:
     """Serve ranks that are started by hand: `python -m hvdkit.rendezvous ADDRESS PORT`.
 
-    The key is that of HVDKIT_RENDEZVOUS_KEY, if it is set.
+    The key is the value of HVDKIT_RENDEZVOUS_KEY. Without a key, the server has Horovod's protocol
+    only.
     """
+    if len(sys.argv) != 3 or not _is_number(sys.argv[2], 5):
+        raise SystemExit(
+            f"the arguments are {sys.argv[1:]}: expected an address of this machine and a port, "
+            f"such as `python -m hvdkit.rendezvous 10.0.0.1 37987`"
+        )
     address, port = sys.argv[1:]
-    with RendezvousServer(address, int(port), os.environ.get(KEY), size=1024):
+    with RendezvousServer(address, int(port), os.environ.get(KEY) or None, size=1024):
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

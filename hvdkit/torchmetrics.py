@@ -1,7 +1,7 @@
 """Compute the metrics of TorchMetrics over all ranks.
 
-TorchMetrics gathers the states of a metric by torch.distributed. A job without torch.distributed
-would compute each rank's own value.
+TorchMetrics gathers the states of a metric with torch.distributed. In a job that does not use
+torch.distributed, `compute()` would return a different value on each rank, of its own samples.
 
 Example:
     accuracy = compute_over_ranks(torchmetrics.classification.MulticlassAccuracy(10))
@@ -57,7 +57,7 @@ def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     parts = [
         part.reshape(each.tolist()) for part, each in zip(values.split(sizes), shapes, strict=True)
     ]
-    # Keep the graph of this rank's part, as TorchMetrics does.
+    # Keep the autograd graph of this rank's tensor, like the gather function of TorchMetrics.
     parts[process_set.rank()] = tensor
     return parts
 

@@ -15,7 +15,7 @@ from hvdkit.accelerate import adopt
 
 
 class HvdkitTrainerMixin:
-    """A base class before `transformers.Trainer` or a subclass of it.
+    """A mixin for `transformers.Trainer` and its subclasses. It must be the first base class.
 
     Attributes:
         reduction: options of `hvd.DistributedOptimizer`, such as `{"compression": "fp16"}`.

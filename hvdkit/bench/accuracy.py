@@ -1,4 +1,8 @@
-"""Compare how well models train with each wire format, over several seeds."""
+"""Compare how well models train with each wire format, over several seeds.
+
+`scripts/bench_accuracy` calls `main`, which starts two jobs: one with hvdkit's formats, one with
+those of DistributedDataParallel. Each rank runs the script again, which then calls `rank_main`.
+"""
 
 import argparse
 import functools
@@ -26,7 +30,7 @@ HVDKIT = ("fp32", "fp16", "int8")
 DDP = ("powersgd",)
 
 _JOB_SECONDS = 3600
-#: The checkout. The digits are an example of it.
+#: The root of the checkout. `Digits` imports a script from its folder `examples`.
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -39,11 +43,18 @@ def main(description: str) -> int:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--tasks", default="digits,transformer")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--seeds", type=int, default=10, help="trainings of each format, at least 2 (default: 10)"
+    )
+    parser.add_argument(
+        "--tasks", default="digits,transformer", help="names, separated by a comma (default: both)"
+    )
     parser.add_argument("--json", type=Path, help="write all results to this file")
     options = parser.parse_args()
+    if options.seeds < 2:
+        # One value has no standard deviation.
+        parser.error(f"--seeds is {options.seeds}: expected at least 2")
     with tempfile.TemporaryDirectory(prefix="hvdkit-accuracy-") as folder:
         results = [
             result
@@ -65,7 +76,7 @@ def _run(optimizer: str, options: argparse.Namespace, folder: Path) -> list[dict
         "seeds": options.seeds,
         "tasks": options.tasks.split(","),
     }
-    # Without shared memory, so that everything is sent in the wire format.
+    # With shared memory, ranks of one host would not send the wire format.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDKIT_COLLECTIVES": "flat"}
     script = [sys.executable, sys.argv[0], "--rank", json.dumps(spec)]
     command = [sys.executable, "-m", "hvdkit", "run", "-np", str(options.ranks), *script]
@@ -196,7 +207,7 @@ class Transformer:
         return torch.optim.AdamW(parameters, lr=2e-3)
 
     def batches(self, seed: int, rank: int, ranks: int) -> Batches:
-        """Yield this rank's rows of text, and the same shifted by one byte."""
+        """Yield this rank's rows of text, and the same rows shifted by one byte."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)

@@ -38,7 +38,7 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
         type=int,
         default=turns,
         metavar="N",
-        help="number of turns, in each of which every variant works once (default: %(default)s)",
+        help="number of turns; each turn measures every variant once (default: %(default)s)",
     )
     verb.add_argument(
         "--stock",
@@ -107,7 +107,7 @@ def check_files(options: argparse.Namespace) -> None:
     """Check that the files of `add_file_arguments` can be written.
 
     Raises:
-        UsageError: one cannot.
+        UsageError: a file cannot be written.
     """
     for option in ("json", "csv", "plot"):
         path = getattr(options, option)
@@ -115,7 +115,9 @@ def check_files(options: argparse.Namespace) -> None:
             _check_writable(path, f"--{option}")
     if options.plot is not None:
         if options.plot.suffix not in _PICTURES:
-            raise UsageError(f"--plot is {options.plot}: expected a name with {_PICTURES}")
+            raise UsageError(
+                f"--plot is {options.plot}: expected a name with one of {', '.join(_PICTURES)}"
+            )
         if (reason := missing_module("matplotlib")) is not None:
             raise UsageError(f"--plot: {reason}")
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-HELP = "measure allreduces or training steps in turns with alternatives, or predict larger jobs"
+HELP = "compare allreduces or training steps with other libraries, or predict larger jobs"
 EXAMPLE = """\
   hvdkit bench allreduce -np 2
   hvdkit bench allreduce -np 8 -H host1:4,host2:4 --json cluster.json

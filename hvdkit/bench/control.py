@@ -38,7 +38,7 @@ class Peer:
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message has been received, which `select` cannot know."""
+        """Whether this object has a whole message already. `select` does not report it."""
         return b"\n" in self._received
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -95,7 +95,10 @@ def connect(spec: Mapping[str, Any], role: str, rank: int) -> Peer:
 
 
 def answers(peers: Sequence[Peer], seconds: float) -> list[dict[str, Any]] | None:
-    """Return a message from each peer, in their order; None if one has ended or is too late."""
+    """Return a message from each peer, in the order of `peers`.
+
+    Return None if a peer has ended, or has sent no message within `seconds`.
+    """
     received: dict[Peer, dict[str, Any]] = {}
     deadline = time.monotonic() + seconds
     while len(received) < len(peers):

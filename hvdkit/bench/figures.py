@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hvdkit.console import Console
 
-# Of the tables with the most columns.
+# The characters of a line of the widest tables.
 _WIDTH = 144
 
 # The share of the turns that `spread` leaves out at each end.
@@ -21,7 +21,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile. Of fewer than 100 values, the 99th is the largest or close to it."""
+    """Return a percentile, interpolated between the values. `percent` is from 1 to 99."""
     if len(values) < 2:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -36,7 +36,7 @@ def spread(turns: Sequence[float]) -> tuple[float, float]:
 
 
 def ratios(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """Return the quartiles of the ratios of two variants in the same turn."""
+    """Return the quartiles of `first[i] / second[i]`, where i is a turn that both have."""
     return quartiles([a / b for a, b in zip(first, second, strict=False)])
 
 

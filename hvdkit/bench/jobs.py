@@ -16,7 +16,7 @@ from hvdkit.engine.describe import Engine, installed
 from hvdkit.errors import HvdkitError
 from hvdkit.ranks import RankGroup
 
-#: Until all ranks have imported their framework, connected and built what they measure.
+#: Timeout of the start in seconds: ranks import their framework, connect and build the model.
 START_SECONDS = 180.0
 COMMAND_SECONDS = 600.0
 IDLE_SECONDS = 0.5
@@ -35,7 +35,7 @@ class JobPlan:
         module: the module whose `build` makes the `worker.Workload` of a rank.
         controller: `gloo` or `mpi`.
         size: the number of ranks.
-        spec: what the workload needs to know, for JSON.
+        spec: the settings of the workload. Values that JSON can represent.
         engine: the engine to use; None for a variant without one.
         hvdkit: the folder of another hvdkit to measure; None for this one.
         env: further environment variables of the ranks.
@@ -55,9 +55,9 @@ class Job:
     """The ranks of one variant.
 
     Args:
-        plan: what the ranks run.
-        place: where they run.
-        folder: a folder of this machine that lives as long as the job.
+        plan: the program of the ranks.
+        place: where the ranks run.
+        folder: a folder of this machine that exists until the job has ended.
 
     Attributes:
         plan: as given.
@@ -84,7 +84,7 @@ class Job:
         """Start the ranks, and wait until they are ready.
 
         Raises:
-            HvdkitError: they did not start.
+            HvdkitError: a rank has ended, or is not ready in time.
         """
         connections = RankListener(self._place.addresses, self.plan.size)
         try:
@@ -107,10 +107,10 @@ class Job:
         spec = dict(plan.spec) | connections.spec | {"module": plan.module}
         spec["store"] = str(self._folder / f"{plan.name}.store") if self._shares_files else None
         package = (plan.hvdkit or Path(__file__).parents[1]).resolve()
-        # Of a package with the same name, the first folder on the path counts.
+        # Python imports a package from the first folder on the path that has it.
         path = [str(package.parent)] if plan.hvdkit else []
         if plan.engine is not None:
-            # None: other hosts may have hvdkit and its engine in another folder.
+            # None: not checked, because other hosts may have hvdkit and its engine elsewhere.
             own_engine = plan.engine == installed() and not self._shares_files
             spec["engine"] = None if own_engine else str(plan.engine.path)
             own_hvdkit = plan.hvdkit is None and not self._shares_files
@@ -120,7 +120,7 @@ class Job:
         environment["PYTHONPATH"] = os.pathsep.join(path)
         rank = ["-m", "hvdkit.bench.rank"]
         if plan.hvdkit is not None:
-            # This package's own file: the other hvdkit has another benchmark or none.
+            # Start this file, not a module: the other hvdkit has another benchmark or none.
             rank = [str(Path(__file__).with_name("rank.py"))]
         return self._place.launch(
             [self._place.python, *rank, json.dumps(spec)],
@@ -168,7 +168,8 @@ class Job:
         self.resume()
         self.peak = max(answer["peak"] for answer in self.ask("finish"))
         assert self._group is not None
-        # A guard kills its rank some seconds after its connection has ended.
+        # Keep the connections until the ranks have ended: a guard whose connection has ended kills
+        # its rank some seconds later.
         self._group.wait(_END_SECONDS)
         self._close_connections()
 
@@ -192,7 +193,7 @@ class Job:
                 guard.send({"do": command})
         found = control.answers(self._guards, _GUARD_SECONDS)
         if found is None:
-            self._fail("has ended between its turns")
+            self._fail(f"did not answer to {command!r} within {_GUARD_SECONDS:g} s, or has ended")
         return found
 
     def _answers(self, command: str, seconds: float = COMMAND_SECONDS) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The link between hosts: its rate as users write it, limited, and measured."""
+"""Parse, limit and measure the rate of the link between hosts."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def missing() -> str | None:
 
 
 def can_measure() -> bool:
-    """Return whether `measure` has its program."""
+    """Return whether iperf3 is installed, which `measure` needs."""
     return _missing_program("iperf3", "iperf3") is None
 
 
@@ -53,7 +53,7 @@ def _missing_program(program: str, package: str) -> str | None:
 
 
 def measure(cluster: namespaces.Cluster) -> float:
-    """Return the TCP bandwidth between two hosts in bytes/s, both ways at once: the slower way."""
+    """Measure TCP between two hosts in both directions at once. Return the slower, in bytes/s."""
     server, client = cluster.hosts
     serve = subprocess.Popen(
         server.command(["iperf3", "--server", "--one-off"]),

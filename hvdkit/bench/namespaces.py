@@ -56,7 +56,7 @@ class Host:
         return "fd68:7664::" + self.address.rpartition(".")[2]
 
     def has_address6(self) -> bool:
-        """Return whether it has that address. This machine may not support IPv6."""
+        """Return whether the host has `address6`. This machine may not support IPv6."""
         return self.address6 in _ip_or_nothing("-n", self.namespace, "-6", "address", "show")
 
     def processes(self) -> set[int]:
@@ -114,8 +114,8 @@ def hosts(
 
     Args:
         count: the number of hosts.
-        own_name_is_local: on each host, its own name resolves to 127.0.1.1, as on Debian; otherwise
-            to its address. The names of the other hosts resolve to their addresses.
+        own_name_is_local: whether a host's name resolves to 127.0.1.1 on that host, as on Debian.
+            If False, it resolves to the host's address there, as on all other hosts.
         interfaces: the names of the hosts' network interfaces, repeated if there are more hosts.
     """
     name = f"{_PREFIX}{os.getpid():x}-{next(_count)}"
@@ -208,7 +208,9 @@ def _locked() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"another run has held {lock.name} for too long") from None
+                    raise TimeoutError(
+                        f"another run has locked {lock.name} for more than {_SECONDS} s: end it"
+                    ) from None
                 time.sleep(0.05)
         yield
 
@@ -224,7 +226,7 @@ def _remove_leftovers() -> None:
 
 def _remove(name: str) -> None:
     """Remove the hosts and the network of the bridge `name`, and end their processes."""
-    # List the existing ones: the setup may have stopped half-way.
+    # List the namespaces that exist: the setup may have stopped half-way.
     namespaces = {path.name for path in _ETC.glob(f"{name}-*")}
     namespaces |= {path.name for path in Path("/run/netns").glob(f"{name}-*")}
     for namespace in sorted(namespaces):

@@ -1,4 +1,4 @@
-"""The places of a benchmark's ranks: this machine, namespaces, or the hosts of a cluster."""
+"""Where the ranks of a benchmark run: this machine, network namespaces, or hosts of a cluster."""
 
 import argparse
 import contextlib
@@ -25,8 +25,8 @@ class Place(ABC):
 
     Attributes:
         size: the number of ranks.
-        addresses: the addresses of this machine that ranks can reach.
-        mpirun: the launcher over MPI.
+        addresses: addresses of this machine. Ranks try them in this order.
+        mpirun: the program that starts ranks over MPI.
         link_rate: the rate of the link between hosts, in bytes per second; None if unknown.
         shares_files: whether all ranks have the files and installations of this machine.
         controllers: the controllers that jobs can have here.
@@ -42,13 +42,13 @@ class Place(ABC):
     python: str = sys.executable
 
     @property
-    def ranks_here(self) -> int:
-        """The largest number of ranks on one machine."""
+    def most_ranks_per_machine(self) -> int:
+        """The largest number of ranks that share the memory of one machine."""
         return self.size
 
     @property
     def ranks_per_host(self) -> int:
-        """The largest number of ranks on one host."""
+        """The number of ranks on the first host. A namespace is a host."""
         return self.size
 
     @abstractmethod
@@ -153,7 +153,7 @@ class ClusterHosts(Place):
 
     Attributes:
         job_hosts: the hosts and their slots.
-        words: the arguments of `hvdkit run` that say where and how.
+        words: arguments of `hvdkit run`: the hosts, and how to reach them.
     """
 
     job_hosts: Sequence[hosts.Host]
@@ -161,9 +161,9 @@ class ClusterHosts(Place):
     shares_files: ClassVar[bool] = False
 
     @property
-    def ranks_here(self) -> int:
-        """The largest number of slots of a host."""
-        return max(host.slots for host in self.job_hosts)
+    def most_ranks_per_machine(self) -> int:
+        """See `Place`. Not more than `size`, because a job may leave slots empty."""
+        return min(self.size, max(host.slots for host in self.job_hosts))
 
     @property
     def ranks_per_host(self) -> int:
@@ -190,7 +190,7 @@ class ClusterHosts(Place):
             run += ["--launcher", "mpi", "--mpirun", self.mpirun]
         elif not allocation.inside(env):
             run += ["--launcher", "gloo"]
-        # Ranks that are stopped between their turns are no stall.
+        # Ranks are stopped between their turns. `hvdkit run` must not report a stall then.
         quiet = {"HVDKIT_STALL_TIMEOUT": "0"}
         return start_ranks([RankCommand([*run, *command], {**env, **quiet})])
 
@@ -203,7 +203,7 @@ def opened(options: argparse.Namespace, mpirun: str | None) -> Iterator[Place]:
 
     Args:
         options: see `hvdkit.bench.arguments`.
-        mpirun: the launcher over MPI; None if there is none.
+        mpirun: the path of mpirun; None if there is none.
 
     Raises:
         UsageError: the options contradict each other, or the number of ranks is not possible.

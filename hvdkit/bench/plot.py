@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# One bar of each group, and the gaps between groups.
-_GROUP_WIDTH = 0.8
+# The height of a bar, relative to the distance between the centres of two bars.
+_BAR_HEIGHT = 0.8
 
 
 def lines(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, float, float]]]) -> None:
@@ -54,7 +54,7 @@ def bars(path: Path, title: str, medians: Mapping[str, float], alone: float | No
 
     names = list(medians)
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(names) + 1.5))
-    axes.barh(names, [seconds * 1e3 for seconds in medians.values()], _GROUP_WIDTH, color="#4878a8")
+    axes.barh(names, [seconds * 1e3 for seconds in medians.values()], _BAR_HEIGHT, color="#4878a8")
     if alone is not None:
         axes.axvline(alone * 1e3, color="black", linestyle="--", label="without reduction")
         axes.legend(fontsize="small")

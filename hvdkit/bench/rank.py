@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def _use_this_package() -> None:
-    """Make `hvdkit.bench` the package of this file, whatever hvdkit is imported.
+    """Import `hvdkit.bench` from the folder of this file.
 
-    `--before` measures another hvdkit, with the benchmark of this one.
+    With `--before`, `import hvdkit` finds the other hvdkit, which is measured. The benchmark is
+    that of this hvdkit.
     """
     here = Path(__file__).parent
     sys.path.remove(str(here))  # because this file was started as a script

@@ -1,7 +1,7 @@
-"""The time from the loss of a rank, a host or the launcher to the next training step.
+"""Measure the time from the loss of a rank, a host or the launcher to the next training step.
 
-Each launcher runs the same script (`restart_script`). In each round, each launcher starts a job,
-and one of its ranks is killed several times, so the launchers are measured in turns.
+`scripts/bench_restart` calls this module for several launchers, in turns. Each launcher runs the
+same script (`restart_script`).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from hvdkit.bench.namespaces import Cluster, hosts, missing
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
 _SECONDS = 120.0
-# Seconds of training between two failures, and for spare interpreters to be idle.
+# Seconds of training before a failure, and seconds between two checks that spares are idle.
 _TRAIN_SECONDS, _IDLE_SECONDS = 2.0, 1.0
 _RANKS = 2
 _KEY = "a key for the benchmark"
@@ -36,7 +36,7 @@ class Launcher:
     Attributes:
         arguments: the command line before the script.
         mode: the mode of the script.
-        spares: whether spare interpreters have to be waited for.
+        spares: whether to wait for spare interpreters before a failure.
         most_kills: the most failures of a rank that a job survives.
     """
 
@@ -47,7 +47,7 @@ class Launcher:
 
 
 def launchers(folder: Path) -> Mapping[str, Launcher]:
-    """Return the launchers that are here, by name. Files are written to `folder`."""
+    """Return the installed launchers, by name. Write their files to `folder`."""
     programs = Path(sys.executable).parent
     run = [sys.executable, "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
     found = {
@@ -73,7 +73,7 @@ def launchers(folder: Path) -> Mapping[str, Launcher]:
 
 
 def after_kills(launcher: Launcher, count: int) -> list[float]:
-    """Kill rank 1 `count` times. Return the seconds until the next step of a new start, of each."""
+    """Kill rank 1 `count` times. Return the seconds from each kill to the next step."""
     times: list[float] = []
     while len(times) < count:
         with _running(launcher) as job:
@@ -85,7 +85,9 @@ def after_kills(launcher: Launcher, count: int) -> list[float]:
 def after_launcher_kill(launcher: Launcher) -> tuple[float, float]:
     """Kill the launcher, and start it again.
 
-    Returns the seconds until the last rank has ended, and those from the second start to a step.
+    Returns:
+        The seconds from the kill to the end of the last rank, and the seconds from there to the
+        first step of the second start.
     """
     with _running(launcher) as job:
         job.train()
@@ -101,7 +103,11 @@ def after_launcher_kill(launcher: Launcher) -> tuple[float, float]:
 
 
 def after_host_loss(timeout: float) -> float:
-    """Cut one of two hosts off. Return the seconds until the next step, on the other host."""
+    """Cut one of two hosts off. Return the seconds until the next step, on the other host.
+
+    Args:
+        timeout: `--host-timeout`, in seconds.
+    """
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
@@ -159,7 +165,7 @@ class _Job:
         return [pid for pid in found if psutil.pid_exists(pid)]
 
     def next_step(self, known: set[str]) -> float:
-        """Wait for the first step of a rank that is not one of the `known` starts: its time."""
+        """Wait for the first step of a start that is not in `known`. Return its time."""
         deadline = time.time() + _SECONDS
         while time.time() < deadline:
             times = []
@@ -206,7 +212,7 @@ class _Job:
                 return
             before = now
             time.sleep(_IDLE_SECONDS)
-        raise SystemExit("the spares are not ready")
+        raise SystemExit(f"{count} spares were not ready and idle within {_SECONDS:g} s")
 
     def stop(self) -> None:
         self.process.terminate()

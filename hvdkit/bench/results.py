@@ -30,9 +30,9 @@ class Results:
     Attributes:
         benchmark: `allreduce` or `step`.
         conditions: where and with what it was measured.
-        expected: the number of results, or of other `unit`s, of the complete run.
-        unit: what `expected` and `done` count.
-        done: how many have been measured.
+        expected: the number of units that a complete run measures.
+        unit: the name of a unit, in the plural: `results` or `turns`.
+        done: the number of units that have been measured.
         rows: a row for each variant and case. `turns` has the seconds of each turn.
         complete: whether the run has ended as planned.
     """
@@ -81,7 +81,7 @@ class Results:
 def kept_on_failure(
     results: Results, options: argparse.Namespace, save: Callable[[], None]
 ) -> Iterator[None]:
-    """Save the results when the benchmark fails or is interrupted, and say which there are."""
+    """If the benchmark fails or is interrupted, save the results, and report how many there are."""
     try:
         yield
     except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def load(path: Path, benchmark: str, option: str = "--compare") -> Results:
         option: the option that names the file, for errors.
 
     Raises:
-        UsageError: the file is not of `--json`, or of another benchmark.
+        UsageError: the file was not written by `--json`, or by another benchmark.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file, which is complete at any time.
+    """Write a file atomically: a reader sees the old or the new content.
 
     Raises:
         HvdkitError: the file cannot be written.

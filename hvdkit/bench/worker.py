@@ -1,4 +1,4 @@
-"""The ranks of a benchmark: execute the commands of the runner."""
+"""The loop of a benchmark's rank: execute the commands of the runner, `hvdkit bench`."""
 
 import os
 import resource
@@ -62,11 +62,12 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def check_engine(spec: Mapping[str, Any], hvd: Any) -> None:
-    """Initialise `hvd`, after checking that hvdkit and the engine are the expected ones.
+def init_checked(spec: Mapping[str, Any], hvd: Any) -> None:
+    """Check that the imported hvdkit and engine are the expected ones, and call `hvd.init()`.
 
     Raises:
-        SystemExit: they are others, or the job has another number of ranks.
+        SystemExit: an imported package is in another folder than expected, or the job has another
+            number of ranks.
     """
     import horovod
 
@@ -74,7 +75,7 @@ def check_engine(spec: Mapping[str, Any], hvd: Any) -> None:
 
     for package, expected in ((horovod, spec["engine"]), (hvdkit, spec["hvdkit"])):
         used = Path(str(package.__file__)).parent
-        # None: the host has its own installation.
+        # None: any folder, because another host may have its installation elsewhere.
         if expected is not None and used != Path(expected):
             raise SystemExit(f"this rank uses {used}; expected {expected}")
     hvd.init()

@@ -51,7 +51,7 @@ class Case:
 def parse_names(text: str, known: Sequence[str], option: str) -> list[str]:
     """Return the names in `text`, which are separated by commas, without repetitions.
 
-    Other names for dtypes are known, too.
+    Aliases of dtypes are permitted, such as `fp16` for `float16`.
 
     Raises:
         UsageError: a name is not known.
@@ -67,7 +67,7 @@ def parse_names(text: str, known: Sequence[str], option: str) -> list[str]:
 def cases(
     sizes: Sequence[int], dtypes: Sequence[str], ops: Sequence[str], wires: Sequence[str]
 ) -> Iterator[Case]:
-    """Yield all cases that exist, sizes last. A size is rounded down to whole elements."""
+    """Yield all possible combinations; sizes vary fastest. Round sizes down to whole elements."""
     for dtype in dtypes:
         for op in ops:
             for wire in wires:

@@ -23,7 +23,7 @@ from hvdkit.bench.sizes import parse_sizes, show_size
 from hvdkit.bench.turns import in_turns
 from hvdkit.errors import HvdkitError, UsageError
 
-HELP = "measure time and bandwidth of allreduces, with peers in the same run"
+HELP = "measure time and bandwidth of allreduces, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
   hvdkit bench allreduce -np 2
   hvdkit bench allreduce -np 8 -H host1:4,host2:4 --sizes 1KiB..1GiBx4 --json cluster.json
@@ -33,11 +33,11 @@ EXAMPLE = """\
 
 _SIZES = "1KiB..16MiBx4"
 _TURNS = 5
-# A turn of fast calls makes many of them, so that there are enough for a 99th percentile.
+# The shortest duration of a turn: fast calls are repeated, to have enough for a percentile.
 _TURN_SECONDS = 0.05
 _FEWEST_CALLS, _MOST_CALLS = 2, 100
 _WARM_CALLS = 3
-# The source and the buffer of a rank, and what the library copies.
+# The memory of a rank, in buffers: the source, the buffer, and copies that the library makes.
 _BUFFERS = 4.0
 
 
@@ -151,7 +151,7 @@ class _Benchmark:
         self._variants, left_out = software.choose(
             variants.known(engines),
             options.variants,
-            lambda variant: variants.by_default(variant) and not self._is_unnamed_stock(variant),
+            lambda variant: variants.by_default(variant) and not self._lacks_stock(variant),
             lambda variant: self._software.lacks(variant.needs, place.controllers),
         )
         for text in left_out:
@@ -172,7 +172,8 @@ class _Benchmark:
             expected=sum(len(self._variants_of(case)) for case in self._cases),
         )
 
-    def _is_unnamed_stock(self, variant: Variant) -> bool:
+    def _lacks_stock(self, variant: Variant) -> bool:
+        """Return whether a variant needs `--stock`, which is not given."""
         return variant.library == software.STOCK and self._options.stock is None
 
     def run(self) -> Results:
@@ -229,7 +230,7 @@ class _Benchmark:
 
     def _check_memory(self, available: int, where: str) -> None:
         largest = max(self._cases, key=lambda case: case.nbytes)
-        ranks = len(self._variants_of(largest)) * self._place.ranks_here
+        ranks = len(self._variants_of(largest)) * self._place.most_ranks_per_machine
         needed = ranks * _BUFFERS * largest.nbytes
         if needed > available:
             raise UsageError(
@@ -292,10 +293,10 @@ class _Benchmark:
 
 
 def _engines(options: argparse.Namespace) -> dict[str, Path | None]:
-    """Return the engines of `--engine`.
+    """Return the folders of the engines of `--engine`, by name.
 
     Raises:
-        UsageError: an argument has another form, or a name is taken.
+        UsageError: an argument is not NAME=DIR, or its name is that of another variant.
     """
     found: dict[str, Path | None] = {}
     taken = {variant.library for variant in variants.known(())}

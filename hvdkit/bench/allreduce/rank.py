@@ -9,7 +9,7 @@ import numpy as np
 from hvdkit.bench.allreduce import values
 from hvdkit.bench.allreduce.cases import DTYPES, Case
 from hvdkit.bench.allreduce.variants import MPI4PY, RING, TORCH, Variant
-from hvdkit.bench.worker import Workload, check_engine
+from hvdkit.bench.worker import Workload, init_checked
 
 
 class Library(Protocol):
@@ -64,12 +64,12 @@ def build(spec: Mapping[str, Any]) -> Workload:
         elif variant.calls_hvdkit:
             import hvdkit.torch as hvd
 
-            check_engine(spec, hvd)
+            init_checked(spec, hvd)
             library = torch_libraries.Hvdkit()
         else:
             import horovod.torch as horovod
 
-            check_engine(spec, horovod)
+            init_checked(spec, horovod)
             library = torch_libraries.Horovod()
     return AllreduceRank(library, spec["rank"], spec["size"])
 

@@ -73,7 +73,7 @@ def _microseconds(value: float) -> str:
 
 
 def show_summary(results: Results, console: Console) -> None:
-    """Print each variant's average bus bandwidth, and ratios of the first variant to the others."""
+    """Print each variant's mean bus bandwidth, and the ratios of the first variant's times."""
     ranks = results.conditions["ranks"]
     by_variant: dict[str, list[Mapping[str, Any]]] = {}
     for row in results.rows:

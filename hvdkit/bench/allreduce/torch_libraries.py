@@ -86,7 +86,7 @@ class TorchDistributed(_Tensors):
 class Horovod(_Tensors):
     """`horovod.torch.allreduce_`, or `allreduce` with `Compression.fp16`."""
 
-    #: Horovod may fuse small tensors, except those whose names have this prefix.
+    #: The beginning of tensor names. hvdkit's engine does not fuse tensors named `hvdkit.*`.
     prefix = "bench"
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Hvdkit(Horovod):
         from hvdkit.torch.collectives import TorchCollectives
         from hvdkit.torch.compression import wire_format
 
-        # Every buffer is sent as int8, also a vector.
+        # hvdkit sends some parameters, such as vectors, as bf16. Here, send every buffer as int8.
         chosen = Int8(as_bf16=lambda *_: False) if case.wire == "int8" else case.wire
         # The gradient is the buffer, so `fill` and `read` use it.
         self._buffer = torch.empty(case.elements, dtype=self._source.dtype)

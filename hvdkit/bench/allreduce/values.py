@@ -15,7 +15,7 @@ PERIOD = 1009
 #: The largest magnitude of a value.
 LARGEST = 6
 
-#: The distance between 1 and the next number. int8 has no such number.
+#: The distance between 1 and the next larger number of each floating-point dtype.
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _WIRE_DTYPE = {"fp16": "float16", "bf16": "bfloat16"}
 _ROWS = 1 << 10
@@ -29,7 +29,7 @@ def pattern(rank: int) -> np.ndarray:
 
 
 def periods(rank: int, elements: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield offsets, and the values of a rank from there on."""
+    """Yield the values of a rank in blocks: the position of each block, and its values."""
     block = np.tile(pattern(rank), min(_ROWS, -(-elements // PERIOD)))
     for start in range(0, elements, len(block)):
         yield start, block[: elements - start]
@@ -45,7 +45,7 @@ def expected(op: str, ranks: int) -> np.ndarray:
 
 
 def tolerance(case: Case, ranks: int) -> float:
-    """Return the largest error of an element that rounding explains.
+    """Return the largest error of an element that rounding can cause.
 
     Sums of small integers are exact. Other results round at most twice per addition.
     """

@@ -8,7 +8,7 @@ from hvdkit.bench.software import INSTALLED, STOCK, Needs
 
 #: hvdkit with HVDKIT_COLLECTIVES=flat: no shared memory, one ring over all ranks.
 FLAT = "flat"
-#: Horovod's calls on the installed engine.
+#: The functions of `horovod.torch`, on the installed engine.
 ENGINE = "engine"
 TORCH = "torch"
 MPI4PY = "mpi4py"
@@ -22,8 +22,8 @@ class Variant:
     """A library, and the controller of its job.
 
     Attributes:
-        library: `hvdkit`, FLAT, ENGINE, STOCK, TORCH, MPI4PY, RING, or the name of an engine that
-            hvdkit's calls use.
+        library: `hvdkit`, FLAT, ENGINE, STOCK, TORCH, MPI4PY, RING; or the NAME of `--engine`,
+            which stands for hvdkit on that engine.
         controller: `gloo` or `mpi`.
     """
 
@@ -76,7 +76,7 @@ def known(engines: Iterable[str]) -> list[Variant]:
     """Return all variants.
 
     Args:
-        engines: the names of engines of the command line.
+        engines: the names of `--engine`.
     """
     libraries = ["hvdkit", FLAT, *engines, ENGINE, STOCK]
     found = [Variant(library, over) for library in libraries for over in _CONTROLLERS]
@@ -85,6 +85,6 @@ def known(engines: Iterable[str]) -> list[Variant]:
 
 
 def by_default(variant: Variant) -> bool:
-    """Return whether a variant is measured if it is not named."""
+    """Return whether a variant is measured if `--variants` is not given."""
     on_demand = variant.library in (FLAT, ENGINE)
     return not on_demand and (variant.controller == "gloo" or variant.library in (MPI4PY, RING))

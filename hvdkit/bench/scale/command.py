@@ -38,7 +38,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "8,24,96 (default: %(default)s)",
     )
     verb.add_argument(
-        "--ranks-per-host", type=int, metavar="N", help="(default: that of --step, or 1)"
+        "--ranks-per-host",
+        type=int,
+        metavar="N",
+        help="ranks of each host (default: those of the file of --step, or 1)",
     )
     verb.add_argument(
         "--wires",
@@ -50,15 +53,16 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--levels",
         default=TWO_LEVELS,
         metavar="NAMES",
-        help=f"some of {', '.join(LEVELS)}: how ranks of several hosts add (default: %(default)s, "
-        f"as hvdkit on CPUs; {FLAT} is one ring)",
+        help=f"some of {', '.join(LEVELS)}: how ranks of several hosts reduce: first within "
+        f"each host ({TWO_LEVELS}, as hvdkit on CPUs), or in one ring ({FLAT}) "
+        f"(default: %(default)s)",
     )
     verb.add_argument(
         "--buckets",
         choices=GROUPINGS,
         default=GROUPINGS[0],
-        help="what is reduced by one collective: hvdkit's buckets, what is ready (Horovod's "
-        "fusion), a parameter, or all gradients (default: %(default)s)",
+        help="the gradients that one collective reduces: a bucket of hvdkit, those that are ready "
+        "(fusion, as in Horovod), one parameter, or all (one) (default: %(default)s)",
     )
     verb.add_argument(
         "--bucket-mb", type=float, metavar="MB", help="hvdkit's bucket_bytes (default: hvdkit's)"
@@ -67,7 +71,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--validate",
         action="store_true",
-        help="compare predictions with published measurements, and predict nothing else",
+        help="only compare predictions with published measurements",
     )
     arguments.add_file_arguments(verb, "write the predictions and the assumptions to FILE")
 
@@ -75,16 +79,24 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def _add_profile_arguments(verb: argparse.ArgumentParser) -> None:
     step = verb.add_argument_group("step")
     step.add_argument(
-        "--step", type=Path, metavar="FILE", help="of `hvdkit bench step --json`, with `single`"
+        "--step",
+        type=Path,
+        metavar="FILE",
+        help="a file of `hvdkit bench step --json`, which measured the variant `single`",
     )
     step.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     step.add_argument(
-        "--backward-ms", type=float, metavar="MS", help="the backward pass of one rank"
+        "--backward-ms", type=float, metavar="MS", help="the time of the backward pass of one rank"
     )
     step.add_argument(
-        "--forward-ms", type=float, metavar="MS", help="(default: half of the backward pass)"
+        "--forward-ms",
+        type=float,
+        metavar="MS",
+        help="the time of the forward pass (default: half of the backward pass)",
     )
-    step.add_argument("--update-ms", type=float, metavar="MS", help="the optimizer (default: 0)")
+    step.add_argument(
+        "--update-ms", type=float, metavar="MS", help="the time of the optimizer (default: 0)"
+    )
     step.add_argument(
         "--jitter",
         type=float,
@@ -100,21 +112,27 @@ def _add_profile_arguments(verb: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="of `hvdkit bench allreduce --json`; ranks of several hosts measure the link between "
-        "hosts, ranks of one host that within. May be repeated",
+        help="a file of `hvdkit bench allreduce --json`. A run on several hosts gives the link "
+        "between hosts, and a run on one host gives the link within a host. May be repeated",
     )
-    network.add_argument("--bandwidth", metavar="RATE", help="of a host's link, such as 25Gbit/s")
+    network.add_argument(
+        "--bandwidth", metavar="RATE", help="the rate of a host's link, such as 25Gbit/s"
+    )
     network.add_argument(
         "--latency",
         metavar="TIME",
-        help=f"of a message between hosts (default: {profile.show_seconds(profile.LATENCY)}, or "
-        f"fitted)",
+        help=f"the latency of a message between hosts (default: "
+        f"{profile.show_seconds(profile.LATENCY)}, or fitted)",
     )
     network.add_argument(
-        "--host-bandwidth", metavar="RATE", help="between the ranks of a host, such as 80Gbit/s"
+        "--host-bandwidth",
+        metavar="RATE",
+        help="the rate between the ranks of a host, such as 80Gbit/s",
     )
     network.add_argument(
-        "--overhead", metavar="TIME", help="of a collective of any size (default: 0, or fitted)"
+        "--overhead",
+        metavar="TIME",
+        help="the time that a collective of any size takes in addition (default: 0, or fitted)",
     )
 
 
@@ -122,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     """Run `hvdkit bench scale`. Returns the exit status.
 
     Raises:
-        UsageError: an argument is wrong, or a file is of another kind.
+        UsageError: an argument is wrong, or a file was written by another command.
     """
     arguments.check_files(options)
     if options.validate:
@@ -207,8 +225,8 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _compare(options: argparse.Namespace, found: profile.Profile) -> None:
-    """Predict what the file of `--step` has measured, and print both."""
-    if not found.reduced or options.ranks_per_host not in (None, found.ranks_measured):
+    """Predict the steps that the file of `--step` has measured, and print both times."""
+    if not found.reduced or options.ranks_per_host not in (None, found.measured_ranks_per_host):
         return
     rows = []
     for each in found.reduced:

@@ -6,18 +6,18 @@ import numpy as np
 
 _STEPS = 100
 _DIFFERENCE = 1e-4
-# The search ends if a step reduces the sum of squares by less than this share of it, or finds no
-# smaller sum with this damping.
+# The search of `positive` ends if a step reduces the sum of squares by less than this share of the
+# sum, or if no step with up to this damping reduces the sum.
 _SMALL = 1e-5
 _LARGEST_DAMPING = 1e8
 
 
 def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return the coefficients, none of them negative, of a sum of columns that fits times.
+    """Return coefficients of at least 0 with which a weighted sum of columns fits `seconds`.
 
     Args:
-        columns: the quantity of each coefficient, for each time.
-        seconds: the times.
+        columns: for each coefficient, a list of factors with one factor for each time.
+        seconds: the measured times.
     """
     # Dividing a row by its time makes its error relative to the time.
     matrix = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
@@ -33,13 +33,13 @@ def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 
 
 def positive(residuals: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
-    """Return the positive parameters with the least sum of squares.
+    """Return the positive parameters for which the sum of squared residuals is least.
 
     The method is that of Levenberg and Marquardt, on the logarithms of the parameters.
 
     Args:
-        residuals: returns the errors for parameters.
-        start: the parameters to begin with.
+        residuals: returns the errors of the model with the given parameters.
+        start: the parameters at which the search begins.
     """
     point = np.log(np.array(start, dtype=float))
     errors = residuals(np.exp(point))

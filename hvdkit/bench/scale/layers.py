@@ -1,7 +1,7 @@
 """The layers of known models: their parameters and the work of their passes.
 
-The tables hold the shapes that matter for a prediction: the elements of each gradient, and the
-multiply-adds of a layer, by which the time of the backward pass is divided among the layers.
+A prediction needs the number of elements of each gradient, and the multiply-adds of each layer. The
+time of the backward pass is divided among the layers in proportion to their multiply-adds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +72,7 @@ def vgg16() -> list[Layer]:
     return [*layers, _linear(512 * 7 * 7, 4096), _linear(4096, 4096), _linear(4096, 1000)]
 
 
-# Of Inception V3's convolutions: (output channels, height x width of the kernel).
+# A chain of convolutions of Inception V3: (output channels, height x width of the kernel) of each.
 _Branch = Sequence[tuple[int, int]]
 
 
@@ -84,7 +84,7 @@ def inception3() -> list[Layer]:
     layers: list[Layer] = []
 
     def branches(inputs: int, side: int, *found: _Branch) -> int:
-        """Add branches that keep the image's side. Return the number of channels of all."""
+        """Add branches whose outputs have `side`. Return the sum of their output channels."""
         for branch in found:
             chain = [inputs, *(width for width, _ in branch)]
             for (before, after), (_, area) in zip(pairwise(chain), branch, strict=True):

@@ -15,7 +15,8 @@ from hvdkit.errors import UsageError
 
 _FEWEST_SIZES = 2
 _NO_WIRE = "none"
-# Most gradients are in larger buckets. A link may send smaller buffers faster than its rate.
+# Smaller buffers are not fitted: most gradients are in larger buckets, and a link may send small
+# buffers faster than its rate.
 _FITTED_BYTES = 4 * bucketing.MB
 
 
@@ -29,8 +30,8 @@ class Allreduces:
         ranks_per_host: the number of ranks on each host.
         flat: whether all ranks formed one ring.
         sizes: the bytes of each buffer, in increasing order.
-        seconds: the median time of each.
-        wires: wire format -> bytes of a buffer -> the median time of sums in this format.
+        seconds: the median seconds of an allreduce of each size.
+        wires: wire format -> bytes of a buffer -> the median seconds of sums in this format.
     """
 
     source: str
@@ -48,7 +49,7 @@ class Allreduces:
 
     @property
     def ring(self) -> int:
-        """The number of members of the ring over the slowest link."""
+        """The number of ranks or hosts in the ring over the slowest link."""
         return self.ranks if self.flat or self.on_one_host else self.ranks // self.ranks_per_host
 
 
@@ -58,10 +59,10 @@ class FittedLink:
 
     Attributes:
         link: its latency and bandwidth.
-        overhead: the seconds of an allreduce of any size.
+        overhead: seconds that an allreduce of any size takes in addition.
         error: the median relative error of the fit.
-        source: what was fitted.
-        rings: the numbers of members of the rings.
+        source: the files and variants that were fitted.
+        rings: the different lengths of the rings, in ranks or hosts.
     """
 
     link: Link
@@ -92,8 +93,8 @@ class Steps:
         nbytes: the bytes of the gradients in float32.
         ranks_per_host: the number of ranks on each host.
         one_rank: the median seconds of a step of one rank.
-        alone: those of ranks that compute at the same time without a reduction; None if not
-            measured.
+        alone: the median seconds of a step without a reduction, while all ranks compute. None if
+            not measured.
         reduced: the steps with hvdkit's reduction.
     """
 
@@ -110,7 +111,7 @@ def read_allreduces(path: Path) -> Allreduces:
     """Read sums of float32 of hvdkit, or of the first variant of the file.
 
     Raises:
-        UsageError: the file is of another kind, or has too few sizes.
+        UsageError: the file was written by another command, or has too few sizes.
     """
     found = results.load(path, "allreduce", "--allreduce")
     with _damaged(path, "--allreduce"):
@@ -147,7 +148,8 @@ def read_steps(path: Path, model: str | None) -> Steps:
         model: the name of the model; None if the file has only one.
 
     Raises:
-        UsageError: the file is of another kind, or lacks the model or the steps of one rank.
+        UsageError: the file was written by another command, or lacks the model or the steps of one
+            rank.
     """
     found = results.load(path, "step", "--step")
     with _damaged(path, "--step"):
@@ -186,7 +188,7 @@ def read_steps(path: Path, model: str | None) -> Steps:
 
 
 def _ranks(found: results.Results, path: Path, option: str) -> tuple[int, int]:
-    """Return the number of ranks, and that of each host."""
+    """Return the number of ranks, and the number of ranks of each host."""
     if "ranks_per_host" not in found.conditions:
         raise UsageError(
             f"{option} {path} does not say how many ranks a host had, because an older hvdkit "
@@ -210,7 +212,7 @@ def _median(seconds: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def _damaged(path: Path, option: str) -> Iterator[None]:
-    """Say which file is damaged."""
+    """Convert errors of a damaged file into a UsageError that names the file."""
     try:
         yield
     except UsageError:
@@ -227,14 +229,14 @@ def fit_link(
 ) -> FittedLink:
     """Fit latency, bandwidth and overhead to allreduces over one kind of link.
 
-    The bandwidth is that of buffers as large as buckets. The smallest buffers have the time of a
-    collective without data: the overhead, and the latency of each step of the ring. Rings of one
-    length do not tell the two apart, and `latency` is the latency then.
+    The bandwidth is fitted to buffers as large as buckets. The time of the smallest buffer is that
+    of a collective without data: the overhead, and one latency for each step of the ring. If all
+    rings have the same length, the two cannot be separated, and the result has the given `latency`.
 
     Args:
         measured: the allreduces.
-        latency: of a message, in seconds, if all rings have the same length.
-        within: the link within the hosts, whose time is subtracted; None if there is none.
+        latency: the latency of a message in seconds. Used only if all rings have the same length.
+        within: the link within the hosts, whose time is subtracted first; None: subtract nothing.
 
     Raises:
         UsageError: the times do not grow with the size.
@@ -280,7 +282,7 @@ def fit_link(
 
 
 def _between(each: Allreduces, within: Link | None) -> list[float]:
-    """Return the times without those within a host."""
+    """Return the seconds of each allreduce between hosts, without the seconds within a host."""
     if within is None or each.on_one_host or each.flat or each.ranks_per_host == 1:
         return list(each.seconds)
     return [
@@ -295,9 +297,9 @@ def _overhead(
     """Return overhead and latency of collectives without data.
 
     Args:
-        hops: the messages of each, one after another.
-        constants: the seconds of each.
-        latency: in seconds, if all have as many messages.
+        hops: the number of messages of each collective, which are sent one after another.
+        constants: the seconds of each collective.
+        latency: the latency in seconds. Used only if all collectives have as many messages.
     """
     if len(set(hops)) == 1:
         constant = statistics.fmean(constants)

@@ -15,7 +15,7 @@ def draw(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, float,
     import matplotlib
 
     matplotlib.use("Agg")
-    # Text stays text, which is shorter than its outlines.
+    # Write text as text, not as outlines, which need more bytes.
     matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 

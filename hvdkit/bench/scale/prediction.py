@@ -1,9 +1,10 @@
 """Predict the time of a training step: an alpha-beta model of the network, and the overlap.
 
-A ring of n ranks sums S bytes in 2(n-1) (latency + S / n / bandwidth) seconds. The link is the
-slowest one. See Thakur et al., Optimization of Collective Communication Operations in MPICH, 2005.
-Two levels are a ring within each host, and one between hosts. The collectives of a step run one
-after another. Each starts when its gradients are ready (Shi et al., MG-WFBP, arXiv 1811.11141).
+A ring of n ranks sums S bytes in 2(n-1) (latency + S / n / bandwidth) seconds. If a ring has
+different links, latency and bandwidth are those of the slowest. See Thakur et al., Optimization of
+Collective Communication Operations in MPICH, 2005. Two levels are a ring within each host, and one
+between hosts. The collectives of a step run one after another. Each starts when its gradients are
+ready (Shi et al., MG-WFBP, arXiv 1811.11141).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ GROUPINGS = (HVDKIT, FUSION, PARAMETER, ONE)
 #: HOROVOD_FUSION_THRESHOLD.
 FUSION_BYTES = 64 << 20
 
-#: Of the time of both passes, the backward pass has twice the multiply-adds of the forward pass.
+#: The share of the backward pass in the time of both passes. The backward pass has twice the
+#: multiply-adds of the forward pass.
 BACKWARD_SHARE = 2 / 3
 
 #: The time at which gradients are ready, in seconds, and their bytes.
@@ -62,12 +64,13 @@ class Network:
     """The links of a job, and how its collectives use them.
 
     Attributes:
-        between: the link of a host, which all its ranks share.
-        within: what the ranks of a host have in common.
+        between: the link between hosts. All ranks of a host share the link of their host.
+        within: the link between the ranks of a host.
         ranks_per_host: the number of ranks of each host.
         levels: FLAT is one ring over all ranks. TWO_LEVELS is a ring within each host, and one
             between hosts, over which a host sends its sum once.
-        overhead: seconds of a collective of any size, such as those of Horovod's cycle.
+        overhead: seconds that a collective of any size takes in addition, such as a wait for
+            Horovod's next cycle.
     """
 
     between: Link
@@ -84,9 +87,9 @@ class Network:
         """Return the seconds of one allreduce.
 
         Args:
-            within: the bytes that a rank has for its host.
-            between: the bytes of the same numbers in the wire format between hosts.
-            ranks: a number up to `ranks_per_host`, or a multiple of it.
+            within: the bytes of a rank's buffer, as it is reduced within a host.
+            between: the bytes of the same buffer in the wire format between hosts.
+            ranks: the number of ranks: up to `ranks_per_host`, or a multiple of it.
         """
         if ranks == 1:
             return 0.0
@@ -114,7 +117,8 @@ class Step:
         forward: seconds of the forward pass.
         backward: seconds of the backward pass, divided among the layers by their work.
         update: seconds after the last collective: the optimizer.
-        alone: seconds of a step of one rank that shares nothing with other ranks; None: the sum.
+        alone: seconds of a step of one rank that has the machine for itself. None: the sum of
+            `forward`, `backward` and `update`.
         jitter: the standard deviation of the time of a rank's passes, relative to them. The step
             waits for the slowest rank.
     """
@@ -132,10 +136,11 @@ class Step:
         return self.forward + self.backward + self.update if self.alone is None else self.alone
 
     def slowest(self, ranks: int) -> float:
-        """Return the expected time of the slowest rank's passes, relative to that of a rank.
+        """Return the expected time of the slowest rank's passes, relative to the mean of all ranks.
 
-        The times are normally distributed, and independent. Blom's approximation of the largest
-        of several normal variables (Statistical Estimates and Transformed Beta-Variables, 1958).
+        The times are assumed to be independent and normally distributed. The formula is Blom's
+        approximation of the largest of several normal variables (Statistical Estimates and
+        Transformed Beta-Variables, 1958).
         """
         if ranks == 1 or not self.jitter:
             return 1.0
@@ -149,7 +154,7 @@ class Reduction:
     Attributes:
         grouping: one of GROUPINGS.
         within_share, between_share: bytes within and between hosts, relative to float32.
-        bucket_bytes: of HVDKIT.
+        bucket_bytes: the size of a bucket, if `grouping` is HVDKIT.
         encoding: seconds to encode and decode a byte of float32.
     """
 
@@ -169,7 +174,7 @@ class Prediction:
         seconds: the time of the step.
         efficiency: the time of a step of one rank, divided by `seconds`.
         communication: the seconds of all collectives.
-        exposed: the seconds of collectives that no pass hides.
+        exposed: the seconds from the end of the backward pass to the end of the last collective.
         collectives: the number of collectives.
     """
 
@@ -234,7 +239,7 @@ def ready_gradients(layers: Sequence[Layer], backward: float) -> list[Ready]:
 
 
 def _groups(gradients: Sequence[Ready], reduction: Reduction) -> list[Ready]:
-    """Return what is reduced together before fusion: when it is ready, and its bytes."""
+    """Return the groups of gradients that one collective reduces, before Horovod's fusion."""
     if reduction.grouping == ONE:
         return [(gradients[-1][0], sum(nbytes for _, nbytes in gradients))]
     if reduction.grouping != HVDKIT:

@@ -1,6 +1,7 @@
 """The profile of a job: its step and its network, from files, options and defaults.
 
-Each choice is an assumption, and is kept as a sentence for the user.
+`hvdkit bench scale` builds a profile and predicts with it. Each value that was not measured, and
+each source of a value, is kept as a sentence that the user reads below the prediction.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
 from hvdkit.core.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, MB
 from hvdkit.errors import UsageError
 
-#: Of a message between hosts, over TCP in a data centre.
+#: The latency of a message between hosts in seconds, over TCP in a data centre.
 LATENCY = 20e-6
-#: Within a host, if nothing is known: of the order of a PCIe 3.0 link with 16 lanes.
+#: The link within a host if it was neither given nor measured: like PCIe 3.0 with 16 lanes.
 WITHIN = Link(5e-6, 10e9)
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -52,18 +53,18 @@ class Profile:
     Attributes:
         model: the name of the model.
         step: the computation.
-        network: the links. The levels are those of one prediction.
+        network: the links. A prediction chooses `levels` with `Network.with_levels`.
         encoding: wire format -> seconds to encode and decode a byte of float32, if measured.
-        ranks_measured: the ranks of each host in the file of `--step`; 0 without it.
+        measured_ranks_per_host: the ranks of each host in the file of `--step`; 0 without a file.
         reduced: the steps of several ranks in that file.
-        assumptions: a sentence for each choice.
+        assumptions: a sentence for each assumption.
     """
 
     model: str
     step: Step
     network: Network
     encoding: Mapping[str, float] = field(default_factory=dict)
-    ranks_measured: int = 0
+    measured_ranks_per_host: int = 0
     reduced: Sequence[measured.MeasuredStep] = ()
     assumptions: list[str] = field(default_factory=list)
 
@@ -85,7 +86,7 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a time for people."""
+    """Return a time with a unit, such as `1.5 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -113,14 +114,14 @@ def build(options: argparse.Namespace, ranks: Sequence[int]) -> Profile:
         step=step,
         network=network,
         encoding=encoding_of(files, network),
-        ranks_measured=steps.ranks_per_host if steps else 0,
+        measured_ranks_per_host=steps.ranks_per_host if steps else 0,
         reduced=steps.reduced if steps else (),
         assumptions=[*texts, *of_network],
     )
 
 
 def _step(options: argparse.Namespace) -> tuple[str, Step, measured.Steps | None, list[str]]:
-    """Return the model, the step, its file and the assumptions."""
+    """Return the model, the step, the content of `--step` (None without it), the assumptions."""
     given = [options.forward_ms, options.backward_ms, options.update_ms]
     if options.step is None:
         if options.model is None or options.backward_ms is None:
@@ -200,7 +201,7 @@ def _network(
     ranks_per_host: int,
     several_hosts: bool,
 ) -> tuple[Network, list[str]]:
-    """Return the network and the assumptions. Options count more than files."""
+    """Return the network and the assumptions. Options take precedence over files."""
     latency = _option(options.latency, "--latency")
     overhead = _option(options.overhead, "--overhead")
     here = [each for each in files if each.on_one_host]
@@ -220,8 +221,9 @@ def _network(
         texts.append(f"Between hosts: {_show(between)}. {_describe(fitted)}")
         if len(fitted.rings) == 1 and latency is None:
             texts.append(
-                f"All files have rings of {fitted.rings[0]}, which do not tell the latency of a "
-                f"message from the time of a collective: --latency gives it, or a second file."
+                f"All files have rings of {fitted.rings[0]}. One length of ring cannot separate "
+                f"the latency of a message from the fixed time of a collective: give --latency, "
+                f"or a file with another number of hosts."
             )
     elif not several_hosts:
         between = within
@@ -288,9 +290,9 @@ def encoding_of(files: Sequence[measured.Allreduces], network: Network) -> dict[
 
 
 def shares(wire: str) -> tuple[float, float]:
-    """Return the bytes of a wire format within and between hosts, relative to float32."""
+    """Return the bytes that a wire format sends within and between hosts, relative to float32."""
     share = SHARE_OF_FLOAT32[wire]
-    # Only the sum of a host is sent as int8.
+    # With int8, ranks of a host reduce in float32. Only the sum of the host is sent as int8.
     return 1.0 if wire == "int8" else share, share
 
 
@@ -321,17 +323,17 @@ def reduction(
 
 
 def check_ranks(ranks: Sequence[int], ranks_per_host: int) -> None:
-    """Check that hosts have the same number of ranks.
+    """Check that all hosts would have the same number of ranks.
 
     Raises:
-        UsageError: they have not.
+        UsageError: a number is above `ranks_per_host`, and not a multiple of it.
     """
     wrong = [n for n in ranks if n > ranks_per_host and n % ranks_per_host]
     if wrong:
         near = math.ceil(wrong[0] / ranks_per_host) * ranks_per_host
         raise UsageError(
-            f"--ranks has {wrong[0]}, which is no multiple of {ranks_per_host} ranks per host; "
-            f"expected such as {near}, or another --ranks-per-host"
+            f"--ranks has {wrong[0]}, which does not fill hosts of {ranks_per_host} ranks; "
+            f"expected a multiple of {ranks_per_host}, such as {near}, or another --ranks-per-host"
         )
 
 

@@ -1,6 +1,7 @@
-"""Published measurements of scaling, and what the model predicts for them.
+"""Compare published measurements of scaling with predictions: `hvdkit bench scale --validate`.
 
-No measurement that is predicted is used to fit the model.
+The model is fitted to the measurements of ResNet-50 only. The compared predictions are of other
+models, whose measurements are not used for the fit.
 """
 
 import statistics
@@ -26,7 +27,7 @@ from hvdkit.bench.scale.prediction import (
     predict,
 )
 
-#: Above this efficiency, a prediction without any model (100 %) is nearly right, too.
+#: Higher efficiencies do not test the model: a constant prediction of 100 % is nearly right, too.
 BELOW = 0.9
 
 # --- Shi et al., A Quantitative Survey of Communication Optimizations in Distributed Deep Learning,
@@ -77,7 +78,7 @@ _HOROVOD_RATE = 25e9 / 8
 #: Images per second of one P100 with 64 images: https://www.tensorflow.org/performance/benchmarks
 #: of May 2017 (synthetic data). ResNet-101 is interpolated, see `_resnet101`.
 _P100 = {"inception3": 142.0, "resnet50": 219.0, "resnet152": 91.8, "vgg16": 154.0}
-#: The latency of a message that the fit to ResNet-50 has for another network with RDMA, 100GbIB.
+#: The latency of a message in seconds, from the fit to ResNet-50 on 100GbIB, which also has RDMA.
 _RDMA_LATENCY = 4e-6
 #: Horovod collected tensors in cycles of 5 ms then, so a tensor waited for half of one on average.
 _HALF_CYCLE = 2.5e-3
@@ -130,7 +131,8 @@ def _points(
 
 
 def _network(latency: float, bandwidth: float, overhead: float, within: float) -> Network:
-    # NCCL forms one ring over all GPUs. A latency within hosts would be hidden by the one between.
+    # NCCL forms one ring over all GPUs. The latency between hosts determines its speed, so the
+    # latency within hosts gets the same value.
     return Network(Link(latency, bandwidth), Link(latency, within), GPUS_PER_HOST, FLAT, overhead)
 
 
@@ -141,7 +143,7 @@ _SHARES_OF_NOMINAL = (1.0, 0.3)
 
 
 def fit_each(methods: Sequence[str]) -> dict[str, Network]:
-    """Fit four parameters for each network to ResNet-50, with these methods."""
+    """Fit four parameters for each network to the measurements of ResNet-50 with `methods`."""
     found = {}
     for name, rate in NETWORKS.items():
 
@@ -157,7 +159,11 @@ def fit_each(methods: Sequence[str]) -> dict[str, Network]:
 
 
 def fit_together(methods: Sequence[str]) -> dict[str, Network]:
-    """Fit latency and bandwidth of each network, and one overhead and bandwidth within hosts."""
+    """Fit all networks to the measurements of ResNet-50 with `methods`.
+
+    Each network has its own latency and bandwidth. All networks have the same overhead and the same
+    bandwidth within hosts.
+    """
 
     def networks(values: np.ndarray) -> dict[str, Network]:
         overhead, within = values[-2:]
@@ -199,7 +205,7 @@ def _resnet101() -> float:
 
 
 def predict_horovod(jitter: float = 0.0) -> list[Point]:
-    """Predict the efficiencies of 512 GPUs. Nothing is fitted."""
+    """Predict the efficiencies of 512 GPUs, without a fit to measurements of these GPUs."""
     rates = _P100 | {"resnet101": _resnet101()}
     network = Network(
         Link(_RDMA_LATENCY, _HOROVOD_RATE),
@@ -218,7 +224,7 @@ def predict_horovod(jitter: float = 0.0) -> list[Point]:
     return found
 
 
-#: The measurements of ResNet-50 that a fit uses, and the fit.
+#: Description -> a function that fits the networks to measurements of ResNet-50.
 FITS = {
     "WFBP and BSP, each network alone": lambda: fit_each(["WFBP", "BSP"]),
     "WFBP and BSP, hosts the same": lambda: fit_together(["WFBP", "BSP"]),

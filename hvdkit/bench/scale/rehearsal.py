@@ -1,7 +1,8 @@
 """Compare predictions with real ranks of this machine, whose passes sleep instead of computing.
 
-The hosts are network namespaces with limited links. The profile comes from `hvdkit bench allreduce`
-with two ranks and from steps of one rank. Needs root and iproute2.
+`scripts/rehearse_scale` calls this module. The hosts are network namespaces with limited links. The
+profile comes from `hvdkit bench allreduce` with two ranks and from steps of one rank. Needs root
+and iproute2.
 """
 
 import contextlib

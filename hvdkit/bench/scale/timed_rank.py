@@ -1,7 +1,8 @@
 """A rank whose passes sleep for a given time instead of computing.
 
-With it, more ranks than cores can make steps whose passes take as long as on a machine of their
-own. The reduction is real.
+The ranks need no cores for their passes, so a job can have more ranks than cores, and each pass
+still takes the given time. The reduction is real. `hvdkit.bench.scale.rehearsal` starts these
+ranks.
 """
 
 import time
@@ -18,8 +19,8 @@ def build(spec: Mapping[str, Any]) -> Workload:
     """Return the work of this rank.
 
     Args:
-        spec: see `torch_rank`; also `elements`, those of each layer, and `forward` and `backward`,
-            the seconds of the passes.
+        spec: the settings of `torch_rank.Framework`, and `elements` (the number of elements of each
+            layer), `forward` and `backward` (the seconds of the passes).
     """
     return TimedSteps(spec)
 
@@ -69,7 +70,7 @@ class TimedSteps:
             x = _SleepingLayer.apply(x, weight, self._forward, self._backward)
         self._wrapped.backward(x.sum(), True)
         seconds = time.perf_counter() - began
-        # Ranks that share cores would count the update of each other.
+        # The update is not timed: it computes, and ranks that share cores slow each other down.
         with self._wrapped.updating():
             self._wrapped.optimizer.step()
         self._wrapped.optimizer.zero_grad()

@@ -22,7 +22,7 @@ from hvdkit.bench.step.variants import BEFORE, FLAT, SINGLE, STRATEGY, TORCH, Va
 from hvdkit.bench.turns import check_memory, in_turns
 from hvdkit.errors import HvdkitError, UsageError
 
-HELP = "measure training steps of a model, with peers in the same run"
+HELP = "measure training steps of a model, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
   hvdkit bench step -np 2
   hvdkit bench step -np 8 -H host1:4,host2:4 --models resnet50,transformer --json step.json
@@ -39,9 +39,10 @@ PARTS = {
 }
 _TENSORFLOW_BACKWARD = "forward, backward and synchronization"
 
-#: The largest relative difference of the gradients' norms: 16-bit wire formats change far less.
-AGREEMENT = 0.02
-# int8 and PowerSGD change the norm more. They cannot be checked by it.
+#: The largest relative difference between the norms of two variants' gradients. A 16-bit wire
+#: format changes the norm much less.
+NORM_TOLERANCE = 0.02
+# The other wire formats, int8 and PowerSGD, change the norm more than that.
 _CHECKED_WIRES = ("fp32", "fp16", "bf16")
 
 
@@ -85,8 +86,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--link",
         metavar="RATE",
-        help="the rate of the link between hosts, such as 10Gbit/s: shows the limit that it sets "
-        "(default with --two-hosts: its rate, measured with iperf3 if that is installed)",
+        help="the rate of the link between hosts, such as 10Gbit/s; with it, the table shows the "
+        "shortest time that the link permits (default with --two-hosts: the rate that iperf3 "
+        "measures, or that of --two-hosts if iperf3 is not installed)",
     )
     verb.add_argument(
         "--bucket-mb", type=float, metavar="MB", help="hvdkit's bucket_bytes (default: hvdkit's)"
@@ -151,7 +153,10 @@ def _check(options: argparse.Namespace) -> None:
     if options.accumulate > 1 and options.framework != TORCH:
         raise UsageError("--accumulate needs --framework torch")
     if options.part == "backward" and options.framework == variants.KERAS:
-        raise UsageError("--part backward was given with keras, whose `fit` makes whole steps")
+        raise UsageError(
+            "--part is backward with --framework keras: expected step, because `fit` makes whole "
+            "steps"
+        )
     if options.bucket_mb is not None and options.bucket_mb <= 0:
         raise UsageError(f"--bucket-mb is {options.bucket_mb:g}: expected more than 0")
     if options.before is not None and not (options.before / "hvdkit/__init__.py").is_file():
@@ -379,7 +384,7 @@ class _Benchmark:
         probes.show(probe, answers, wide_console())
 
     def _answer(self, plan: JobPlan, probe: str) -> dict[str, Any]:
-        """Return the answer of the slowest rank, because the others would wait for it."""
+        """Return the answer with the highest cost: in training, all ranks wait for the slowest."""
         with tempfile.TemporaryDirectory(prefix="hvdkit-bench-") as folder:
             job = Job(plan, self._place, Path(folder))
             try:
@@ -410,7 +415,7 @@ def check_consistency(norms: Mapping[Variant, Sequence[float]]) -> None:
     first, of_first = next(iter(known.items()))
     for variant, of_ranks in known.items():
         for rank, norm in enumerate(of_ranks):
-            if not math.isclose(norm, of_first[0], rel_tol=AGREEMENT):
+            if not math.isclose(norm, of_first[0], rel_tol=NORM_TOLERANCE):
                 raise HvdkitError(
                     f"{variant.name} computes other gradients than {first.name}: their norm on "
                     f"rank {rank} is {norm:g}; expected {of_first[0]:g}"

@@ -18,11 +18,12 @@ from hvdkit.bench.worker import Workload
 
 PROBES = ("python-cost", "memory")
 
-#: Steps of `python-cost`.
+#: The steps and the parameters of `python-cost`.
 STEPS = 2000
 PARAMETERS = 1000
 
-#: Returns freed memory to the system at once: it must not hide later allocations.
+#: With this setting, malloc returns freed memory to the system at once. Otherwise an allocation
+#: could reuse freed memory, and the peak would not show it.
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -32,7 +33,7 @@ def sizes(probe: str) -> Sequence[int]:
 
 
 def show(probe: str, answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
-    """Print the answers: variant and ranks -> answer of the slowest rank."""
+    """Print the table of a probe. `answers` is: variant and ranks -> answer of the slowest rank."""
     (_show_python_cost if probe == "python-cost" else _show_memory)(answers, console)
 
 
@@ -89,7 +90,7 @@ class Probe:
         self._framework = Framework(spec)
 
     def facts(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return no facts: the runner needs none."""
         return {}
 
     def answer(self, command: str, message: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
@@ -142,7 +143,7 @@ def _python_cost(framework: Any, steps: int) -> dict[str, Any]:
         plain_step()
         wrapped_step()
     process = psutil.Process()
-    # Filled before, so that the measurement does not allocate memory.
+    # Allocate the lists now, because the growth of memory is measured, too.
     times = [[0.0] * steps for _ in range(4)]
     before = process.memory_info().rss
     for i in range(steps):

@@ -28,7 +28,7 @@ def link_limit(row: Mapping[str, Any], ranks: int, rate: float) -> float | None:
     Args:
         row: the row of a variant.
         ranks: the number of ranks.
-        rate: of the link, in bytes per second.
+        rate: the rate of the link, in bytes per second.
 
     Returns:
         None for a variant without a reduction, or with a wire format of unknown size.
@@ -85,7 +85,7 @@ def show(rows: Sequence[Mapping[str, Any]], rate: float | None, what: str) -> No
     Args:
         rows: the rows of all variants.
         rate: of the link, in bytes per second; None if unknown.
-        what: what was measured, for the title.
+        what: the title: the model, its setup, and the part of the step that was measured.
     """
     table = Table(title=what, box=SIMPLE_HEAD)
     table.add_column("variant", no_wrap=True)

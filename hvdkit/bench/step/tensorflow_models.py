@@ -1,7 +1,7 @@
 """The models of `hvdkit bench step`, in Keras. The shapes are those of `torch_models`.
 
-`MODELS` has, by name, a function that makes the model, and one that makes its data: inputs and
-targets for a batch size and the number of the rank.
+`MODELS` has two functions for each name. The first makes the model. The second takes a batch size
+and a rank, and returns inputs and targets.
 """
 
 from collections.abc import Callable, Mapping
@@ -147,7 +147,7 @@ MODELS: Mapping[str, tuple[Callable[[], "keras.Model"], Data]] = {
 
 
 def loss(name: str) -> Any:
-    """Return the loss of a model, as Keras has it."""
+    """Return the Keras loss of the model with this name in `MODELS`."""
     if name in ("many-small", "one-huge"):
         return keras.losses.MeanSquaredError()
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)

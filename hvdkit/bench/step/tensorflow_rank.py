@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.bench.step.variants import BARE, HVDKIT, KERAS, STRATEGY, Variant
-from hvdkit.bench.worker import Workload, check_engine
+from hvdkit.bench.worker import Workload, init_checked
 from hvdkit.errors import HvdkitError
 
-#: The learning rate of SGD. The gradient is the change of a variable, divided by it.
+#: The learning rate of SGD. `_first` divides the change of a variable by it to get the gradient.
 LEARNING_RATE = 0.01
 
 
@@ -27,8 +27,8 @@ def build(spec: Mapping[str, Any]) -> Workload:
     import tensorflow
 
     tensorflow.config.threading.set_intra_op_parallelism_threads(1)
-    # With one thread between operations, the whole backward pass runs before the operations beside
-    # it, so no reduction overlaps with it.
+    # With one inter-op thread, TensorFlow would run the whole backward pass before the reductions,
+    # and nothing would overlap.
     tensorflow.config.threading.set_inter_op_parallelism_threads(2)
     variant = Variant(*spec["variant"])
     if variant.framework == KERAS:
@@ -41,7 +41,7 @@ class _Steps:
 
     Attributes:
         variables: the variables of the model.
-        hvd: the library that reduces the gradients; None for none.
+        hvd: the library that reduces the gradients; None for a variant without reduction.
     """
 
     variables: list[Any]
@@ -83,7 +83,7 @@ class _Steps:
 
 
 class Tape(_Steps):
-    """Gradients in a tf.function, reduced; in a whole step also the update of SGD."""
+    """A step in a tf.function: gradients and their reduction, and SGD unless `--part backward`."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.hvd, distributed = _tape(spec)
@@ -100,7 +100,7 @@ class Tape(_Steps):
         self._set_function(gradients, spec["part"] == "step")
 
     def _set_function(self, gradients: Callable[[], Any], whole_step: bool) -> None:
-        """Trace the step: `gradients` returns the reduced gradients."""
+        """Build the tf.function of a step. `gradients` returns the reduced gradients."""
         import tensorflow as tf
 
         def step() -> Any:
@@ -171,7 +171,7 @@ class Strategy(Tape):
             with tf.GradientTape() as tape:
                 loss = loss_of(targets, model(inputs, training=True))
             gradients = tape.gradient(loss, self.variables)
-            # Keras's losses are divided by the number of replicas.
+            # A sum, because Keras divides each replica's loss by the number of replicas.
             return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
 
         self._set_function(lambda: strategy.run(replica), whole_step)
@@ -184,7 +184,7 @@ class Strategy(Tape):
 
 def _addresses(spec: Mapping[str, Any]) -> list[str]:
     """Return the address of each rank for gRPC. The ranks exchange them in files."""
-    # The address that reaches the rendezvous. This sends no packet.
+    # Find the own address on the route to the rendezvous server. `connect` sends no packet here.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], 9))
         host = probe.getsockname()[0]
@@ -212,7 +212,7 @@ class Fit(_Steps):
         if variant.optimizer in HVDKIT:
             import hvdkit.keras as hvd
 
-            check_engine(spec, importlib.import_module("hvdkit.tensorflow"))
+            init_checked(spec, importlib.import_module("hvdkit.tensorflow"))
             self.hvd = hvd
         model, inputs, targets, loss_of = _task(spec)
         import keras
@@ -233,14 +233,14 @@ class Fit(_Steps):
 
 
 class Bare(Fit):
-    """Local steps on each rank, while the engine sums as many bytes as the gradients have."""
+    """Steps without reduction, while the engine sums zeros, as many bytes as the gradients have."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         super().__init__(spec)
         import horovod.tensorflow as hvd
         import tensorflow as tf
 
-        check_engine(spec, hvd)
+        init_checked(spec, hvd)
         self.hvd = hvd
         dtype = tf.float32 if Variant(*spec["variant"]).wire == "fp32" else tf.float16
         elements = sum(math.prod(variable.shape) for variable in self.variables)
@@ -265,7 +265,7 @@ class Bare(Fit):
 
 
 def _task(spec: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Return the model, inputs, targets and loss: the same model, other data per rank."""
+    """Return model, inputs, targets and loss. Ranks have the same model and different data."""
     import keras
 
     from hvdkit.bench.step.tensorflow_models import MODELS, loss
@@ -283,7 +283,7 @@ def _tape(spec: Mapping[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
         return None, lambda tape: tape
     library = "hvdkit" if variant.optimizer in HVDKIT else "horovod"
     hvd = importlib.import_module(f"{library}.tensorflow")
-    check_engine(spec, hvd)
+    init_checked(spec, hvd)
     wire = "none" if variant.wire == "fp32" else variant.wire
     settings: dict[str, Any] = {"compression": getattr(hvd.Compression, wire)}
     if variant.optimizer in HVDKIT and spec["bucket_bytes"]:

@@ -1,7 +1,7 @@
 """The models of `hvdkit bench step`, in PyTorch.
 
-Each has a function that makes the model, and one that makes its loss for random data: a function of
-the model. `MODELS` has both by name.
+`MODELS` has two functions for each name. The first makes the model. The second takes a batch size,
+makes random data, and returns the loss: a function of the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ def resnet50() -> "torch.nn.Module":
 def vgg16() -> "torch.nn.Module":
     """Return VGG-16 as in torchvision, without dropout: 32 parameters, 138,357,544 elements.
 
-    One of them has 102,760,448 elements, 411 MB.
+    The largest parameter has 102,760,448 elements, 411 MB.
     """
     from torch import nn
 
@@ -82,7 +82,7 @@ VOCABULARY, TOKENS, WIDTH = 32_000, 128, 512
 def transformer() -> "torch.nn.Module":
     """Return a transformer with 12 layers and a tied output layer.
 
-    The last gradient to become ready has 66 MB of the 217 MB.
+    The gradients have 217 MB. The one that becomes ready last, of the embedding, has 66 MB.
     """
     from torch import nn
 

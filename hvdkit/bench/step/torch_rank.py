@@ -14,7 +14,7 @@ import torch
 
 from hvdkit.bench.step.torch_models import MODELS
 from hvdkit.bench.step.variants import ALONE, DDP, HVDKIT, KERAS_OPTIMIZER, SINGLE, Variant
-from hvdkit.bench.worker import Workload, check_engine
+from hvdkit.bench.worker import Workload, init_checked
 
 
 def build(spec: Mapping[str, Any]) -> Workload:
@@ -29,9 +29,10 @@ class Wrapped:
     Attributes:
         module: called for the forward pass.
         optimizer: called for the update.
-        backward: runs the backward pass of a loss. The last one of a step reduces the gradients.
-        accumulating: a context for passes whose gradients are not reduced yet.
-        updating: a context for the optimizer's step.
+        backward: called with a loss, and whether this is the last backward pass of the step. The
+            last pass also reduces the gradients.
+        accumulating: the context of all passes of a step except the last.
+        updating: the context of `optimizer.step()`.
     """
 
     module: Any
@@ -55,7 +56,7 @@ class Framework:
 
             if "GLOO_SOCKET_IFNAME" not in os.environ and "HOROVOD_GLOO_IFACE" in os.environ:
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["HOROVOD_GLOO_IFACE"]
-            # All ranks of a machine can access this file, in any network namespace.
+            # A file works in any network namespace; on several hosts, hvdkit run sets MASTER_ADDR.
             where = "env://" if spec["store"] is None else f"file://{spec['store']}"
             size = spec["size"]
             dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=size)
@@ -66,7 +67,7 @@ class Framework:
                 os.environ["KERAS_BACKEND"] = adapter
                 adapter = "keras"
             hvd = importlib.import_module(f"{'hvdkit' if ours else 'horovod'}.{adapter}")
-            check_engine(spec, hvd)
+            init_checked(spec, hvd)
             self._hvd = hvd
 
     def wrap(
@@ -127,7 +128,7 @@ class Framework:
         from hvdkit.keras.distribution import distribution_of
 
         class Reduce(keras.optimizers.Optimizer):
-            """An optimizer that changes nothing."""
+            """An optimizer that does not update: only the reduction is measured."""
 
             def update_step(self, *_: Any) -> None:
                 pass
@@ -180,7 +181,8 @@ class TorchStep:
         self._parameters = list(model.parameters())
         self._passes: int = spec["accumulate"]
         self._whole_step = spec["part"] == "step"
-        # A tiny learning rate: a loss near 0 would have denormal gradients, which are slow.
+        # The learning rate is tiny, so that the loss stays large. The gradients of a loss near 0
+        # may be denormal numbers, with which CPUs are slow.
         plain = torch.optim.SGD(self._parameters, lr=1e-5)
         self._wrapped = self._framework.wrap(model, plain, self._passes)
 

@@ -9,15 +9,15 @@ from hvdkit.bench.software import INSTALLED, STOCK, Needs
 TORCH, TENSORFLOW, KERAS = "torch", "tensorflow", "keras"
 FRAMEWORKS = (TORCH, TENSORFLOW, KERAS)
 
-#: All ranks, without reduction.
+#: All ranks compute, without reduction.
 ALONE = "alone"
-#: One rank, without reduction.
+#: A job of one rank, without reduction.
 SINGLE = "single"
 #: The optimizer of another checkout of hvdkit.
 BEFORE = "before"
 #: hvdkit with HVDKIT_COLLECTIVES=flat, without shared memory.
 FLAT = "flat"
-#: The optimizers that are hvdkit's.
+#: The optimizers that are `hvdkit.*.DistributedOptimizer`, with any settings.
 HVDKIT = ("hvdkit", FLAT, BEFORE)
 #: Horovod's optimizer on the installed engine.
 ENGINE = "engine"
@@ -26,7 +26,7 @@ DDP = "ddp"
 STRATEGY = "strategy"
 #: hvdkit.keras's optimizer in a loop of PyTorch, without `fit`.
 KERAS_OPTIMIZER = "keras"
-#: Local steps, while the engine sums as many bytes as the gradients have.
+#: Steps without reduction, while the engine sums zeros, as many bytes as the gradients have.
 BARE = "bare"
 
 _WITHOUT_REDUCTION = (ALONE, SINGLE)
@@ -125,7 +125,7 @@ def known(framework: str) -> list[Variant]:
 
 
 def by_default(variant: Variant) -> bool:
-    """Return whether a variant is measured if it is not named."""
+    """Return whether a variant is measured if `--variants` is not given."""
     if not variant.reduces:
         return True
     usual = variant.optimizer in ("hvdkit", STOCK, DDP) and variant.controller == "gloo"
