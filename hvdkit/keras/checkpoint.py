@@ -293,8 +293,8 @@ class Checkpoint(LastCallback):
                 self._rank_items["random"].restore(began)
 
         def after() -> None:
-            # Creating an iterator draws random numbers. The interrupted run drew them before it
-            # saved.
+            # Creating an iterator draws random numbers, which the interrupted run drew before its
+            # save. The saved states are therefore restored after the iterator exists.
             for name, content in own.items():
                 self._rank_items[name].restore(content)
 

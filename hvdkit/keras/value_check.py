@@ -18,7 +18,7 @@ from hvdkit.keras import backend
 # Relative to the largest element of a variable. Ranks on different processors may round a step
 # differently, by about 1e-7. Different initial values differ by about 1.
 _TOLERANCE = 1e-4
-# Elements of a variable that an error shows.
+# The number of elements of a variable that an error shows.
 _SHOWN = 3
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Not public. The public functions would create the generators that these only read.
+# Not public. The public functions would create a generator if none exists; these modules only read.
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from tensorflow.python.ops import stateful_random_ops

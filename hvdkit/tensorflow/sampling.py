@@ -119,7 +119,7 @@ class ResumableSampler(Epochs):
     def _look_up(self) -> tuple[np.ndarray, np.ndarray]:
         self.uncounted = True
         epoch, mine = self.left()
-        # The 1 makes this sequence different from that of the epoch's order.
+        # The 1 makes this sequence of random numbers different from the one for the epoch's order.
         drawn = np.random.SeedSequence([self._seed, epoch, 1]).generate_state(1, np.uint64)
         return mine, drawn.view(np.int64)[0]
 

@@ -127,7 +127,7 @@ class PayloadBytes:
         return 0 if self._value is None else int(self._value.numpy())
 
 
-#: The bytes of this process.
+#: The bytes of the buckets that this process has reduced.
 payload_bytes = PayloadBytes()
 
 

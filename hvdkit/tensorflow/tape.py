@@ -119,7 +119,7 @@ def DistributedGradientTape(
     )
     wrapped = wrapped_class.__new__(wrapped_class)
     wrapped.__dict__.update(gradtape.__dict__)
-    # The original tape may still be recording; this one is not.
+    # The original tape may still be recording; the wrapped tape is not.
     wrapped._recording = False
     wrapped._reduce = reduce
     wrapped._device = device_dense or device_sparse or None
@@ -191,7 +191,8 @@ class _DistributedTape(tf.GradientTape):
 
     _reduce: Reduce
     _device: str | None
-    #: By `_identity`. Keeps the sources alive, so that no other object gets the same id.
+    #: `_identity` of a source -> the source. The dict keeps the sources alive, so that no other
+    #: object gets the same id.
     _local_sources: dict[int, Any]
     process_set: mpi_ops.ProcessSet
     scale_local_gradients: bool
@@ -273,7 +274,7 @@ def _divided(gradient: Any, size: int) -> Any:
     return gradient / tf.cast(size, gradient.dtype)
 
 
-#: The reducers of this process's tapes by their settings, and restored states of future reducers.
+#: Settings of a tape -> its reducer; and the restored states of reducers that do not exist yet.
 _reducers: dict[str, GradientReducer] = {}
 _saved_states: dict[str, Any] = {}
 
