@@ -120,7 +120,7 @@ class Job:
         environment["PYTHONPATH"] = os.pathsep.join(path)
         rank = ["-m", "hvdkit.bench.rank"]
         if plan.hvdkit is not None:
-            # Start this file, not a module: the other hvdkit has another benchmark or none.
+            # Start rank.py of this hvdkit: the other hvdkit has another benchmark or none.
             rank = [str(Path(__file__).with_name("rank.py"))]
         return self._place.launch(
             [self._place.python, *rank, json.dumps(spec)],

@@ -226,10 +226,10 @@ def predict_horovod(jitter: float = 0.0) -> list[Point]:
 
 #: Description -> a function that fits the networks to measurements of ResNet-50.
 FITS = {
-    "WFBP and BSP, each network alone": lambda: fit_each(["WFBP", "BSP"]),
-    "WFBP and BSP, hosts the same": lambda: fit_together(["WFBP", "BSP"]),
-    "WFBP, hosts the same": lambda: fit_together(["WFBP"]),
-    "WFBP, each network alone": lambda: fit_each(["WFBP"]),
+    "WFBP and BSP, each network separately": lambda: fit_each(["WFBP", "BSP"]),
+    "WFBP and BSP, all networks together": lambda: fit_together(["WFBP", "BSP"]),
+    "WFBP, all networks together": lambda: fit_together(["WFBP"]),
+    "WFBP, each network separately": lambda: fit_each(["WFBP"]),
 }
 
 
@@ -242,7 +242,7 @@ def lines() -> Iterator[str]:
             for method in METHODS
             for points in [predict_berts(fitted, method)]
         )
-        yield f"Fitted to ResNet-50 with {name}. Error of both BERTs with {errors}"
+        yield f"Fitted to ResNet-50 ({name}): errors of both BERTs: {errors}"
 
 
 def show() -> None:
