@@ -14,6 +14,9 @@ from hvdkit.core.noise_scale import Average, estimate
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 
+#: The optimizers with a `GradientNoiseScale` that is not closed.
+_measured: weakref.WeakSet[WrappedOptimizer] = weakref.WeakSet()
+
 
 class GradientNoiseScale:
     """Measure the gradient noise scale of McCandlish et al. (arXiv:1812.06162, appendix A.1).
@@ -35,7 +38,8 @@ class GradientNoiseScale:
         measured: the number of measured steps.
 
     Raises:
-        UsageError: an argument is invalid, or there is only one rank.
+        UsageError: an argument is invalid, there is only one rank, or the optimizer has another
+            `GradientNoiseScale`.
 
     Example:
         noise = hvd.GradientNoiseScale(optimizer, samples=32)
@@ -70,6 +74,11 @@ class GradientNoiseScale:
                 "the noise scale compares the gradients of ranks, and there is only one: start the "
                 "job with two ranks or more"
             )
+        if own in _measured:
+            raise UsageError(
+                "the optimizer has a GradientNoiseScale already: expected one per optimizer. Use "
+                "that one, or call its close() first"
+            )
         self.measured = 0
         self._samples, self._every, self._ranks = samples, every, ranks
         self._average = Average(decay)
@@ -83,6 +92,7 @@ class GradientNoiseScale:
         # A weak reference, because the optimizer holds the hook: a strong one would be a cycle.
         self._optimizer = weakref.ref(own)
         self._hook = own.register_step_pre_hook(self._before_step)
+        _measured.add(own)
         self._watch()
 
     @property
@@ -109,6 +119,9 @@ class GradientNoiseScale:
         """Stop measuring. Every rank must call this after the same step."""
         self._hook.remove()
         self._unwatch()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _measured.discard(optimizer)
 
     def _watch(self) -> None:
         """Read the gradients of the next pass, before and after they are reduced."""

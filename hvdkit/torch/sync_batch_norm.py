@@ -17,7 +17,8 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     It takes the arguments of `torch.nn.BatchNorm2d`, and inputs of shape [samples, channels, ...].
     In training, each forward and each backward pass needs one collective, so all ranks must run the
-    layer in the same order. Ranks may have different numbers of samples. Some may have none.
+    layer in the same order. Ranks may have different numbers of samples. Some may have none. A
+    batch without a sample on any rank does not change the running statistics.
 
     For tensors on a GPU, this class calls Horovod's layer, which supports GPUs only.
     """
@@ -63,7 +64,8 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
         output, mean, variance, count = _Normalization.apply(
             input, self.weight, self.bias, self.eps
         )
-        if self.training and self.track_running_stats:
+        # Without a sample on any rank there are no statistics. The count is equal on all ranks.
+        if count and self.training and self.track_running_stats:
             with torch.no_grad():
                 unbiased = variance * (count / max(count - 1, 1))
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
@@ -115,10 +117,11 @@ class _Normalization(torch.autograd.Function):
         # Horovod caches a collective by its name and shape, so the name contains the channels.
         sums = mpi_ops.allreduce(sums, op=mpi_ops.Sum, name=f"sync_batch_norm.{channels}.sums")
         total = sums[0].item()
-        mean = sums[1 : channels + 1] / total
-        variance = (sums[channels + 1 :] / total - mean.square()).clamp_(min=0)
+        divisor = max(total, 1)
+        mean = sums[1 : channels + 1] / divisor
+        variance = (sums[channels + 1 :] / divisor - mean.square()).clamp_(min=0)
         ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt())
-        ctx.total = total
+        ctx.divisor = divisor
         ctx.mark_non_differentiable(mean, variance)
         kind = _wide(input).dtype
         output = functional.batch_norm(
@@ -146,7 +149,7 @@ class _Normalization(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             name = f"sync_batch_norm.{len(of_bias)}.gradients"
             sums = mpi_ops.allreduce(torch.stack([of_bias, of_weight]), op=mpi_ops.Sum, name=name)
-            by_bias, by_weight = (sums / ctx.total).view(2, *shape).unbind()
+            by_bias, by_weight = (sums / ctx.divisor).view(2, *shape).unbind()
             of_input = inverse_std * (gradient - by_bias - normalized * by_weight)
             if weight is not None:
                 of_input *= weight.to(kind).view(shape)

@@ -89,3 +89,12 @@ def test_invalid_arguments(hvd):
     for options in ({"op": hvd.Sum}, {"accumulation_steps": 2}):
         with pytest.raises(UsageError, match="needs the mean gradient of one pass per step"):
             hvd.GradientNoiseScale(regression(hvd, **options)[1], samples=4)
+
+
+def test_one_measurement_for_each_optimizer(hvd):
+    _, optimizer = regression(hvd)
+    first = hvd.GradientNoiseScale(optimizer, samples=4)
+    with pytest.raises(UsageError, match="has a GradientNoiseScale already"):
+        hvd.GradientNoiseScale(optimizer, samples=4)
+    first.close()
+    hvd.GradientNoiseScale(optimizer, samples=4).close()

@@ -53,6 +53,15 @@ def assert_as_one_process(hvd, batches, rtol=1e-9, steps=2, **options):
     torch.testing.assert_close(ours(batches[0]), plain(batches[0]), rtol=rtol, atol=rtol)
 
 
+def test_a_batch_without_samples_on_all_ranks(hvd):
+    layer = hvd.SyncBatchNorm(3)
+    x = torch.zeros(0, 3, 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    assert torch.equal(layer.running_var, torch.ones(3))
+    assert torch.equal(layer.weight.grad, torch.zeros(3))
+
+
 @pytest.mark.parametrize("shape", [(), (4,), (4, 5), (2, 3, 2)])
 def test_it_is_that_of_one_process(hvd, shape):
     assert_as_one_process(hvd, batches_of(hvd, shape, COUNTS))
