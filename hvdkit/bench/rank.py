@@ -9,8 +9,8 @@ from pathlib import Path
 def _use_this_package() -> None:
     """Import `hvdkit.bench` from the folder of this file.
 
-    With `--before`, `import hvdkit` finds the other hvdkit, which is measured. The benchmark is
-    that of this hvdkit.
+    With `--before`, `import hvdkit` finds the other hvdkit, which is measured. The
+    code of the benchmark still comes from the folder of this file.
     """
     here = Path(__file__).parent
     sys.path.remove(str(here))  # because this file was started as a script

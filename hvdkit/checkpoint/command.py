@@ -33,7 +33,8 @@ def add_actions(add: AddAction, export: Export) -> None:
     ) -> argparse.ArgumentParser:
         parser = add(name, help, f"  hvdkit checkpoint {example}")
         parser.add_argument("folder", metavar="DIR", help="the folder of checkpoints, or a URL")
-        parser.set_defaults(run=run, when_ended="the listed steps are complete.")
+        ended = "the steps that `hvdkit checkpoint ls` lists are complete."
+        parser.set_defaults(run=run, when_ended=ended)
         return parser
 
     action("ls", "list the steps", "ls runs/digits", _list)

@@ -318,8 +318,8 @@ class Runtime:
             log.warning(
                 "Horovod %s was not built by `hvdkit build`. Over Gloo the start may hang if a "
                 "rank is missing, jobs on several hosts may use the wrong interface, float16 is "
-                "slow, and gradients are copied more often. Results are the same. To avoid "
-                "this, run `hvdkit build`.",
+                "slow, and gradients are copied more often. A few float16 sums are wrong. To "
+                "avoid this, run `hvdkit build`.",
                 engine.version,
             )
         built_for = engine.frameworks[self._framework]

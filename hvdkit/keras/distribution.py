@@ -32,8 +32,8 @@ class Distribution:
         replicas: compares trained variables and the optimizer's variables every few batches.
         times: the time that this rank spends in each section of its steps, in `fit`.
         stragglers: compares `times` between the ranks every few batches.
-        batches: the number of batches of coordinated `fit`s since the start.
-        in_fit: True during a coordinated `fit`, and after one that ended with an error.
+        batches: the number of batches of distributed `fit` calls since the start.
+        in_fit: True during a distributed `fit`, and after a `fit` that ended with an error.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ EXAMPLE = (
     "  hvdkit migrate train.py          # what would change, and what is left to you\n"
     "  hvdkit migrate train.py --diff\n"
     "  hvdkit migrate src/ --write\n\n"
-    "exit status: 0: nothing is left to do by hand; 1: some lines need you; 2: wrong arguments"
+    "exit status: 0: nothing is left to do by hand; 1: lines are left to change by hand, or files "
+    "could not be read or written; 2: wrong arguments"
 )
 #: Needed by this command only.
 _REQUIREMENT = "libcst>=1.5"

@@ -98,8 +98,9 @@ def difference(marks: Sequence[Round], found: Sequence[Round]) -> int:
     """
     if not found or len(found) != len(marks):
         raise HvdkitError(
-            f"the framework's profiler has recorded {len(found)} of {len(marks)} marks. Another "
-            f"profiler may run in this process: end that profiler first"
+            f"the framework's profiler has recorded {len(found)} of {len(marks)} "
+            f"events that hvdkit needs to compare the clocks. Another profiler may run in this "
+            f"process: end that profiler first"
         )
     pairs = list(zip(marks, sorted(found), strict=True))
     low = max(before - begin for (before, _), (begin, _) in pairs)

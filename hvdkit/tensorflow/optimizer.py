@@ -38,7 +38,7 @@ def DistributedOptimizer(
             arguments.
 
     Raises:
-        UsageError: the optimizer belongs to TensorFlow 1 or tf_keras.
+        UsageError: `optimizer` is no optimizer of Keras 3, for example one of TensorFlow 1.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise UsageError(

@@ -24,8 +24,9 @@ class GradientNoiseScale:
     The measurement compares the gradients of each rank with their mean over the ranks. A batch that
     is much smaller than the scale wastes few samples. A batch that is much larger than the scale
     wastes many. See docs/performance.md.
-    Every rank makes one, after the optimizer, with the same arguments. In a measured step, all
-    gradients are read twice, and two numbers are summed over the ranks.
+
+    Every rank makes a `GradientNoiseScale`, after the optimizer, with the same arguments. In a
+    measured step, all gradients are read twice, and two numbers are summed over the ranks.
 
     Args:
         optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and one pass

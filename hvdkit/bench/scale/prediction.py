@@ -117,7 +117,8 @@ class Step:
         forward: seconds of the forward pass.
         backward: seconds of the backward pass, divided among the layers by their work.
         update: seconds after the last collective: the optimizer.
-        alone: seconds of a step of one rank that has the machine for itself. None: the sum of
+        alone: seconds of a step of one rank that has the machine for itself (the variant `single`
+            of `hvdkit bench step`). None: the sum of
             `forward`, `backward` and `update`.
         jitter: the standard deviation of the time of a rank's passes, relative to them. The step
             waits for the slowest rank.

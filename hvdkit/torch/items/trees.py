@@ -49,8 +49,8 @@ def with_small_tensors(value: Any, subject: str) -> Tree:
         where = at(subject, path)
         if leaf.layout == torch.strided and leaf.nbytes > MAX_ARRAY_BYTES:
             raise UsageError(
-                f"{where} is a tensor of {leaf.nbytes} bytes: expected at most {MAX_ARRAY_BYTES} "
-                f"bytes in the state of a rank"
+                f"{where} is a tensor of {leaf.nbytes} bytes: each tensor in the "
+                f"state of a rank may have at most {MAX_ARRAY_BYTES} bytes"
             )
         tensor = TorchTensor(leaf, where)
         return SmallTensor(tensor.spec, tensor.content())
