@@ -1,4 +1,7 @@
-"""A rank of a benchmark: `python -m hvdkit.bench.rank SPEC`, started by `jobs.Job`."""
+"""A rank of a benchmark: `python -m hvdkit.bench.rank SPEC`, started by `jobs.Job`.
+
+With `--before`, the command is `python …/rank.py SPEC`.
+"""
 
 import importlib.util
 import json

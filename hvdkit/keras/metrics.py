@@ -69,7 +69,7 @@ def is_additive(metric: Any) -> bool:
 
 
 def flat_metrics(model: Any) -> list[Any]:
-    """Return each metric of a model once. The metrics of `compile` are separate elements."""
+    """Return each metric of a model once. The metrics replace the container of `compile`."""
     found: dict[int, Any] = {}
     for metric in model.metrics:
         inner = metric.metrics if isinstance(metric, CompileMetrics) else [metric]

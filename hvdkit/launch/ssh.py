@@ -21,7 +21,7 @@ HOST_SECONDS = 30.0
 FAILED = 255
 
 _CONNECT_SECONDS = 10
-# The number of keepalive messages that a silent host may leave without an answer.
+# A silent host is lost after this number of intervals between keepalive messages.
 _KEEPALIVES = 3
 
 # ssh's options, as for `getopt`.

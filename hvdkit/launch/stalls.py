@@ -27,8 +27,9 @@ _ANSWER_SECONDS = 5.0
 _CONFIRM_SECONDS = 3.0
 #: Seconds after a verdict in which a further record of a stall does not lead to a new verdict.
 _PAUSE_SECONDS = 10.0
-#: Seconds that the engines have to end the job after the time limit of a stall. They do not end it
-#: if the engine of one rank does not run, for example because its process is stopped.
+#: Seconds for which the launcher waits, after the time limit of a stall, for the engines to end the
+#: job. They do not end it if the engine of one rank does not run, for example because its process
+#: is stopped.
 _ENGINE_SECONDS = 15.0
 _MARGIN_SECONDS = 1.0
 #: The file with the last verdict.

@@ -146,7 +146,7 @@ def retrace_after_init() -> None:
 def clear_traces() -> None:
     """Make the functions that `retrace_after_init` has recorded trace again at their next call."""
     for function in list(_to_retrace):
-        # Not public, because tf.function has no method to clear its traces.
+        # tf.function has no public method to clear its traces.
         function._function_cache.clear()
     _to_retrace.clear()
 

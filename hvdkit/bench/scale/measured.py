@@ -299,7 +299,8 @@ def _overhead(
     Args:
         hops: the number of messages of each collective, which are sent one after another.
         constants: the seconds of each collective.
-        latency: the latency in seconds. Used only if all collectives have as many messages.
+        latency: the latency in seconds. Used only if all collectives have the same
+            number of messages.
     """
     if len(set(hops)) == 1:
         constant = statistics.fmean(constants)

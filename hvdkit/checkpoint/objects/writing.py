@@ -66,7 +66,9 @@ class ObjectDraft:
         try:
             self._bucket.copy(object_name(entry.name, name), object_name(self.listed.name, name))
         except FileNotFoundError as error:
-            raise CheckpointError(f"{name} of {entry.name} was deleted") from error
+            raise CheckpointError(
+                f"{name} of {entry.name} was deleted while it was copied: save again"
+            ) from error
 
     def files(self) -> StepFiles:
         """Open the draft for reading."""

@@ -167,7 +167,7 @@ class Members:
                     member.connection.send("task", **self.task)
 
     def begin(self, plan: Plan) -> int:
-        """Begin a start with `plan`. Tell the ranks when the hosts differ from those of the plan.
+        """Begin a start with `plan`. From now on, ranks are told if the hosts differ from the plan.
 
         Return the version of the list. A higher version tells ranks that the hosts have changed.
         """

@@ -111,8 +111,8 @@ def _run() -> None:
         if error.name != "sitecustomize":
             raise
         missing = error
-    # A wrapper in the command may start another Python first. This Python inherits the variable, but
-    # its parent is not the agent, so it is no spare.
+    # A wrapper in the command may start another Python first. This Python inherits the variable,
+    # but its parent is not the agent, so it is no spare.
     if descriptor and os.getppid() == int(parent):
         import site
 
