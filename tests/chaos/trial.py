@@ -188,10 +188,11 @@ class Trial:
         """Run the job and its faults, and check it."""
         try:
             self.job.start()
-            while not self.job.finished() and len(self.result.events) < self._most:
-                if not self._burst():
-                    break
-            if not self.result.problems and self._run_to_the_end():
+            trains = True
+            while trains and not self.job.finished() and len(self.result.events) < self._most:
+                trains = self._burst()
+            # Also after other problems, such as a name that is missing.
+            if trains and self._run_to_the_end():
                 self._check()
         finally:
             self.job.kill()
