@@ -253,7 +253,7 @@ def test_export_needs_a_name_with_a_known_ending(store, run):
         (["verify", "FOLDER", "7"], "there is no step 7 in"),
         (["export", "FOLDER", "x.pt", "--step", "7"], "there is no step 7 in"),
         (["prune", "FOLDER", "-n", "0"], "-n is 0; expected 1 or more"),
-        (["prune", "FOLDER", "--keep-best", "loss"], "--keep-best is 'loss'; expected a metric"),
+        (["prune", "FOLDER", "--keep-best", "loss"], "--keep-best is 'loss'; expected METRIC"),
     ],
 )
 def test_wrong_arguments_are_status_2(store, run, arguments, said):

@@ -74,8 +74,8 @@ def test_a_step_that_was_saved_again_counts_once():
         (lambda: KeepBest("neg_log_loss"), "the name of the metric does not tell"),
         (lambda: KeepBest("1 - accuracy"), "the name of the metric does not tell"),
         (lambda: KeepBest.parse("loss"), "expected METRIC:min or METRIC:max, such as loss:min"),
-        (lambda: KeepBest.parse(":min"), "expected a metric"),
-        (lambda: KeepBest.parse("loss:low"), "expected a metric"),
+        (lambda: KeepBest.parse(":min"), "expected METRIC"),
+        (lambda: KeepBest.parse("loss:low"), "expected METRIC"),
     ],
 )
 def test_invalid_rules(make, said):
