@@ -158,7 +158,10 @@ def test_steps_of_a_file_are_the_profile_and_are_compared(tmp_path, capsys):
         ([*MACHINE, "--forward-ms", "-1"], "--forward-ms is -1: expected 0 or more"),
         ([*MACHINE, "--jitter", "2"], "--jitter is 2: expected a share below 1"),
         ([*MACHINE, "--ranks-per-host", "0"], "--ranks-per-host is 0: expected more than 0"),
-        ([*MACHINE, "--ranks", "12", "--ranks-per-host", "8"], "--ranks has 12, which does not fill"),
+        (
+            [*MACHINE, "--ranks", "12", "--ranks-per-host", "8"],
+            "--ranks has 12, which does not fill",
+        ),
         ([*MACHINE, "--ranks", "8..4"], "--ranks has '8..4'; expected numbers such as 8,24"),
         ([*MACHINE, "--wires", "fp8"], "--wires has 'fp8'"),
         ([*MACHINE, "--levels", "tree"], "--levels has 'tree'; expected some of flat, two-level"),
