@@ -30,7 +30,7 @@ _SHUT_DOWN = "Horovod has been shut down"
 #: Seconds to wait for a note from another host.
 _SECONDS = 2.5
 _POLL_SECONDS = 0.05
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = Path(__file__).parents[1]
 
 
 class Departure:
@@ -118,7 +118,7 @@ class Departure:
 def _caller() -> str:
     """Return the place in the user's code from which hvdkit was called."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_PACKAGE):
+        if not Path(frame.filename).is_relative_to(_PACKAGE):
             source = f": {frame.line}" if frame.line else ""
             return f" at {frame.filename}:{frame.lineno} in {frame.name}{source}"
     return ""

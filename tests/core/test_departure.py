@@ -1,10 +1,13 @@
 """The notes of ranks that call `hvd.shutdown()`."""
 
+import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import hvdkit
 from hvdkit.core.departure import Departure
 
 
@@ -21,6 +24,13 @@ def test_a_note_names_the_rank_and_the_line(tmp_path):
     assert "called hvd.shutdown() at " in text
     assert "test_departure.py:" in text
     assert "in test_a_note_names_the_rank_and_the_line: departure(tmp_path).write(1)." in text
+
+
+def test_a_script_beside_the_package_is_the_users_code(tmp_path):
+    script = f"{Path(hvdkit.__file__).parent}_examples/train.py"
+    exec(compile("own.write(1)", script, "exec"), {"own": departure(tmp_path)})
+    (text,) = [json.loads(path.read_text())["text"] for path in tmp_path.iterdir()]
+    assert f"called hvd.shutdown() at {script}:1 in <module>." in text
 
 
 def test_the_error_of_a_collective_names_the_rank(tmp_path):
