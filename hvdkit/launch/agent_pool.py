@@ -60,6 +60,11 @@ class AgentPool:
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 
+    @property
+    def every(self) -> list[Connection]:
+        """The connections to all agents, with those of hosts without ranks."""
+        return [*self.connections, *self.unused]
+
     def __enter__(self) -> Self:
         self._heartbeat.start()
         return self
@@ -67,7 +72,7 @@ class AgentPool:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._heartbeat.join()
-        every = [*self.connections, *self.unused]
+        every = self.every
         for connection in every:
             connection.disconnect()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -205,7 +210,7 @@ class AgentPool:
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
-            for connection in [*self.connections, *self.unused]:
+            for connection in self.every:
                 connection.send_heartbeat()
 
 

@@ -65,8 +65,7 @@ class KeptAgents:
 
     def connected(self) -> list[Host]:
         """Return the hosts whose agents are connected."""
-        every = [*self._agents.connections, *self._agents.unused]
-        return [c.host for c in every if c.idle and not c.ended]
+        return [c.host for c in self._agents.every if c.idle and not c.ended]
 
     def settings_for(self, plan: Plan, settings: Settings) -> Settings:
         """Return the settings for a start: without a preflight if all hosts were checked before."""
@@ -78,9 +77,8 @@ class KeptAgents:
         self._checked |= {host.name for host in plan.hosts}
 
     def _start(self, plan: Plan, settings: Settings) -> None:
-        every = [*self._agents.connections, *self._agents.unused]
-        self._drop(connection for connection in every if connection.ended or not connection.idle)
-        kept = {c.host.name: c for c in [*self._agents.connections, *self._agents.unused]}
+        self._drop(c for c in self._agents.every if c.ended or not c.idle)
+        kept = {c.host.name: c for c in self._agents.every}
         local = prepare.local_hosts(plan)
         self._agents.connections = []
         self._agents.unused = list(kept.values())

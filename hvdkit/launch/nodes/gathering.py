@@ -73,7 +73,7 @@ class GatheredNodes:
 
     def send_outcome(self, outcome: Outcome) -> None:
         """Send the job's outcome to the other nodes. A node keeps the first outcome it gets."""
-        for connection in [*self.agents.connections, *self.agents.unused]:
+        for connection in self.agents.every:
             connection.send("outcome", status=outcome.status, report=outcome.report)
 
     def close(self, outcome: Outcome) -> None:
