@@ -1,4 +1,4 @@
-"""Where the ranks of a benchmark run: this machine, network namespaces, or hosts of a cluster."""
+"""The places for the ranks of a benchmark: this machine, network namespaces, or other hosts."""
 
 import argparse
 import contextlib

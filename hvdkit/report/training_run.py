@@ -39,7 +39,7 @@ class StartFolder:
 
     @property
     def end(self) -> str:
-        """How the start ended, in one line."""
+        """One line about the end of the start."""
         start = self.start
         if start is None:
             return self.explanation.partition("\n")[0] or "no end was recorded"
