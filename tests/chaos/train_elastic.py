@@ -63,12 +63,13 @@ def main() -> None:
             state.step += 1
             line = (os.getpid(), state.step, state.step, loss.item().hex(), time.monotonic())
             append(args.out / f"losses.{rank}", *line)
-            if args.checkpoints:
-                checkpointer.maybe_save(state.step, 0)
             if state.step % COMMIT == 0:
                 state.commit()
                 if rank == 0:
                     append(args.out / "committed", state.step)
+                # After the commit: a restart may not go back to a step before a checkpoint.
+                if args.checkpoints:
+                    checkpointer.maybe_save(state.step, 0)
 
     with checkpointer:
         restored = checkpointer.restore() if args.checkpoints else None
