@@ -193,7 +193,7 @@ def load(collectives: Collectives, path: Path | None, fingerprint: str) -> int |
         fingerprint: a digest of all that the choice depends on.
 
     Raises:
-        RankMismatchError: on every rank, if only some ranks pass a path.
+        RankMismatchError: on every rank, if only some have a file.
         HvdkitError: on every rank, if the file cannot be read or written.
     """
     check_consistency(collectives, [f"a file for the result: {path is not None}"], "hvd.autotune")
@@ -208,9 +208,7 @@ def load(collectives: Collectives, path: Path | None, fingerprint: str) -> int |
             answer["size"] = int(content.get(fingerprint, {}).get("bucket_bytes", 0))
             _write(path, content)
         except OSError as error:
-            answer["problem"] = (
-                f"cannot read and write {path}: {error.strerror}. Choose another file"
-            )
+            answer["problem"] = f"cannot write {path}: {error.strerror}. Choose another file"
         except (ValueError, TypeError, AttributeError) as error:
             answer["problem"] = f"{path} is not a file of hvd.autotune ({error}). Delete it"
     text = collectives.broadcast(json.dumps(answer).encode(), first, f"{_NAME}.file")
