@@ -1,7 +1,7 @@
 """The errors that hvdkit raises on purpose.
 
-A message has one or two lines: what happened, what was expected and what to do. The command line
-prints the message alone.
+A message says what happened, what was expected and what to do. The command line prints the message
+alone.
 """
 
 

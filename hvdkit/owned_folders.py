@@ -74,7 +74,7 @@ def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
 
 
 def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
-    """Make or lock the folder; return None if another process or user owns it."""
+    """Lock the folder; make it if it is missing. Return None if another process or user owns it."""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         if _is_own(folder):

@@ -44,8 +44,8 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
         "--stock",
         type=Path,
         metavar="DIR",
-        help="the folder of another Horovod, for the stock variants: `hvdkit build --patches "
-        "minimal --target DIR`",
+        help="the folder of another Horovod, for the stock variants; `hvdkit build "
+        "--patches minimal --target DIR` makes it",
     )
     verb.add_argument(
         "--two-hosts",
@@ -57,7 +57,8 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
     verb.add_argument(
         "--keep-running",
         action="store_true",
-        help="do not stop the other variants during a turn: shows the cost of idle jobs",
+        help="do not suspend the other variants (SIGSTOP) during a turn: shows the cost of idle "
+        "jobs",
     )
     add_host_arguments(verb)
     add_file_arguments(

@@ -21,7 +21,7 @@ from hvdkit.console import Console
 FEWEST_TURNS = 4
 
 #: Conditions that explain a change, if they differ.
-_COMPARED = ("place", "ranks", "cores", "engines", "versions", "link")
+_COMPARED = ("place", "ranks", "cores", "processor", "engines", "versions", "link")
 
 RULE = (
     "Rule: a result has changed if the ranges of the turns of both runs do not overlap. Of 10 or "
@@ -83,7 +83,7 @@ def show(before: Results, now: Results, changes: Sequence[Change], console: Cons
     )
     for name in _COMPARED:
         old, new = before.conditions.get(name), now.conditions.get(name)
-        if old != new:
+        if old != new and (old or name != "processor"):  # older files have no processor
             console.print(f"Different conditions: {name} was {old}, and is {new}.")
     if not before.complete:
         console.print("The earlier run ended early, and has only a part of its results.")

@@ -215,7 +215,7 @@ def opened(options: argparse.Namespace, mpirun: str | None) -> Iterator[Place]:
         return
     size = _size_of_two_hosts(options)
     limited = link.parse_rate(options.two_hosts, "--two-hosts")
-    # Stock Horovod listens on the address of the hostname, whatever its interface.
+    # Stock Horovod listens on the address of the hostname, even if it was given another interface.
     with namespaces.hosts(_HOSTS, own_name_is_local=False) as cluster:
         link.limit(cluster, limited)
         measured = link.measure(cluster) if link.can_measure() else None

@@ -6,6 +6,8 @@ import csv
 import datetime
 import io
 import json
+import platform
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -103,10 +105,21 @@ def conditions(**further: Any) -> dict[str, Any]:
         "hvdkit": hvdkit.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cores": usable_cores(),
+        "processor": _processor(),
         "versions": {name: found for name in _LIBRARIES if (found := _version(name))},
         "load_before": round(psutil.getloadavg()[0], 2),
         **further,
     }
+
+
+def _processor() -> str:
+    """Return the name of the processor, as Linux knows it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def _version(name: str) -> str | None:

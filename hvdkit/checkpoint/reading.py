@@ -98,7 +98,7 @@ class Outline:
 class OpenCheckpoint:
     """A step with its files open. A context manager.
 
-    Every chunk of a file is compared with its hash before its last byte is returned.
+    Every chunk of a file is compared with its hash before the last byte of the chunk is returned.
 
     Attributes:
         outline: all of the step except the content of its tensors.

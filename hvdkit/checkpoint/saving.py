@@ -95,7 +95,7 @@ class Saving:
             problem: the error of this rank in `prepare` or before.
 
         Returns:
-            On the first rank, the parts, and the state of each rank alone.
+            On the first rank, the parts, and the own state of each rank.
 
         Raises:
             UsageError: on all ranks: a rank has a state that cannot be saved, or the states differ.

@@ -286,6 +286,7 @@ def expect_manifests(entries: Iterable[Entry], location: str) -> None:
 
     Without its manifest, the place of a step in the order of commits is unknown. A manifest that is
     known to be damaged raises no error.
+
     Args:
         entries: the steps.
         location: of the storage, for the error.

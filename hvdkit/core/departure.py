@@ -53,7 +53,7 @@ class Departure:
         """Write this rank's note, before it shuts the engine down.
 
         No note is written while an exception is handled, or if there is a note of another rank:
-        these are the causes.
+        then the exception or the other rank is the cause of the failure, not this shutdown.
         """
         folder = self._folder()
         if folder is None or self._size == 1 or sys.exc_info()[0] is not None or _notes(folder):

@@ -4,9 +4,9 @@ At the end of each backward pass that reduces gradients, a rank sends a header: 
 integers for all optimizers of a process set. Usually the header shows that all ranks are at the
 same point: the same optimizers have gradients, in the same step, for the same parameters.
 
-Otherwise the ranks sum up a slot for each optimizer. The sums are the same on all ranks. They show
-which optimizers have gradients on any rank, how many ranks are late, and on how many ranks the
-backward pass raised.
+Otherwise the ranks sum up a record of flags (`Slot`) for each optimizer. The sums are the same on
+all ranks. They show which optimizers have gradients on any rank, how many ranks are late, and on
+how many ranks the backward pass raised.
 
 A rank is late in a round if it enters the round from its step (`Coordinator.reduce_at_step`) and
 not from a backward pass. Either it made no backward pass, or it has gradients that no pass has

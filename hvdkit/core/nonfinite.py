@@ -70,4 +70,4 @@ def describe(
 def describe_groups(found: int, count: int, groups: Sequence[str], order: str) -> str:
     """Return the text of `describe`, given the texts of the ranks. Not a collective."""
     text = f"gradients contain NaN or infinity on {found} of {count} ranks, before the reduction"
-    return f"{text} ({order}: {'. '.join(groups)})" if groups else text
+    return f"{text}. Their names, {order}: {'; '.join(groups)}" if groups else text

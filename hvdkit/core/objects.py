@@ -26,8 +26,8 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
     """Broadcast an object of `root_rank`, pickled. A collective.
 
     Args:
-        collectives: the collectives of the ranks. A rank that skips collectives gets its own object
-            back.
+        collectives: the collectives of the ranks. A rank that is alone in the set, or not in it,
+            gets its own object back.
         obj: the object; ignored on other ranks.
         root_rank: the rank that sends.
         name: the beginning of the names of the collectives, for errors.
@@ -74,7 +74,8 @@ def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]
     """Gather an object, pickled, from every rank. A collective.
 
     Args:
-        collectives: the collectives of the ranks. A rank that skips collectives gets `[obj]`.
+        collectives: the collectives of the ranks. A rank that is alone in the set, or not in it,
+            gets `[obj]`.
         obj: this rank's object.
         name: the beginning of the names of the collectives, for errors.
 

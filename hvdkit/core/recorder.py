@@ -49,7 +49,7 @@ class Recorder:
         self._library = library
         # faulthandler writes to the descriptor of the last file, so the files stay open.
         self._stacks: list[IO[bytes]] = []
-        # Writes records as after the last call of `watch`, or stops.
+        # Resumes what `read` interrupts: the writing of records since the last `watch`, or none.
         self._watch_again: Callable[[], None] = self.unwatch
 
     def describe(self, name: str, text: str) -> None:

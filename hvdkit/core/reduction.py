@@ -88,8 +88,8 @@ def predivide(factor: Any, average: bool) -> float | None:
         return None
     if not average:
         raise UsageError(
-            f"gradient_predivide_factor is {factor}, which splits the division of an average: "
-            f"pass op=hvd.Average, or omit the factor"
+            f"gradient_predivide_factor is {factor}, and op is not hvd.Average. The factor splits "
+            f"the division of an average: pass op=hvd.Average, or omit the factor"
         )
     return float(factor)
 

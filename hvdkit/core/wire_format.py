@@ -14,9 +14,10 @@ as a collective, and receives their results:
 The synchronizer starts the generator when the bucket is full, runs the generators of all buckets
 concurrently and combines requests where it can.
 
-Every rank must make the same requests, so a format may depend only on the results of requests. A
-reduced buffer may differ between ranks in the last bit, because MPI does not promise equal sums.
-So its `AbsMax` may only decide whether the buffer is finite.
+Every rank must make the same requests. So the requests of a format may depend only on results that
+are equal on all ranks: the result of `GlobalMax`, and whether the `AbsMax` of a reduced buffer is
+finite. The value of that `AbsMax` may differ between ranks in the last bit, because MPI does not
+promise equal sums.
 
 TensorFlow runs a generator once, while it traces a graph. Results and `state` are then scalars of
 the graph. A format that depends on them must compute with `self.ops`, and must yield a `Cond`

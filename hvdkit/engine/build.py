@@ -58,8 +58,9 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     """Carry out `plan`. Return the installed engine.
 
     Raises:
-        HvdkitError: a step failed. Before the installation, the installed engine is unchanged; a
-            wheel that has passed the smoke test stays in the cache.
+        HvdkitError: a step failed. If it was a step before the installation, the engine that was
+            installed before is unchanged. A wheel that has passed the smoke test stays in the
+            cache.
     """
     started = time.monotonic()
     install.check_pip()

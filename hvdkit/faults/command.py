@@ -20,7 +20,7 @@ from hvdkit.faults.verdict import describe_call, judge, timeline
 #: In the output folder of a start: the folder for records, and the states of the ranks' processes.
 FOLDER, STATES = "records", "states.json"
 _ERROR, _START, _LATEST = "error.json", "start.json", "latest"
-# Verdicts are derived from the records again.
+# A reason in start.json that is a verdict. `why` does not show it, but judges the records again.
 _VERDICT = re.compile(r"Ranks? [\d, ]+ (and \d+ more )?(has|have) waited")
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1

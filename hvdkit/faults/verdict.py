@@ -172,7 +172,8 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
             for r in members
             if r not in entered and (r in records or r in states or len(records) < len(members))
         ]
-        # No member waits if the records are from starts with different process sets.
+        # There may be no waiting member if the records are from several starts of a job, with
+        # different process sets.
         if waiting:
             waits.append(_Wait(call, waiting, missing))
     return waits

@@ -62,7 +62,7 @@ class AccumulationWindow:
         return keras.ops.equal(self.passes, self._size - 1)
 
     def sums(self, ordered: Sequence[Any] = ()) -> list[Any]:
-        """Return one sum for each variable; None if no batch had a gradient of the variable.
+        """Return one sum for each variable; None if no batch of any window had its gradient.
 
         Args:
             ordered: the gradients of one more batch to add, as the method `ordered` returns them.

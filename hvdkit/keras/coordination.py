@@ -71,7 +71,8 @@ class Coordination:
         self.stops_at_batches = False
         self._stop_deferred = False
         self._compares_values = False
-        # Distributions whose variables are compared every few batches.
+        # The `Distribution`s, one per wrapped optimizer, whose variables are compared every few
+        # batches.
         self._compared: list[Any] = []
         # The id of a variable without gradients -> digest of its value at the beginning.
         self._before: dict[int, int] = {}
@@ -190,7 +191,7 @@ class Coordination:
 
     @property
     def _distributions_of_group(self) -> list[Any]:
-        """The distributions that reduce over the same ranks as this coordination."""
+        """The `Distribution`s that reduce over the same ranks as this coordination."""
         ranks = list(self.group.ranks)
         return [d for d in self.distributions if list(d.collectives.ranks) == ranks]
 

@@ -69,7 +69,11 @@ def is_additive(metric: Any) -> bool:
 
 
 def flat_metrics(model: Any) -> list[Any]:
-    """Return each metric of a model once. The metrics replace the container of `compile`."""
+    """Return each metric of a model once.
+
+    Keras keeps the metrics of `compile` in a container. The result has these metrics instead of
+    their container.
+    """
     found: dict[int, Any] = {}
     for metric in model.metrics:
         inner = metric.metrics if isinstance(metric, CompileMetrics) else [metric]

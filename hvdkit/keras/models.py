@@ -24,7 +24,7 @@ _KERAS_2_ARGUMENT = "experimental_run_tf_function"
 
 _logged: set[str] = set()
 
-# Model -> the distributions of its optimizers when its training function was traced.
+# Model -> the `Distribution` of each of its optimizers when its training function was traced.
 _traced_for: "weakref.WeakKeyDictionary[Any, list[Distribution]]" = weakref.WeakKeyDictionary()
 
 
@@ -68,7 +68,7 @@ def _scaling(original: Any) -> Any:
 
 
 def distributions_of(model: Any) -> list[Distribution]:
-    """Return the distributions of a model's optimizers, that of `compile` first.
+    """Return the `Distribution` of each wrapped optimizer of a model, that of `compile` first.
 
     A model may have further optimizers as attributes, for example a GAN.
     """

@@ -62,7 +62,8 @@ def DistributedOptimizer(
             class with the interface of Horovod's compressors, which gets gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
-            sum and by size / factor after the sum. 1.0, the default: the wire format decides.
+            sum and by size / factor after the sum. 1.0, the default: the wire format chooses the
+            factor.
         op: `Average` or `Sum` over the ranks.
         num_groups: older name for an integer `groups`; used if `groups` is None.
         groups: the number of buckets, or one list of variables for each bucket. None or 0: only

@@ -5,7 +5,8 @@
 The launcher starts an agent on each host, here or over ssh. The agent reads messages (`messages`)
 from its standard input, starts its ranks, and sends their output to the launcher. The agent ends
 the ranks when the launcher asks for it, when the launcher is lost (end of input, or no heartbeat),
-and on SIGTERM or SIGHUP. If the task says `stay`, the agent then waits for the next start.
+and on SIGTERM or SIGHUP. If the task says `stay`, the agent waits for the next start after all
+ranks have ended by themselves or at the launcher's request.
 
 mpirun and srun start one agent for each rank instead. Two environment variables tell such an agent
 how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun.
@@ -35,7 +36,7 @@ from hvdkit.launch.messages import Message
 from hvdkit.launch.output import Output
 from hvdkit.signals import STOP_SIGNALS
 
-#: Seconds between SIGTERM and SIGKILL when there is no launcher to choose them.
+#: Seconds between SIGTERM and SIGKILL, where the launcher does not choose them.
 ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536

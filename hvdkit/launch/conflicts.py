@@ -38,6 +38,12 @@ _RULES = (
         "{} needs --elastic",
     ),
     _Rule(
+        lambda options: options.elastic and options.host_discovery_script is None,
+        ("--slots-per-host",),
+        "{} needs --host-discovery-script: it sets the slots of hosts that the script prints "
+        "without a number. With -H or --hostfile, give the slots of each host, such as host1:4",
+    ),
+    _Rule(
         lambda options: options.elastic,
         ("--nodes", "--debug-rank", "--mpi", "--launcher {launcher}"),
         "--elastic cannot be combined with {}: an elastic job starts its ranks over Gloo, with an "

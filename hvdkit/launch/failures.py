@@ -111,7 +111,7 @@ class Failure:
     @property
     def last_line(self) -> str:
         """The last line without its numbers, which is equal for ranks that failed alike."""
-        # An exception group ends with a frame.
+        # The last line of an exception group is a border, such as `+-----`.
         lines = [line for line in self.tail if line.strip(" |+-")]
         return _NUMBER.sub("", lines[-1]) if lines else ""
 
@@ -246,7 +246,7 @@ def _shut_down(departed: Sequence[str]) -> str:
     return " ".join(
         [
             *departed[:_SHOWN],
-            *([f"{_count(more)} more called it."] if more > 0 else []),
+            *([f"{more} more called it."] if more > 0 else []),
             "This shuts Horovod down on all ranks: call it only after the last collective of every "
             "rank.",
         ]

@@ -64,7 +64,10 @@ def _free(path: str) -> int | None:
 
 
 def gpus() -> list[str]:
-    """Return each GPU's name and driver version. One text with `nvidia-smi` reports its failure."""
+    """Return each GPU's name and driver version.
+
+    If `nvidia-smi` fails, return one text that says so, such as `nvidia-smi hangs`.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

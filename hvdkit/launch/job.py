@@ -50,8 +50,8 @@ class Outcome:
     """The end of a job.
 
     Attributes:
-        status: the exit status of the job: after a failure that of the rank that caused it, after
-            signal n 128 + n.
+        status: the exit status of the job. After a failure: that of the rank that caused it. After
+            signal n: 128 + n.
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
         suspects: the ranks that may have caused it, see `Failures.suspects`.

@@ -15,7 +15,7 @@ from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import HOST_SECONDS
 
-# Seconds for the processes of a connection that has ended.
+# After this number of seconds, the process of a closed connection is killed.
 _CLOSE_SECONDS = 1.0
 
 

@@ -227,6 +227,7 @@ class Slurm:
 
     def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
         """Start the ranks, and watch them until they have ended."""
+        prepare.warn_of_withheld(self.plan, self.settings, say)
         settings = _settings(self.settings, self.allocation)
         timeouts = settings.timeouts
         with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:

@@ -24,7 +24,7 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     """Check the options for restarts.
 
     Raises:
-        UsageError: a number is out of range, or the nodes of an allocation stay the same.
+        UsageError: a number is out of range, or --min-np was given in a Slurm allocation.
     """
     if options.restarts < 0:
         raise UsageError(f"--restarts is {options.restarts}: expected at least 0")
@@ -32,7 +32,9 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
     if options.min_np is not None:
         if options.min_np < 1 or options.min_np > (options.num_proc or options.min_np):
             most = "-np" if options.num_proc is None else f"{options.num_proc} (-np)"
-            raise UsageError(f"--min-np is {options.min_np}: expected 1 to {most}")
+            raise UsageError(
+                f"--min-np is {options.min_np}: expected at least 1, and at most {most}"
+            )
         if in_slurm:
             raise UsageError(
                 "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "

@@ -325,7 +325,10 @@ def _with_layout_of(text: str, parsed: str, after: str) -> str:
         return after
     old, same, new = map(lines_of, (text, parsed, after))
     if len(old) != len(same):
-        raise ValueError("LibCST does not keep the lines of this file")
+        raise ValueError(
+            f"LibCST writes this file with {len(same)} lines instead of {len(old)}, so its layout "
+            "cannot be kept. Change the file by hand"
+        )
     lines = []
     for kind, start, end, first, last in SequenceMatcher(None, same, new, False).get_opcodes():
         lines += old[start:end] if kind == "equal" else new[first:last]

@@ -441,7 +441,7 @@ class BaseMonitor:
             )
 
     def _start(self) -> None:
-        """Start a report of the steps since the last one."""
+        """Start a record of the steps since the last record."""
         # `_measure` may wait for the device. The time of this wait belongs to the next interval.
         ended, self._interval = self._interval, self._new_interval()
         own = Contribution(self.steps, ended.steps, ended.samples, self._measure(ended))

@@ -6,10 +6,10 @@ No rank leaves a collective before all ranks have entered it. So with times of t
 
 holds for each collective and each pair of ranks i and j. The upper bound is tight if j enters last,
 and the lower bound if i enters last. Therefore the ranks take turns: in each round, which is one
-collective, one group of ranks enters about 1 ms after the others. The tightest bounds of all rounds
-hold together. The middle between them is the estimate, and half of their distance bounds its error.
-As in NTP (RFC 5905), the shortest round trip decides. Unlike NTP, the method does not assume that
-both directions take equally long.
+collective, one group of ranks enters about 1 ms after the others. The bounds of all rounds are true
+at the same time, so the tightest two count. The middle between them is the estimate, and half of
+their distance bounds its error. As in NTP (RFC 5905), the shortest round trip decides. Unlike NTP,
+the method does not assume that both directions take equally long.
 """
 
 from __future__ import annotations

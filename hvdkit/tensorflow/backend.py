@@ -20,6 +20,7 @@ class Wire:
 
     hvdkit.core treats the buffer as modified in place. A tensor cannot change, so each operation
     sets `tensor` to a new one.
+
     Attributes:
         tensor: the current content, one-dimensional.
         factor: a pending factor of the content; the next collective applies it.

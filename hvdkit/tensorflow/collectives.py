@@ -32,12 +32,12 @@ class TensorFlowCollectives(ProcessSetCollectives):
         return self._reduce(values, name, mpi_ops.Max)
 
     def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Return the sum immediately, because eager collectives of TensorFlow block."""
+        """Compute the sum now, because eager collectives block. The function returns it."""
         result = self.sum(values, name)
         return lambda: result
 
     def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Return the maximum immediately, because eager collectives of TensorFlow block."""
+        """Compute the maximum now, because eager collectives block; see `start_sum`."""
         result = self.max(values, name)
         return lambda: result
 

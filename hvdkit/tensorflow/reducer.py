@@ -1,7 +1,8 @@
 """Reduce gradients over all ranks inside a TensorFlow graph.
 
-The generators of wire formats run once, while a graph is traced. Afterwards a step consists of ops,
-which pack gradients into buckets and start a bucket's collective as soon as its gradients exist.
+A wire format is a Python generator. It runs once, while a graph is traced. Afterwards a step
+consists of ops, which pack gradients into buckets and start a bucket's collective as soon as its
+gradients exist.
 """
 
 from collections.abc import Mapping, Sequence

@@ -34,6 +34,7 @@ def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) ->
     """Record that the gradients of these variables are reduced.
 
     All ranks then apply the same gradients, so the variables must stay equal.
+
     Args:
         variables: `tf.Variable`s and `keras.Variable`s; other sources of a tape are ignored.
         process_set: the ranks.

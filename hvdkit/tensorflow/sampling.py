@@ -16,10 +16,10 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 class ResumableSampler(Epochs):
     """Select this rank's samples of an indexed dataset, resumable at any batch.
 
-    In every epoch each sample goes to one rank, in an order that depends only on the seed and the
-    epoch. All ranks have the same number of batches. A checkpoint keeps one number: how many
-    samples all ranks together have consumed. A job can therefore resume at any batch without
-    reading earlier samples, with the same or another number of ranks.
+    In every epoch each sample goes to one rank (exceptions: see below), in an order that depends
+    only on the seed and the epoch. All ranks have the same number of batches. A checkpoint keeps
+    one number: how many samples all ranks together have consumed. A job can therefore resume at any
+    batch without reading earlier samples, with the same or another number of ranks.
 
         sampler = hvd.ResumableSampler(len(labels), batch_size=32, seed=1)
         data = sampler.dataset(lambda i: (images[i], labels[i]))
@@ -81,7 +81,7 @@ class ResumableSampler(Epochs):
     def dataset(
         self, load: Callable[..., Any] | None = None, *, seeds: bool = False
     ) -> "tf.data.Dataset":
-        """Return a dataset whose iterations are the remaining batches of the current epoch.
+        """Return a dataset. An iteration over it yields the remaining batches of the current epoch.
 
         Its `cardinality()` is always the number of batches in a whole epoch, because `fit` needs
         this number. Iterate the dataset with `batches`, or pass it to `fit`.
@@ -92,9 +92,8 @@ class ResumableSampler(Epochs):
                 that loads a batch at once, such as `lambda i: (tf.gather(x, i), tf.gather(y, i))`.
             seeds: also pass `load` (or the function of the `map`) a seed for each sample, int64 of
                 shape [2]. Operations such as `tf.image.stateless_random_crop` need it. The seed
-                depends on the
-                sampler's seed, the epoch and the sample. A checkpoint cannot keep the state of
-                other random operations in tf.data.
+                depends on the sampler's seed, the epoch and the sample. A checkpoint cannot keep
+                the state of other random operations in tf.data.
 
         Returns:
             Batches of `batch_size`; the last ones may be smaller, unless `drop_last`.

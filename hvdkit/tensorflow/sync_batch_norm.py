@@ -103,8 +103,8 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
                     ignore_name_scope=True,
                 )
             )
-            # The extra count moves the mean away from the minimum of the squares, so the variance
-            # depends on the mean.
+            # Because of the extra count, the mean does not minimize the sum of squares, so the
+            # variance depends on the mean.
             mean_term = 2 * mean * tf.math.divide_no_nan(divisor - count, divisor)
             constant = tf.math.divide_no_nan(grad_mean - grad_variance * mean_term, divisor)
             slope = tf.math.divide_no_nan(2 * grad_variance, divisor)

@@ -249,6 +249,7 @@ class _DistributedTape(tf.GradientTape):
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """Compute and reduce gradients like `gradient()`, and separate those of local sources.
+
         Returns:
             Two lists of (source, gradient) pairs: of the local sources, and of the other sources.
         """

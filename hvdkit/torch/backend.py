@@ -146,7 +146,7 @@ class TorchMemory:
 
     @torch.no_grad()
     def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
-        """See `BucketMemory`. One pass."""
+        """See `BucketMemory`. Reads each gradient once."""
         flat, self._views = self._buffer(getattr(torch, dtype), keep)
         scale = _Scale(factor)
         for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
@@ -387,7 +387,7 @@ class TorchBackend:
         return self._on_accelerator
 
     def sparse_dims(self, i: int) -> int:
-        """See `Backend`. Counts the current gradient and earlier ones."""
+        """See `Backend`. The largest number of the current gradient and of earlier ones."""
         gradient = self._parameters[i].grad
         if gradient is not None and gradient.is_sparse:
             self._record_sparse(i, gradient.sparse_dim())

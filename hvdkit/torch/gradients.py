@@ -164,7 +164,8 @@ class OptimizerGradients:
     def hook_unplanned_parameters(self) -> None:
         """Register hooks for parameters without a plan.
 
-        A frozen parameter may be unfrozen, and the script may add parameters to the groups.
+        A frozen parameter may be unfrozen, and the script may add parameters to the optimizer
+        (`add_param_group`).
         """
         for p in self._owner._all_parameters():
             if p in self._numbers or p in self._unplanned:

@@ -129,7 +129,7 @@ class Profiler:
             self._profiler.stop()
 
     def events(self, rank: int) -> list[Event]:
-        """See `Framework`. Processes get the numbers of this rank."""
+        """See `Framework`. The process numbers of the events belong to this rank only."""
         with tempfile.TemporaryDirectory(prefix="hvdkit-profile-") as folder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))

@@ -50,7 +50,9 @@ class DistributedSampler(torch_distributed.DistributedSampler):
 class ResumableSampler(Epochs, Sampler[int]):
     """Give each rank its share of every epoch; resumable at any batch.
 
-    In an epoch every sample goes to exactly one rank. The seed and the epoch determine the rank.
+    In an epoch every sample goes to one rank (exceptions: see below). The seed and the epoch
+    determine which one.
+
     All ranks get the same number of batches. Without `drop_last` the last batches may be smaller,
     and a rank that would have no last batch gets one sample from the beginning of the epoch.
 

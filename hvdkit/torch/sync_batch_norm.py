@@ -20,7 +20,8 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
     layer in the same order. Ranks may have different numbers of samples. Some may have none. A
     batch without a sample on any rank does not change the running statistics.
 
-    For tensors on a GPU, this class calls Horovod's layer, which supports GPUs only.
+    For tensors on a GPU, this class calls Horovod's layer, which supports GPUs only and makes
+    several collectives in each pass.
     """
 
     @classmethod

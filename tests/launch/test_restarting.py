@@ -338,7 +338,7 @@ def test_agents_that_answer_stay_with_a_short_timeout(options):
     [
         (["--restarts", "-1"], "--restarts is -1: expected at least 0"),
         (["--min-np", "1"], "--min-np needs --restarts N"),
-        (["--restarts", "1", "--min-np", "3"], "--min-np is 3: expected 1 to 2 (-np)"),
+        (["--restarts", "1", "--min-np", "3"], "--min-np is 3: expected at least 1, and at most 2"),
         (["--restarts", "1", "--debug-rank", "0"], "cannot be combined with --debug-rank"),
         (["--host-timeout", "1"], "--host-timeout is 1: expected at least 2 seconds"),
         (["--host-discovery-script", "x", "-H", "localhost:2"], "was given with hosts"),

@@ -113,7 +113,8 @@ def advice(results: Results) -> list[str]:
     ranks = results.conditions["ranks"]
     factor = bus_factor(ranks)
     lines = [
-        "size is that of the buffer before it is encoded; time is the median of the slowest rank.",
+        "size is that of the buffer before it is encoded; time is the median of all "
+        "calls, and the slowest rank of each call counts.",
         f"algbw = size / time; busbw = algbw x {factor:.3g}, which is 2(n-1)/n for {ranks} ranks: "
         "the rate of the network if the ranks form one ring. Compare it with the link.",
     ]

@@ -61,8 +61,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--buckets",
         choices=GROUPINGS,
         default=GROUPINGS[0],
-        help="the gradients that one collective reduces: a bucket of hvdkit, those that are ready "
-        "(fusion, as in Horovod), one parameter, or all (one) (default: %(default)s)",
+        help="the gradients of one collective. hvdkit: a bucket of hvdkit; fusion: those that are "
+        "ready, as in Horovod; parameter: one gradient; one: all, after the backward pass "
+        "(default: %(default)s)",
     )
     verb.add_argument(
         "--bucket-mb", type=float, metavar="MB", help="hvdkit's bucket_bytes (default: hvdkit's)"

@@ -1,8 +1,8 @@
 """Compare predictions with real ranks of this machine, whose passes sleep instead of computing.
 
 `scripts/rehearse_scale` calls this module. The hosts are network namespaces with limited links. The
-profile comes from `hvdkit bench allreduce` with two ranks and from steps of one rank. Needs root
-and iproute2.
+predictions use links that are fitted to `hvdkit bench allreduce` with two ranks, and the measured
+steps of one rank. Needs root and iproute2.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def measure(hosts: Hosts, variants: Sequence[Variant], turns: int) -> Mapping[st
 
     Args:
         hosts: the hosts.
-        variants: the variants, and `single` for one rank.
+        variants: the variants to measure. `single` is measured on one rank.
         turns: the number of steps of each variant.
 
     Raises:

@@ -7,9 +7,9 @@ import math
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -246,13 +246,13 @@ class Bare(Fit):
         elements = sum(math.prod(variable.shape) for variable in self.variables)
         buckets = math.ceil(elements * dtype.size / 25e6)
         self._buckets = [tf.zeros([elements // buckets], dtype) for _ in range(buckets)]
+        self._thread = ThreadPoolExecutor(max_workers=1)
 
     def _step(self) -> None:
         """Train, and wait for the sums."""
-        thread = threading.Thread(target=self._reduce)
-        thread.start()
+        reduction = self._thread.submit(self._reduce)
         super()._step()
-        thread.join()
+        reduction.result()
 
     def _reduce(self) -> None:
         for number, bucket in enumerate(self._buckets):

@@ -49,7 +49,7 @@ def file_sizes(bucket: Bucket, step: str = "") -> dict[str, dict[str, int]]:
 
 
 def look(bucket: Bucket, listed: Listed, sizes: Mapping[str, int]) -> Entry:
-    """Describe a step. Its error says which object is missing or unreadable."""
+    """Describe a step. The error in the result says which object is missing or unreadable."""
     found = None
     problem: CheckpointError | None = None
     files = ObjectFiles(bucket, listed.name, sizes)

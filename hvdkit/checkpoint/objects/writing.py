@@ -235,8 +235,9 @@ class ObjectWriter:
             entry = listing.look(self._bucket, Listed(name, step, run), sizes[name])
             if entry.manifest is None and not isinstance(entry.error, Damaged):
                 raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
-            # The lost records have the numbers between these two. The manifest of a draft that was
-            # never committed has the number of a readable record, or a number after the last one.
+            # The lost records have the numbers between the last readable one and the head. A draft
+            # that was never committed has another number in its manifest: that of a record which
+            # another writer created in its place, or a number after the head.
             if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
                 found.append(Listed(name, step, run))
         return found

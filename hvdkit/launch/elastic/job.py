@@ -40,7 +40,7 @@ class ElasticJob:
         """Run the job until it ends.
 
         Raises:
-            HvdkitError: the job could not be started for the first time.
+            HvdkitError: the first start of the job failed.
         """
         limits = self.limits
         exclusions = Exclusions(limits.cooldown)

@@ -14,7 +14,8 @@ from hvdkit.launch.hosts import Host, total_slots
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
 
-#: Seconds before a restart, after a failure without a new commit: the first, and the longest.
+#: Seconds before a restart, after a failure without a new commit or checkpoint: the first,
+#: and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 #: Failures of ranks on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2

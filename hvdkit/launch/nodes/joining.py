@@ -122,8 +122,8 @@ def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
 
     Raises:
         OSError: the file does not exist, or node 0 has not written it.
-        HvdkitError: it belongs to another user, who could run programs here, or other users may
-            read or change it.
+        HvdkitError: it belongs to another user, who could start programs here as a false node 0,
+            or other users may read or change it.
     """
     with path.open(encoding="utf-8") as file:
         status = os.fstat(file.fileno())

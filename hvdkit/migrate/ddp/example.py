@@ -1,6 +1,6 @@
-"""The script in which the examples of the rules stand."""
+"""The code around the example of each rule for DDP scripts."""
 
-#: A small DDP script, in which the rules find their lines.
+#: The beginning of a small DDP script. It defines the names that the examples use.
 SETUP = """\
 import os
 

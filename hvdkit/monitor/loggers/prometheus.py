@@ -1,7 +1,7 @@
 """Serve the last record to Prometheus.
 
 Names follow https://prometheus.io/docs/practices/naming/: a prefix, base units as a suffix, and
-`_total` for counters. The mean over the ranks has no further suffix, such as
+`_total` for counters. The mean over the ranks has no further suffix:
 `hvdkit_step_duration_seconds`. Minimum and maximum have `_min` and `_max` before the unit, such as
 `hvdkit_step_duration_max_seconds`.
 """

@@ -52,7 +52,10 @@ class TensorBoardLogger(Logger):
         self._write(time.time(), file_version="brain.Event:2")
 
     def begin(self, run: Run) -> None:
-        """Write that the job has resumed: TensorBoard drops later steps."""
+        """Write from which step the job has resumed.
+
+        TensorBoard then hides the earlier records of the steps after `run.step`.
+        """
         session = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(run.time, step=run.step + 1, session_log=session)
 

@@ -12,7 +12,7 @@ PREFIX = re.compile(r"(?<![^.])_orig_mod\.")
 
 def without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
     """Return a function that removes the prefixes of `torch.compile` from a name in `model`."""
-    # Do not import this module, which is slow: if it is not loaded, no module is compiled.
+    # `torch._dynamo` is slow to import. If it is not loaded, the script has compiled no model.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     prefixes = {
         f"{path}._orig_mod".removeprefix(".")

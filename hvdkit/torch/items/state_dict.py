@@ -37,17 +37,17 @@ class StateDictItem:
         if tree == {} and is_enabled is not None and is_enabled():
             raise UsageError(
                 f"{self._subject} is an enabled {type(self._stateful).__name__}, but was disabled "
-                f"when it was saved: expected the same options. With strict=False it is not "
-                f"restored"
+                f"when it was saved: expected the same options. To restore "
+                f"everything else, pass strict=False"
             )
         if isinstance(own, dict) and isinstance(tree, dict):
             saved_alone, own_alone = tree.keys() - own.keys(), own.keys() - tree.keys()
             if saved_alone and own_alone:
                 raise UsageError(
-                    f"{self._subject} is a {type(self._stateful).__name__} with "
-                    f"{', '.join(sorted(map(str, own_alone)))}, and was saved with "
-                    f"{', '.join(sorted(map(str, saved_alone)))}: expected the same class. "
-                    f"With strict=False it is not restored"
+                    f"{self._subject} is a {type(self._stateful).__name__} whose state has "
+                    f"{', '.join(sorted(map(str, own_alone)))}; the saved state has "
+                    f"{', '.join(sorted(map(str, saved_alone)))} instead: expected an object of "
+                    f"the same class. To restore everything else, pass strict=False"
                 )
         return on_host(tree)
 

@@ -66,7 +66,7 @@ class TorchTensor:
     @torch.no_grad()
     def read(self, out: np.ndarray) -> None:
         """Copy the content into `out`, directly from the device."""
-        # An empty array has no strides that torch could reinterpret.
+        # For an empty array, `view(dtype)` fails.
         if not self.tensor.numel():
             return
         shape = self.tensor.shape

@@ -1,4 +1,4 @@
-"""Let a Python interpreter wait before it runs its command: the inner side of a spare.
+"""Let a Python interpreter wait before it runs its command, as a spare for a rank.
 
 Python imports this module at its start, because its folder is the first of PYTHONPATH. The process
 was started with the command of a rank. This module imports the modules that the agent names, and
