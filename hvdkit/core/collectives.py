@@ -4,6 +4,7 @@
 a subclass of `ProcessSetCollectives`.
 """
 
+import numbers
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -63,6 +64,17 @@ def check_member(process_set: Membership) -> None:
             f"this rank does not belong to process_set {process_set}: expected a call on ranks of "
             f"the set only"
         )
+
+
+def check_root(root_rank: Any, ranks: Sequence[int]) -> None:
+    """Check a user's argument `root_rank`.
+
+    Raises:
+        UsageError: `root_rank` is not one of the ranks.
+    """
+    is_number = isinstance(root_rank, numbers.Integral) and not isinstance(root_rank, bool)
+    if not is_number or root_rank not in ranks:
+        raise UsageError(f"root_rank is {root_rank!r}: expected one of {list(ranks)}")
 
 
 class ProcessSetCollectives(ABC):

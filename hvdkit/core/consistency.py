@@ -5,10 +5,14 @@ difference it raises an error on every rank, which names the line and its value 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import HvdkitError
+
+_T = TypeVar("_T")
 
 
 class RankMismatchError(HvdkitError):
@@ -94,6 +98,43 @@ def check_consistency(
         for rank, data in zip(collectives.ranks, gathered, strict=True)
     }
     raise RankMismatchError(f"{first_difference(by_rank, subject)} {advice}")
+
+
+def prepare_on_all_ranks(
+    collectives: Collectives,
+    prepare: Callable[[], tuple[_T, Sequence[str]]],
+    subject: str,
+    advice: str = _ADVICE,
+) -> _T:
+    """Prepare a collective on every rank, and compare the preparations. A collective itself.
+
+    An invalid argument on one rank must raise on every rank. If only this rank raised, the other
+    ranks would wait for it in the collective. So check arguments in `prepare`.
+
+    Args:
+        collectives: the collectives of the ranks.
+        prepare: checks the arguments of this rank, and returns a value and its lines. See
+            `check_consistency` for the lines.
+        subject: see `check_consistency`.
+        advice: see `check_consistency`.
+
+    Returns:
+        The value.
+
+    Raises:
+        RankMismatchError: on every rank whose `prepare` did not raise, if the lines differ or
+            `prepare` raised on another rank. In the latter case the text contains that error.
+        Exception: on every rank whose `prepare` raised: this error.
+    """
+    try:
+        value, lines = prepare()
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        with suppress(RankMismatchError):
+            check_consistency(collectives, [text], subject, advice)
+        raise
+    check_consistency(collectives, lines, subject, advice)
+    return value
 
 
 def compare(collectives: Collectives, own: bytes, name: str) -> tuple[bool, int]:

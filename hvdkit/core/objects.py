@@ -14,8 +14,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvdkit.core.collectives import Collectives, broadcast_in_chunks
-from hvdkit.core.consistency import grouped
+from hvdkit.core.collectives import Collectives, broadcast_in_chunks, check_root
+from hvdkit.core.consistency import RankMismatchError, group_by_text, grouped
 from hvdkit.errors import HvdkitError, UsageError
 
 # Bytes. Before a broadcast of this size or more, the ranks check that each of them has the memory.
@@ -38,19 +38,27 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
     Raises:
         HvdkitError: on every rank, if the object cannot be pickled on the root, or cannot be
             received or unpickled on another rank. The error names the rank and the cause.
-        UsageError: `root_rank` is not one of the ranks.
+        UsageError: on every rank, if the `root_rank` of one of them is not one of the ranks.
+        RankMismatchError: on every rank, if `root_rank` differs between ranks.
     """
     if collectives.single_rank:
         return obj
-    if root_rank not in collectives.ranks:
-        raise UsageError(f"root_rank is {root_rank}: expected one of {list(collectives.ranks)}")
-    is_root = collectives.rank == root_rank
+    _, problem = _attempt(lambda root: check_root(root, collectives.ranks), root_rank)
+    is_root = problem is None and collectives.rank == root_rank
     data, error = _attempt(cloudpickle.dumps, obj) if is_root else (None, None)
-    # -1 stands for a failure on the root.
-    header = np.array([-1 if data is None else len(data)], np.int64)
-    collectives.broadcast_into(header.view(np.uint8), root_rank, f"{name}.sz")
-    size = int(header[0])
-    if size < 0:
+    root = -1 if problem else int(root_rank)
+    own = [1, int(problem is not None), int(error is not None), root, root * root, len(data or b"")]
+    # The sum tells all ranks the size, and whether a rank has failed.
+    count, invalid, failed, roots, squares, size = collectives.sum(own, f"{name}.sz")
+    if invalid:
+        _raise(collectives, problem, f"{name}: an argument is invalid", name, UsageError)
+    if count * squares != roots * roots:
+        by_rank = "; ".join(group_by_text(collectives, f"root_rank is {root}", f"{name}.root"))
+        raise RankMismatchError(
+            f"{name}: ranks disagree about the rank that sends ({by_rank}). Pass the same "
+            f"root_rank on every rank."
+        )
+    if failed:
         _raise(collectives, error, f"{name}: the object cannot be pickled", name)
     # Writable also on the root, because frameworks do not accept read-only memory.
     make: Callable[[Any], Any] = bytearray if is_root else _allocate

@@ -77,13 +77,19 @@ class ProcessSets:
             Whether it was removed: False for the global set, and for a set that was not added.
 
         Raises:
-            ValueError: on every rank, if the set exists on some ranks only, or the ranks have
-                passed different sets.
+            ValueError: on every rank, if the set exists on some ranks only, if a rank has passed
+                something that is not a process set, or if the ranks have passed different sets.
         """
-        exists = process_set.process_set_id not in (None, 0)
+        error: Exception | None = None
+        if not isinstance(process_set, self._horovod.ProcessSet):
+            error = UsageError(f"process_set is {process_set!r}: expected a hvd.ProcessSet")
+        exists = error is None and process_set.process_set_id not in (None, 0)
         collectives = self._collectives()
         name = "hvdkit.process_set.remove"
-        with_set, ranks = collectives.sum([int(exists), 1], name)
+        with_set, invalid, ranks = collectives.sum([int(exists), int(error is not None), 1], name)
+        if invalid:
+            text = "remove_process_set: a rank has not passed a process set"
+            raise_on_all_ranks(collectives, error, text, name, UsageError)
         if 0 < with_set < ranks:
             error = None if exists else ValueError("it was not added, or was removed already")
             text = "remove_process_set: the process set exists on some ranks only"

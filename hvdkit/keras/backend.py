@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 from packaging.version import Version
 
-from hvdkit.core.consistency import check_consistency
+from hvdkit.core.collectives import check_root
+from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.core.stragglers import BACKWARD, StepTimes
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
@@ -135,37 +136,36 @@ def sum_arrays(
     return [part.reshape(array.shape).copy() for part, array in zip(parts, doubles, strict=True)]
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: Any = None) -> None:
+def broadcast_variables(
+    variables: Iterable[Any] | Callable[[], Iterable[Any]], root_rank: int, process_set: Any = None
+) -> None:
     """Copy rank `root_rank`'s values into the variables of every other rank of a process set.
 
     Args:
-        variables: `keras.Variable`s of any dtype, matched by their order. Names may differ, because
-            Keras numbers layers per process.
+        variables: `keras.Variable`s of any dtype, matched by their order; or a function that
+            returns them, and may raise. Names may differ, because Keras numbers layers per process.
         root_rank: the global rank to copy from.
         process_set: the participating ranks; default: all.
 
     Raises:
-        RankMismatchError: on every rank, if shapes or dtypes differ between ranks.
+        RankMismatchError: on every rank, if shapes or dtypes differ between ranks, or an argument
+            is invalid on one of them. (The latter rank raises the error about its argument.)
         UsageError: `root_rank` is not one of the ranks.
     """
-    variables = list(variables)
     group = collectives(process_set)
-    if group.single_rank:
-        return
-    if root_rank not in group.ranks:
-        raise UsageError(
-            f"root_rank is {root_rank}: expected one of the ranks that take part, "
-            f"{list(group.ranks)}"
-        )
-    check_consistency(
-        group,
-        [
-            f"{len(variables)} variables from rank {root_rank}",
-            *(f"variable {i}, {v.dtype} {list(v.shape)}" for i, v in enumerate(variables)),
-        ],
-        "the variables to broadcast",
-    )
-    _broadcast([variable.value for variable in variables], root_rank, group.process_set)
+
+    def prepare() -> tuple[list[Any], list[str]]:
+        if not group.single_rank:
+            check_root(root_rank, group.ranks)
+        own = list(variables() if callable(variables) else variables)
+        return [variable.value for variable in own], [
+            f"{len(own)} variables from rank {root_rank}",
+            *(f"variable {i}, {v.dtype} {list(v.shape)}" for i, v in enumerate(own)),
+        ]
+
+    values = prepare_on_all_ranks(group, prepare, "the variables to broadcast")
+    if not group.single_rank:
+        _broadcast(values, root_rank, group.process_set)
 
 
 def is_floating(variable: Any) -> bool:

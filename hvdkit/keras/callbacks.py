@@ -4,6 +4,7 @@ With a `DistributedOptimizer`, `fit` needs no callback to reduce metrics, to sto
 and to write files on rank 0 only (see `hvdkit.keras.training`).
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -19,11 +20,11 @@ from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.coordination import HasLocalVariables
 from hvdkit.keras.functions import broadcast_model
-from hvdkit.keras.metrics import additive
+from hvdkit.keras.metrics import additive, flatten, numbers_of
 from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.profiling import ProfileCallback
-from hvdkit.keras.training import ReducesMetrics, in_local_fit
+from hvdkit.keras.training import CollectiveCallback, ReducesMetrics
 
 __all__ = [
     "BestModelCheckpoint",
@@ -40,7 +41,7 @@ __all__ = [
 log = logging.getLogger("hvdkit.keras")
 
 
-class BroadcastGlobalVariablesCallback(HasLocalVariables):
+class BroadcastGlobalVariablesCallback(CollectiveCallback, HasLocalVariables):
     """Broadcast the weights and the optimizer state of one rank to every rank.
 
     The broadcast is at the beginning of training if the model is built on every rank, and otherwise
@@ -49,7 +50,11 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
 
     If the same callback is later passed to `fit` of a second model, the callback broadcasts the
     second model, too. Horovod's callback broadcasts only the first model.
+
+    In `hvd.local_fit()` the callback does nothing.
     """
+
+    omitted_in_local_fit = True
 
     def __init__(
         self,
@@ -90,6 +95,8 @@ class BroadcastGlobalVariablesCallback(HasLocalVariables):
             self._broadcast()
 
     def _is_done(self) -> bool:
+        if self.alone:
+            return True
         return self.broadcast_done and (self._model_done is None or self._model_done is self.model)
 
     def _broadcast(self) -> None:
@@ -133,15 +140,20 @@ class MetricAverageCallback(ReducesMetrics):
 
         Only for custom loops. Does nothing in a `fit` that reduces the metrics itself, nor in
         `hvd.local_fit()`, where other ranks may not take part.
+
+        A number that only some ranks have, for example of a validation on one rank, is averaged
+        over these ranks. All ranks get it, because callbacks must decide equally on all ranks.
         """
-        if self.coordinated or in_local_fit() or not logs:
+        if self.coordinated or self.alone:
             return
-        names = sorted(logs)
-        numbers = [keras.ops.convert_to_numpy(logs[name]) for name in names]
-        group = backend.collectives()
-        sums = backend.sum_arrays(numbers, "hvdkit.keras.logs", group.process_set)
-        for name, total in zip(names, sums, strict=True):
-            logs[name] = float(total) / len(group.ranks)
+        logs = {} if logs is None else logs
+        flatten(logs)
+        own = json.dumps(numbers_of(logs)).encode()
+        values: dict[str, list[float]] = {}
+        for part in backend.collectives().allgather(own, "hvdkit.keras.logs"):
+            for name, value in json.loads(part).items():
+                values.setdefault(name, []).append(value)
+        logs.update({name: sum(each) / len(each) for name, each in values.items()})
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

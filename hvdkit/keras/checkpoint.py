@@ -19,6 +19,7 @@ from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
+from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import check_loaders_of, samplers_read
@@ -169,10 +170,44 @@ class Checkpoint(LastCallback):
         """Restore the newest checkpoint, if there is one. A collective.
 
         Raises:
-            UsageError: on every rank, if the model is not built or does not match the checkpoint.
+            UsageError: on every rank, if the model does not match the checkpoint. Also if the model
+                is not built, or `data` does not fit; if so on some ranks only, the other ranks
+                raise RankMismatchError.
             CheckpointError: on every rank, if all checkpoints are damaged.
         """
         model = self.model
+        progress = self._progress
+        progress.callbacks = [callback for callback in callbacks if callback is not self]
+        progress.epoch_steps = self.params.get("steps")
+        progress.fit += 1
+
+        def prepare() -> tuple[None, Sequence[str]]:
+            self._check_fit(model)
+            return None, ()
+
+        distribution = distribution_of(model.optimizer)
+        collectives = distribution.collectives if distribution else backend.collectives()
+        prepare_on_all_ranks(collectives, prepare, "the fit to save")
+        self._open(model)
+        assert self._manager is not None
+        if self._resume:
+            restored = self._manager.restore()
+            # A second `fit` continues with the state in memory.
+            self._resume = False
+            if restored is not None:
+                finalize(model)
+                self._resume_fit()
+                if self._verbose and backend.hvd.rank() == 0:
+                    io_utils.print_msg(
+                        f"resumed after step {self.step}, in epoch {self._progress.epoch + 1}"
+                    )
+
+    def _check_fit(self, model: Any) -> None:
+        """Check that this `fit` can be saved, and build the optimizer.
+
+        Raises:
+            UsageError: the model is not built, or `data` does not fit.
+        """
         if not model.built:
             raise UsageError(
                 "the model is not built: hvd.callbacks.Checkpoint needs a built model before fit. "
@@ -180,10 +215,7 @@ class Checkpoint(LastCallback):
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        progress = self._progress
-        progress.callbacks = [callback for callback in callbacks if callback is not self]
-        steps = progress.epoch_steps = self.params.get("steps")
-        progress.fit += 1
+        steps = self._progress.epoch_steps
         if self._data is not None and steps is None:
             raise UsageError(
                 f"the number of batches of fit's data is unknown, as after filter() or "
@@ -198,19 +230,6 @@ class Checkpoint(LastCallback):
                 f"{self._data.batches_per_epoch} batches: omit steps_per_epoch, or give the "
                 f"sampler fewer samples"
             )
-        self._open(model)
-        assert self._manager is not None
-        if self._resume:
-            restored = self._manager.restore()
-            # A second `fit` continues with the state in memory.
-            self._resume = False
-            if restored is not None:
-                finalize(model)
-                self._resume_fit()
-                if self._verbose and backend.hvd.rank() == 0:
-                    io_utils.print_msg(
-                        f"resumed after step {self.step}, in epoch {self._progress.epoch + 1}"
-                    )
 
     def _open(self, model: Any) -> None:
         left_open = _managers.get(self._store.location)

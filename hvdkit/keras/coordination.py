@@ -5,6 +5,7 @@ The callback list of `hvdkit.keras.training` makes a `Coordination` for each `fi
 
 import logging
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Coordination:
         requested: whether a callback on this rank requests metrics over all ranks.
         needs_one_model: whether a callback on this rank cannot work with a separate model on each
             rank.
+        collective: the class names of the callbacks whose hooks are collectives, in their order.
 
     Attributes:
         in_use: whether this rank needs coordination: its model has a wrapped optimizer or a custom
@@ -59,9 +61,16 @@ class Coordination:
         stops_at_batches: whether a callback on any rank may stop training after a batch.
     """
 
-    def __init__(self, model: Any, requested: bool, needs_one_model: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        requested: bool,
+        needs_one_model: bool = False,
+        collective: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self._needs_one_model = needs_one_model
+        self._collective = ", ".join(collective) or "none"
         self.distributions = distributions_of(model)
         self.in_use = requested or bool(self.distributions) or has_own_step(model)
         first = self.distributions[0] if self.distributions else None
@@ -91,27 +100,39 @@ class Coordination:
         """Whether this is the first rank, which logs and writes files."""
         return bool(backend.hvd.rank() == self.group.ranks[0])
 
-    def enter(self, params: Mapping[str, Any]) -> bool:
+    def enter(self, params: Mapping[str, Any], restores: bool = False) -> bool:
         """Return whether the `fit` is coordinated. A collective.
 
         Args:
             params: the parameters of the callbacks: `steps` in an epoch, None if unknown, and
                 `epochs`.
+            restores: whether this rank has a `BackupAndRestore`.
 
         Raises:
-            UsageError: on every rank, if the numbers of steps or epochs differ, or if a callback
-                needs one model and each rank would train its own.
+            UsageError: on every rank, if the numbers of steps or epochs or the callbacks of hvdkit
+                differ; if a callback needs one model and each rank would train its own; or if a
+                rank has a `BackupAndRestore` and its model is not built.
             BackwardFailed: on every rank, if an earlier `fit` has raised on some ranks only.
         """
         for distribution in self.distributions:
             distribution.end_interrupted()
         steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
         known = steps is not None
-        own = [int(steps or 0), epochs]
-        values = [1, int(self.in_use), int(self._needs_one_model), int(known)]
+        own = [int(steps or 0), epochs, zlib.crc32(self._collective.encode()) & 0xFFFFFF]
+        unbuilt = restores and not self.model.built
+        values = [1, int(self.in_use), int(self._needs_one_model), int(known), int(unbuilt)]
         values += [*own, *(n * n for n in own)]
         with warning_while_waiting(log, backend.hvd.rank(), "fit", _WAITING_ADVICE):
-            count, in_use, needs, all_known, *sums = self.group.sum(values, "hvdkit.keras.fit")
+            totals = self.group.sum(values, "hvdkit.keras.fit")
+        count, in_use, needs, all_known, any_unbuilt, *sums = totals
+        # n numbers are equal exactly if n * sum(x^2) == sum(x)^2.
+        differ = [count * sums[k + 3] != sums[k] ** 2 for k in range(3)]
+        if differ[2]:
+            by_rank = "; ".join(group_by_text(self.group, self._collective, "hvdkit.keras.fit.who"))
+            raise UsageError(
+                f"ranks call fit with different callbacks of hvdkit ({by_rank}), whose hooks are "
+                f"collectives: pass the same of these callbacks on every rank, in the same order"
+            )
         if not in_use and needs:
             raise UsageError(
                 f"hvd.callbacks.Checkpoint and MonitorCallback need one model, but fit would train "
@@ -129,8 +150,12 @@ class Coordination:
                 )
             _logged.add("separate")
             return False
-        # n numbers are equal exactly if n * sum(x^2) == sum(x)^2.
-        differ = [count * sums[k + 2] != sums[k] ** 2 for k in range(2)]
+        if any_unbuilt:
+            # Keras would raise an error on the first rank only.
+            raise UsageError(
+                f"the model is not built on {any_unbuilt} of {count} ranks: BackupAndRestore needs "
+                f"a built model before fit. Give the model an Input, or call it on a batch of data"
+            )
         if (differ[0] and all_known == count) or differ[1]:
             mine = f"{steps} steps in each of {epochs} epochs"
             by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))

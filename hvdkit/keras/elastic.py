@@ -11,6 +11,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
+from hvdkit.keras.training import CollectiveCallback
 
 __all__ = [
     "CommitStateCallback",
@@ -133,7 +134,7 @@ def _updates_of(state: Any) -> list[_UpdateCallback]:
     return updates
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(CollectiveCallback):
     """Commit the state after every `batches_per_commit` batches and at the end of each epoch."""
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:

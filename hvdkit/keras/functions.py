@@ -105,19 +105,23 @@ def broadcast_model(
         optimizer: default: the optimizer of `model.compile`.
 
     Raises:
-        RankMismatchError: on every rank, if the models or optimizers differ between ranks.
+        UsageError: `model` is not a Keras model, or `root_rank` does not exist.
+        RankMismatchError: on every rank, if the models or optimizers differ between ranks, or an
+            argument is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
-    optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-    if optimizer is not None and not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    local = {id(variable) for variable in local_variables}
-    backend.broadcast_variables(
-        [
+
+    def variables() -> list[Any]:
+        if not isinstance(model, keras.layers.Layer):
+            raise UsageError(f"model is a {type(model).__name__}: expected a Keras model")
+        own = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if own is not None and not own.built:
+            own.build(model.trainable_variables)
+        local = {id(variable) for variable in local_variables}
+        return [
             variable
-            for variable in [*model.weights, *(optimizer.variables if optimizer else [])]
+            for variable in [*model.weights, *(own.variables if own else [])]
             if not backend.is_among(variable, local)
-        ],
-        root_rank,
-        process_set,
-    )
+        ]
+
+    backend.broadcast_variables(variables, root_rank, process_set)
     finalize(model)

@@ -112,7 +112,7 @@ class MetricState:
                 else [_to_numpy(value) for value in keras.tree.flatten(metric.result())]
                 for metric, sums in zip(metrics, summed, strict=True)
             ],
-            _numbers(model.get_metrics_result()),
+            numbers_of(model.get_metrics_result()),
         )
 
     def averaged(self) -> list[str]:
@@ -152,7 +152,7 @@ def reduce_logs(
             arrays += parts if sums else [*parts, np.ones(())]
         # Keras uses the same condition to put the metrics' results into the logs.
         all_results = logs.keys() == state.results.keys()
-        for name, value in _numbers(logs).items():
+        for name, value in numbers_of(logs).items():
             layout.append((_LOG, name, []))
             is_result = all_results or _is_result(state.results.get(name), value)
             arrays.append(np.array([value, 1.0, is_result]))
@@ -178,7 +178,7 @@ def flatten(logs: dict[str, Any]) -> None:
             return
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return the logs that are single numbers. Other logs are not reduced."""
     flat = dict(logs)
     flatten(flat)
@@ -248,7 +248,7 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
     # The metrics themselves keep this rank's state, because Keras may still update them in this
     # epoch.
     with _results_replaced(averages), keras.StatelessScope(state_mapping=state_mapping):
-        results = _numbers(model.get_metrics_result())
+        results = numbers_of(model.get_metrics_result())
     return {
         name: results[name] if is_result and name in results else average
         for name, (average, is_result) in logs.items()

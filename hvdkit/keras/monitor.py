@@ -12,7 +12,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.training import LastCallback, in_local_fit
+from hvdkit.keras.training import LastCallback
 from hvdkit.monitor import Logger, metrics
 from hvdkit.monitor.monitor import BaseMonitor
 
@@ -72,11 +72,6 @@ class MonitorCallback(LastCallback):
         Raises:
             UsageError, RankMismatchError, HvdkitError: on every rank, as for `hvd.Monitor`.
         """
-        if in_local_fit() and backend.hvd.is_initialized() and backend.hvd.size() > 1:
-            raise UsageError(
-                "MonitorCallback reports over all ranks, but fit trains on this rank only, in "
-                "hvd.local_fit(): omit the callback there"
-            )
         if not backend.hvd.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
         if self._monitor is not None:

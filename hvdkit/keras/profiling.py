@@ -5,9 +5,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.training import LastCallback, in_local_fit
+from hvdkit.keras.training import LastCallback
 from hvdkit.profiling.profile import BaseProfile
 
 _adapter: Any = importlib.import_module(f"hvdkit.{backend.NAME}.profiling")
@@ -50,11 +49,6 @@ class ProfileCallback(LastCallback):
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002
         """Compare the settings of all ranks. A collective."""
-        if in_local_fit() and backend.hvd.size() > 1:
-            raise UsageError(
-                "ProfileCallback records all ranks, but fit trains on this rank only, in "
-                "hvd.local_fit(): omit the callback there"
-            )
         if self._profile is not None:
             # Keras does not tell callbacks that an exception has ended `fit`.
             self._profile.abandon()

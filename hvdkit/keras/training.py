@@ -15,7 +15,8 @@ coordination, Keras's own `fit` runs. `local_fit` omits the collective.
 
 A coordinated list does the following, in this order (see `hvdkit.keras.coordination`):
 
-- Raise an error if ranks have different numbers of steps or epochs.
+- Raise an error if ranks have different numbers of steps or epochs, or different callbacks of
+  hvdkit that need all ranks.
 - Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
   that `BackupAndRestore` restores on the first rank.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
@@ -48,7 +49,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.coordination import Coordination
 from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
-from hvdkit.keras.models import adapt
+from hvdkit.keras.models import adapt, distributions_of
 
 # Callbacks that write files or send logs.
 _WRITERS: tuple[type, ...] = tuple(
@@ -71,6 +72,10 @@ _local: ContextVar[bool] = ContextVar("hvdkit_local_fit", default=False)
 def local_fit() -> Iterator[None]:
     """Return a context in which `fit` trains on this rank only, without collectives.
 
+    In this context, `MetricAverageCallback` and `BroadcastGlobalVariablesCallback` do nothing. With
+    other callbacks of hvdkit that need all ranks, such as `Checkpoint`, and with a
+    `DistributedOptimizer`, `fit` raises `UsageError`.
+
     Example:
         if hvd.rank() == 0:
             with hvd.local_fit():
@@ -83,22 +88,41 @@ def local_fit() -> Iterator[None]:
         _local.reset(token)
 
 
-def in_local_fit() -> bool:
-    """Return whether the code runs in a context of `local_fit`."""
-    return _local.get()
+def _is_alone() -> bool:
+    hvd = backend.hvd
+    return bool(_local.get() and hvd.is_initialized() and hvd.size() > 1)
 
 
-class ReducesMetrics(keras.callbacks.Callback):
+class CollectiveCallback(keras.callbacks.Callback):
+    """Base of callbacks whose hooks are collectives.
+
+    In `local_fit` the other ranks do not call the hooks, so a collective would wait forever.
+
+    Attributes:
+        omitted_in_local_fit: whether the hooks do nothing in `local_fit`, see `alone`. Otherwise
+            `fit` raises an error there (`_LocalList`).
+    """
+
+    omitted_in_local_fit = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether the code runs in `local_fit`, in a job of several ranks."""
+        return _is_alone()
+
+
+class ReducesMetrics(CollectiveCallback):
     """Base of callbacks that request metrics over all ranks, with any optimizer.
 
     Attributes:
         coordinated: whether `fit` reduces the metrics, so the callback must not.
     """
 
+    omitted_in_local_fit = True
     coordinated = False
 
 
-class LastCallback(keras.callbacks.Callback):
+class LastCallback(CollectiveCallback):
     """Base of callbacks that run after all other callbacks and after the ranks' coordination.
 
     Use the methods below, such as `batch_ends`, for actions that may raise. Keras may call its
@@ -137,7 +161,7 @@ class _CoordinatedList:
     _in_fit = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if not self._coordination.enter(self.params or {}):
+        if not self._coordination.enter(self.params or {}, self._restores):
             has_last = isinstance(self, _ListWithLastCallbacks)
             self.__class__ = (
                 _mixed(_ListWithLastCallbacks, self._own_class) if has_last else self._own_class
@@ -145,12 +169,6 @@ class _CoordinatedList:
             self._own_class.on_train_begin(self, logs)  # type: ignore[attr-defined]
             return
         self._drop_writers()
-        if self._restores and not self._coordination.model.built:
-            # Keras would raise an error on the first rank only.
-            raise UsageError(
-                "the model is not built: BackupAndRestore needs a built model before fit. Give the "
-                "model an Input, or call it on a batch of data"
-            )
         super().on_train_begin(logs)  # type: ignore[misc]
         self._coordination.begin(self.callbacks, self._restores)
         self._in_fit = True
@@ -212,6 +230,34 @@ class _CoordinatedList:
         super().on_train_end(logs)  # type: ignore[misc]
 
 
+class _LocalList:
+    """Mixin for the class of a `CallbackList` in `local_fit`, in a job of several ranks."""
+
+    callbacks: list[Any]
+    model: Any
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin, after a check that nothing in this `fit` needs the other ranks.
+
+        Raises:
+            UsageError: a callback or the optimizer needs them.
+        """
+        for callback in self.callbacks:
+            if isinstance(callback, CollectiveCallback) and not callback.omitted_in_local_fit:
+                raise UsageError(
+                    f"{type(callback).__name__} needs all ranks, but fit trains on this rank only, "
+                    f"in hvd.local_fit(): omit the callback there"
+                )
+        reducing = [d for d in distributions_of(self.model) if not d.collectives.single_rank]
+        if reducing:
+            raise UsageError(
+                f"fit trains on this rank only, in hvd.local_fit(), but the model is compiled with "
+                f"a hvd.DistributedOptimizer over {len(reducing[0].collectives.ranks)} ranks: "
+                f"compile the model with a plain optimizer there"
+            )
+        super().on_train_begin(logs)  # type: ignore[misc]
+
+
 class _ListWithLastCallbacks:
     """Mixin for the class of a `CallbackList` that calls each `LastCallback` after the others."""
 
@@ -270,20 +316,29 @@ def _call_last(callback_list: Any) -> None:
 
 def _coordinate(callback_list: Any, model: Any) -> None:
     """Add `_CoordinatedList` in a job of several ranks, or for accumulation windows."""
-    if _local.get() or not backend.hvd.is_initialized():
+    if not backend.hvd.is_initialized():
+        return
+    kind: Any = type(callback_list)
+    if _local.get():
+        if _is_alone():
+            callback_list.__class__ = _mixed(_LocalList, kind)
         return
     requesting = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]
     needs_one_model = any(
         isinstance(c, LastCallback) and c.needs_one_model for c in callback_list.callbacks
     )
-    coordination = Coordination(model, bool(requesting), needs_one_model)
+    collective = [
+        type(c).__name__
+        for c in callback_list.callbacks
+        if isinstance(c, CollectiveCallback) and not isinstance(c, ReducesMetrics)
+    ]
+    coordination = Coordination(model, bool(requesting), needs_one_model, collective)
     if coordination.group.single_rank and not coordination.has_windows:
         return
     for callback in requesting:
         callback.coordinated = True
     if coordination.in_use:
         adapt(model)
-    kind: Any = type(callback_list)
     callback_list._restores = any(
         isinstance(c, keras.callbacks.BackupAndRestore) for c in callback_list.callbacks
     )
@@ -303,9 +358,12 @@ def wrap_callback_lists() -> None:
 
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
-        if model is not None and not isinstance(self, _CoordinatedList | _ListWithLastCallbacks):
+        if model is not None and not isinstance(self, _MIXINS):
             _coordinate(self, model)
             _call_last(self)
         original(self, model)
 
     CallbackList.set_model = set_model
+
+
+_MIXINS = (_CoordinatedList, _ListWithLastCallbacks, _LocalList)

@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, TypeVar
 import hvdkit
 from hvdkit.core import stragglers
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import check_consistency
+from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.core.counters import counters
 from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import HvdkitError, UsageError
@@ -154,6 +154,24 @@ class _Pending:
     result: Callable[[], list[int]]
 
 
+def _checked(loggers: Any, every: Any) -> list[Logger]:
+    """Return the loggers, after a check of the arguments of a monitor.
+
+    Raises:
+        UsageError: an argument is invalid.
+    """
+    chosen = [ConsoleLogger()] if loggers is None else loggers
+    is_list = isinstance(chosen, Sequence)
+    if not is_list or not all(isinstance(each, Logger) for each in chosen):
+        raise UsageError(
+            f"loggers is {loggers!r}: expected a list of loggers of hvdkit.monitor, such as "
+            f"[JSONLLogger('metrics.jsonl')]"
+        )
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise UsageError(f"every is {every!r}: expected a whole number >= 1")
+    return list(chosen)
+
+
 class BaseMonitor:
     """Measure the steps of a training loop; see `Monitor` of each adapter."""
 
@@ -164,30 +182,19 @@ class BaseMonitor:
         loggers: Sequence[Logger] | None,
         every: int,
     ) -> None:
-        chosen = [ConsoleLogger()] if loggers is None else loggers
-        is_list = isinstance(chosen, Sequence)
-        if not is_list or not all(isinstance(each, Logger) for each in chosen):
-            raise UsageError(
-                f"loggers is {loggers!r}: expected a list of loggers of hvdkit.monitor, such as "
-                f"[JSONLLogger('metrics.jsonl')]"
-            )
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise UsageError(f"every is {every!r}: expected a whole number >= 1")
         self._steps = 0
-        self._loggers = list(chosen)
         self._collectives = collectives
+        self._loggers = self._compare_arguments(loggers, every)
         self._framework = framework
         self._every = every
         self._machine = Machine()
         self._delivery: Delivery | None = None
-        self._name = ""
         self._generation: int | None = None
         self._names: list[str] = sorted(metrics.METRICS)
         self._until = every
         self._pending: _Pending | None = None
         self._written: int | None = None
         self._closed = False
-        self._compare_arguments()
         self._open_loggers()
         self._interval = self._new_interval()
         _open.add(self)
@@ -262,9 +269,12 @@ class BaseMonitor:
             UsageError: see `log`.
             HorovodInternalError: a rank has failed.
         """
-        if values or samples:
-            self.log(values or {}, samples)
-        self.advance(1)
+        try:
+            if values or samples:
+                self.log(values or {}, samples)
+        finally:
+            # Also after an error of this rank, because the other ranks count this step.
+            self.advance(1)
 
     def advance(self, steps: int) -> None:
         """End several steps at once. A collective, see `step`."""
@@ -347,19 +357,26 @@ class BaseMonitor:
     def _place(self) -> int:
         return list(self._collectives.ranks).index(self._collectives.rank)
 
-    def _compare_arguments(self) -> None:
-        """Check that all ranks make the same monitor. A collective.
+    def _compare_arguments(self, loggers: Any, every: Any) -> list[Logger]:
+        """Return the loggers. Check that all ranks make the same monitor. A collective.
 
         Raises:
-            RankMismatchError: on every rank, if the arguments of the ranks differ.
+            UsageError: an argument of this rank is invalid.
+            RankMismatchError: on every other rank in this case; on every rank, if the arguments of
+                the ranks differ.
         """
         global _last
-        # Settings of loggers may differ between ranks, such as a folder with the time in its name.
-        lines = [f"logger: {type(each).__name__}" for each in self._loggers]
+
+        def prepare() -> tuple[list[Logger], list[str]]:
+            own = _checked(loggers, every)
+            # Settings of loggers may differ between ranks, such as a folder with the time in its
+            # name.
+            return own, [f"every: {every}", *(f"logger: {type(each).__name__}" for each in own)]
+
         with self._warning_while_waiting("Monitor()"):
-            check_consistency(
+            own = prepare_on_all_ranks(
                 self._collectives,
-                [f"every: {self._every}", *lines],
+                prepare,
                 "the arguments of Monitor",
                 "Every rank must make the same Monitor, because its reports are collectives. Only "
                 "the first rank opens the loggers.",
@@ -369,6 +386,7 @@ class BaseMonitor:
         _last = last + 1
         self._name = f"hvdkit.monitor.{_last}"
         self._collectives.describe(self._name, "a report of hvd.Monitor")
+        return own
 
     def _open_loggers(self) -> None:
         """Open the loggers on the first rank. A collective.

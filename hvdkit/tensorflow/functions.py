@@ -8,7 +8,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core import objects
-from hvdkit.core.consistency import check_consistency
+from hvdkit.core.collectives import check_root
+from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.variables import tf_variables
@@ -45,7 +46,8 @@ def broadcast_variables(
             Otherwise small variables are concatenated.
 
     Raises:
-        RankMismatchError: on every rank, if names, shapes or dtypes differ between ranks. In a
+        RankMismatchError: on every rank, if names, shapes or dtypes differ between ranks, or an
+            argument is invalid on one of them. (The latter rank raises its `UsageError`.) In a
             graph Horovod raises its own error if sizes differ.
         UsageError: a variable cannot be sent, `root_rank` does not exist, or the call is in a
             graph of TensorFlow 1.
@@ -55,28 +57,24 @@ def broadcast_variables(
             "broadcast_variables() was called in a tf.Graph of TensorFlow 1: call it eagerly or in "
             "a tf.function"
         )
-    given = tf_variables(variables)
-    for i, variable in enumerate(given):
-        if variable.dtype in (tf.string, tf.resource, tf.variant):
-            raise UsageError(
-                f"variables[{i}], {variable.name!r}, has dtype {variable.dtype.name}: expected "
-                f"numbers or bools; send other objects with broadcast_object()"
-            )
-    own = [variable for variable in given if not is_seed(variable)]
     collectives = TensorFlowCollectives(process_set)
-    _check_root(root_rank, process_set)
+
+    def prepare() -> tuple[list[tf.Variable], list[str]]:
+        if process_set.included():
+            check_root(root_rank, process_set.ranks)
+        own = _variables_to_send(variables)
+        return own, [
+            f"broadcast_variables from rank {root_rank}{', in place' if inplace else ''}",
+            *(f"{_plain_name(v)!r}, {v.dtype.name} {v.shape}" for v in own),
+        ]
+
+    if tf.executing_eagerly():
+        own = prepare_on_all_ranks(collectives, prepare, "the variables to broadcast")
+    else:
+        # While tracing, ranks are not compared, because one rank alone may trace again.
+        own, _ = prepare()
     if collectives.single_rank:
         return
-    if tf.executing_eagerly():
-        # Not while tracing, because one rank alone may trace again.
-        check_consistency(
-            collectives,
-            [
-                f"broadcast_variables from rank {root_rank}{', in place' if inplace else ''}",
-                *(f"{_plain_name(v)!r}, {v.dtype.name} {v.shape}" for v in own),
-            ],
-            "the variables to broadcast",
-        )
     if not inplace:
         broadcast_unchecked(own, root_rank, process_set)
         return
@@ -101,6 +99,22 @@ def broadcast_unchecked(
         values = _broadcast_pack(pack, k, root_rank, process_set)
         for variable, value in zip(pack, values, strict=True):
             variable.assign(value)
+
+
+def _variables_to_send(variables: Iterable[Any]) -> list[tf.Variable]:
+    """Return the variables without the states of seed generators.
+
+    Raises:
+        UsageError: a variable cannot be sent.
+    """
+    given = tf_variables(variables)
+    for i, variable in enumerate(given):
+        if variable.dtype in (tf.string, tf.resource, tf.variant):
+            raise UsageError(
+                f"variables[{i}], {variable.name!r}, has dtype {variable.dtype.name}: expected "
+                f"numbers or bools; send other objects with broadcast_object()"
+            )
+    return [variable for variable in given if not is_seed(variable)]
 
 
 def is_seed(variable: Any) -> bool:
@@ -182,11 +196,6 @@ def _from_bytes(content: Any, like: Any) -> Any:
     return tf.reshape(tf.bitcast(content, like.dtype), shape)
 
 
-def _check_root(root_rank: int, process_set: mpi_ops.ProcessSet) -> None:
-    if process_set.included() and root_rank not in process_set.ranks:
-        raise UsageError(f"root_rank is {root_rank}: expected one of {list(process_set.ranks)}")
-
-
 @tf.autograph.experimental.do_not_convert
 def broadcast_object(
     obj: Any,
@@ -215,7 +224,6 @@ def broadcast_object(
             receive or unpickle it.
     """
     _no_session(session, "broadcast_object")
-    _check_root(root_rank, process_set)
     name = name or "hvdkit.broadcast_object"
     return objects.broadcast_object(TensorFlowCollectives(process_set), obj, root_rank, name)
 

@@ -7,7 +7,12 @@ from typing import Generic, TypeVar
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.errors import HvdkitError
+
 Batch = TypeVar("Batch")
+
+# Sent instead of a number of batches.
+_FAILED = -1
 
 
 def equal_batches(
@@ -18,7 +23,8 @@ def equal_batches(
 
     Use it for data whose length is not known, such as an `IterableDataset`, a stream or shards of
     different sizes. All ranks iterate over it. Each batch needs a small collective. Additional
-    batches of the other ranks are not used in this epoch.
+    batches of the other ranks are not used in this epoch. If the data of a rank raise an error, all
+    ranks raise: this rank its own error, and the other ranks HvdkitError.
 
     Args:
         batches: a `DataLoader`, or another iterable object. Each epoch makes a new iterator.
@@ -40,15 +46,28 @@ class EqualBatches(Generic[Batch]):
         self._process_set = process_set
 
     def __iter__(self) -> Iterator[Batch]:
-        iterator = iter(self.batches)
+        iterator: Iterator[Batch] | None = None
+        taken: list[Batch] = []
         while True:
-            taken = list(itertools.islice(iterator, 1))
-            exists = mpi_ops.allreduce(
-                torch.tensor(len(taken)),
+            error: Exception | None = None
+            try:
+                iterator = iter(self.batches) if iterator is None else iterator
+                taken = list(itertools.islice(iterator, 1))
+            except Exception as raised:
+                error = raised
+            fewest = mpi_ops.allreduce(
+                torch.tensor(len(taken) if error is None else _FAILED),
                 op=mpi_ops.Min,
                 name="hvdkit.equal_batches",
                 process_set=self._process_set,
             )
-            if not exists:
+            if error is not None:
+                raise error
+            if fewest == _FAILED:
+                raise HvdkitError(
+                    "hvd.equal_batches: reading a batch has raised on another rank, whose error "
+                    "says why. All ranks stop, because they need the same number of batches."
+                )
+            if not fewest:
                 return
             yield taken[0]

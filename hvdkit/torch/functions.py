@@ -8,9 +8,11 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core import objects
-from hvdkit.core.consistency import check_consistency
+from hvdkit.core.collectives import check_root
+from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 
 # Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30
@@ -30,8 +32,30 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        UsageError: `params` is a tensor, or has a value that contains tensors.
-        RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks.
+        UsageError: `params` is a tensor, or has a value that contains tensors, or a tensor without
+            memory of its own, such as a DTensor; or `root_rank` does not exist.
+        RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks, or
+            an argument is invalid on one of them. (The latter rank raises its `UsageError`.)
+    """
+    collectives = TorchCollectives(process_set)
+
+    def prepare() -> tuple[list[torch.Tensor], list[str]]:
+        check_root(root_rank, process_set.ranks)
+        tensors = _named_tensors(params)
+        return [value for _, value in tensors], [
+            f"broadcast_parameters from rank {root_rank}",
+            *(f"{name!r}, {value.dtype} {list(value.shape)}" for name, value in tensors),
+        ]
+
+    own = prepare_on_all_ranks(collectives, prepare, "the parameters to broadcast")
+    _broadcast_tensors(own, root_rank, process_set)
+
+
+def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return the names and tensors to broadcast, in the same order on every rank.
+
+    Raises:
+        UsageError: see `broadcast_parameters`.
     """
     if isinstance(params, torch.Tensor):
         raise UsageError(
@@ -47,20 +71,13 @@ def broadcast_parameters(
                 f"tensors, as in model.state_dict(). Call broadcast_parameters for each state "
                 f"dict, and broadcast_optimizer_state for an optimizer"
             )
+        if isinstance(value, torch.Tensor):
+            check_plain(value, f"params[{name!r}]")
     # Sorted, because ranks may have filled a dict in different orders.
-    tensors = sorted(
+    return sorted(
         ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),
         key=lambda pair: pair[0],
     )
-    check_consistency(
-        TorchCollectives(process_set),
-        [
-            f"broadcast_parameters from rank {root_rank}",
-            *(f"{name!r}, {value.dtype} {list(value.shape)}" for name, value in tensors),
-        ],
-        "the parameters to broadcast",
-    )
-    _broadcast_tensors([value for _, value in tensors], root_rank, process_set)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -80,7 +97,7 @@ def _broadcast_tensors(
     for i, tensor in enumerate(tensors):
         if not tensor.numel():
             continue
-        contiguous = tensor.detach().contiguous()
+        contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if contiguous.data_ptr() != tensor.data_ptr():
             copies.append((tensor, contiguous))
         # As bytes, because Horovod lacks some dtypes, such as bfloat16.
@@ -119,43 +136,34 @@ def broadcast_optimizer_state(
         model: for compatibility with Horovod; ignored.
 
     Raises:
-        RankMismatchError: on every rank, when their optimizers have different parameters.
-        UsageError: the optimizer is LBFGS, whose state belongs to no single parameter.
+        UsageError: the optimizer is LBFGS, whose state belongs to no single parameter, or has
+            parameters that are DTensors; or `root_rank` does not exist.
+        RankMismatchError: on every rank, when their optimizers have different parameters, or an
+            argument is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS keeps one history for all parameters, which cannot be broadcast tensor by "
-            "tensor; use broadcast_object(optimizer.state_dict(), root_rank)"
-        )
     process_set = mpi_ops.global_process_set
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    check_consistency(
-        TorchCollectives(process_set),
-        [
+    collectives = TorchCollectives(process_set)
+
+    tensors: list[torch.Tensor] = []
+
+    def prepare() -> tuple[dict[str, Any] | None, list[str]]:
+        check_root(root_rank, process_set.ranks)
+        _check_broadcastable(optimizer)
+        structure = _structure_of(optimizer, tensors) if mpi_ops.rank() == root_rank else None
+        return structure, [
             f"optimizer {type(optimizer).__name__}, state from rank {root_rank}",
             *(
                 f"group {g}, parameter {i}, {p.dtype} {list(p.shape)}"
                 for g, group in enumerate(optimizer.param_groups)
                 for i, p in enumerate(group["params"])
             ),
-        ],
-        "the optimizer whose state to broadcast",
-    )
+        ]
 
-    tensors: list[torch.Tensor] = []
-    structure = None
-    is_root = mpi_ops.rank() == root_rank
-    if is_root:
-        own = optimizer.state_dict()
-        structure = {
-            "state": _with_slots(own["state"], tensors),
-            "param_groups": [
-                {key: _with_slots(v, tensors) for key, v in group.items() if key != "params"}
-                for group in own["param_groups"]
-            ],
-        }
-    structure = broadcast_object(structure, root_rank)
-    if is_root:
+    subject = "the optimizer whose state to broadcast"
+    own = prepare_on_all_ranks(collectives, prepare, subject)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    structure = broadcast_object(own, root_rank)
+    if own is not None:
         _broadcast_tensors(tensors, root_rank, process_set)
         return
 
@@ -182,7 +190,39 @@ def broadcast_optimizer_state(
         group.update(new)
 
 
+def _check_broadcastable(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected a torch optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS keeps one history for all parameters, which cannot be broadcast tensor by "
+            "tensor; use broadcast_object(optimizer.state_dict(), root_rank)"
+        )
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            check_has_memory(parameter, f"parameter {i} of group {g}")
+
+
 _CPU = torch.device("cpu")
+
+
+def _structure_of(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Return the state and options of an optimizer, with slots; append the tensors to `tensors`.
+
+    Raises:
+        UsageError: a tensor cannot be broadcast.
+    """
+    own = optimizer.state_dict()
+    structure = {
+        "state": _with_slots(own["state"], tensors),
+        "param_groups": [
+            {key: _with_slots(v, tensors) for key, v in group.items() if key != "params"}
+            for group in own["param_groups"]
+        ],
+    }
+    for tensor in tensors:
+        check_plain(tensor, f"a tensor of shape {list(tensor.shape)} in the optimizer's state")
+    return structure
 
 
 def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:

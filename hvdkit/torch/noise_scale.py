@@ -26,7 +26,11 @@ class GradientNoiseScale:
     wastes many. See docs/performance.md.
 
     Every rank makes a `GradientNoiseScale`, after the optimizer, with the same arguments. In a
-    measured step, all gradients are read twice, and two numbers are summed over the ranks.
+    measured step, all gradients are read twice, and three numbers are summed over the ranks.
+
+    A step is not measured if a rank waits in `hvd.join()` or makes no backward pass, because the
+    mean gradient then has fewer batches. Nor is a step measured whose gradients are reduced several
+    times.
 
     Args:
         optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and one pass
@@ -81,12 +85,15 @@ class GradientNoiseScale:
                 "that one, or call its close() first"
             )
         self.measured = 0
-        self._samples, self._every, self._ranks = samples, every, ranks
+        self._samples, self._every = samples, every
         self._average = Average(decay)
         self._process_set = own.process_set
+        # Ranks that were in `join` have made fewer steps. In the first step after `init` or `join`
+        # all ranks therefore begin to count again.
+        self._generation = own._collectives.generation
         self._until = 0  # steps before the next measured one
-        # The squared norm of each of this rank's gradients before the reduction.
-        self._small: list[torch.Tensor] = []
+        # For each parameter, the squared norm of this rank's gradient before the reduction.
+        self._small: dict[torch.Tensor, torch.Tensor] = {}
         # For each round since the last step, the squared norm of all reduced gradients.
         self._large: list[torch.Tensor] = []
         self._hooks: list[RemovableHandle] = []
@@ -137,7 +144,7 @@ class GradientNoiseScale:
     def _unwatch(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._small, self._large = [], [], []
+        self._hooks, self._small, self._large = [], {}, []
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._gradients.after_round = None
@@ -145,7 +152,7 @@ class GradientNoiseScale:
     def _add(self, parameter: torch.Tensor) -> None:
         """Hook when the gradient of this rank is complete."""
         if parameter.grad is not None:
-            self._small.append(_square(parameter.grad))
+            self._small[parameter] = _square(parameter.grad)
 
     def _after_round(self) -> None:
         """Called when the gradients are reduced, before they are clipped."""
@@ -156,28 +163,35 @@ class GradientNoiseScale:
 
     def _before_step(self, *_: Any) -> None:
         """Hook before the plain optimizer's step."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        if self._generation != optimizer._collectives.generation:
+            self._generation = optimizer._collectives.generation
+            self._until = 0
         if self._until:
             self._until -= 1
             if not self._until:
                 self._watch()
             return
-        small, large = _sum(self._small), self._large
+        # Otherwise this rank made no pass, there were several rounds since the last step, or the
+        # gradients were not read.
+        complete = bool(self._small) and len(self._large) == 1
+        squares = [_sum(list(self._small.values())), self._large[0]] if complete else [0.0, 0.0]
         self._unwatch()
         self._until = self._every - 1
         if not self._until:
             self._watch()
-        if len(large) != 1:
-            # There were several passes in this step, or a step was skipped. All ranks have the same
-            # number of rounds, so all of them omit the collective.
-            return
-        both = torch.stack([small.to(large[0].device), large[0]])
-        one, all_ranks = mpi_ops.allreduce(
-            both, name="hvdkit.noise_scale", op=mpi_ops.Average, process_set=self._process_set
+        # On the CPU on all ranks: a rank without gradients has no device.
+        own = torch.tensor([*map(float, squares), complete], dtype=torch.float64, device="cpu")
+        small, large, count = mpi_ops.allreduce(
+            own, name="hvdkit.noise_scale", op=mpi_ops.Sum, process_set=self._process_set
         ).tolist()
-        if math.isfinite(one + all_ranks):
+        # A rank in `join` adds zeros.
+        ranks = self._process_set.size() or 1
+        if count == ranks > 1 and math.isfinite(small + large):
             self.measured += 1
-            whole = self._samples * self._ranks
-            self._average.add(estimate(one, all_ranks, self._samples, whole))
+            whole = self._samples * ranks
+            self._average.add(estimate(small / ranks, large / ranks, self._samples, whole))
 
 
 def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:

@@ -17,6 +17,7 @@ from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
+from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.wrapped_modules import check_not_reduced
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 
@@ -118,6 +119,8 @@ def DistributedOptimizer(
         )
     named = None if named_parameters is None else list(named_parameters)
     names = _parameter_names(optimizer, named)
+    for parameter, name in names.items():
+        check_has_memory(parameter, f"the parameter {name!r}")
     check_not_reduced((name, p) for p, name in names.items())
     if op == mpi_ops.Adasum:
         check_adasum(wire_format(compression))

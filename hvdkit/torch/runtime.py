@@ -9,6 +9,7 @@ from hvdkit.core.stragglers import wait_measured
 from hvdkit.engine.describe import require
 from hvdkit.torch.devices import use_own_gpu
 from hvdkit.torch.inference import allow_inference_mode
+from hvdkit.torch.plain_tensors import check_collectives
 
 
 def _torchrun_variables() -> Mapping[str, str]:
@@ -25,6 +26,7 @@ with loading("torch", torch.__version__, engine):
     from horovod.torch import mpi_ops
 
 allow_inference_mode(mpi_ops, horovod.torch)
+check_collectives(mpi_ops)
 # All functions of Horovod that wait for a collective call this one, also those of SyncBatchNorm.
 mpi_ops.mpi_lib.horovod_torch_wait_and_clear = wait_measured(
     mpi_ops.mpi_lib.horovod_torch_wait_and_clear

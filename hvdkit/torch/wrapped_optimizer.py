@@ -43,6 +43,7 @@ from hvdkit.torch import hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
+from hvdkit.torch.plain_tensors import is_plain
 from hvdkit.torch.replicas import TorchReplicas
 from hvdkit.torch.wrapped_modules import check_not_reduced
 
@@ -533,15 +534,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._complete_earlier_passes()
         return not (self.accumulated or self._gradients.awaits_step)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Raise an error, because the copy's parameters would have no hooks.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise an error in copies and in pickle, because a copy's parameters have no hooks.
 
         Raises:
             UsageError: always.
         """
         raise UsageError(
-            "a DistributedOptimizer cannot be copied. Copy the model, make a plain optimizer for "
-            "the copy, load this optimizer's state_dict(), and wrap it."
+            "a DistributedOptimizer cannot be copied or pickled. For a copy, copy the model, make "
+            "a plain optimizer for the copy, load this optimizer's state_dict(), and wrap it. To "
+            "store the optimizer, store its state_dict()."
         )
 
     def mark_gradients_used(self) -> None:
@@ -625,7 +627,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         ]
 
     def _check_values(self) -> None:
-        check_values(self._collectives, self._compared_parameters())
+        # The content of other classes, such as of quantised frozen weights, cannot be read.
+        plain = {name: p for name, p in self._compared_parameters().items() if is_plain(p)}
+        check_values(self._collectives, plain)
 
     def _replicas(self) -> TorchReplicas:
         return TorchReplicas(self._compared_parameters(), self)

@@ -276,6 +276,107 @@ def test_metric_average_callback_in_a_custom_loop(hvd):
     assert logs == {"loss": mean, "accuracy": 2 * mean}
 
 
+def test_logs_of_some_ranks_in_a_custom_loop(hvd):
+    """All ranks get the mean over the ranks that have the number."""
+    callback = hvd.callbacks.MetricAverageCallback()
+    logs = {"loss": 1.0 + hvd.rank(), "text": "x"}
+    if hvd.rank() == 1:
+        logs["val_loss"] = np.float32(0.5)
+    callback.on_epoch_end(0, logs)
+    mean = 1 + sum(range(hvd.size())) / hvd.size()
+    assert logs == {"loss": mean, "text": "x", "val_loss": 0.5}
+    for empty in ({}, None):
+        logs = {"loss": np.inf, "nested": {"a": 3}} if hvd.rank() == 1 else empty
+        callback.on_epoch_end(1, logs)
+        assert logs is None or logs == {"loss": np.inf, "a": 3.0}
+
+
+# The callback, and whether it does nothing in `local_fit`.
+IN_LOCAL_FIT = {
+    "Broadcast": (lambda hvd, _: hvd.callbacks.BroadcastGlobalVariablesCallback(0), True),
+    "MetricAverage": (lambda hvd, _: hvd.callbacks.MetricAverageCallback(), True),
+    "Checkpoint": (lambda hvd, folder: hvd.callbacks.Checkpoint(folder), False),
+    "Monitor": (lambda hvd, _: hvd.callbacks.MonitorCallback([]), False),
+    "Profile": (lambda hvd, folder: hvd.callbacks.ProfileCallback(folder / "trace.gz"), False),
+    "CommitState": (
+        lambda hvd, _: hvd.elastic.CommitStateCallback(hvd.elastic.ObjectState(epoch=0)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_LOCAL_FIT)
+def test_callbacks_with_collectives_in_a_local_fit(hvd, name, tmp_path):
+    from hvdkit.errors import UsageError
+
+    make, omitted = IN_LOCAL_FIT[name]
+    if hvd.rank() == 1:
+        with hvd.local_fit():
+            if omitted:
+                fit(hvd, classifier("sgd"), callbacks=[make(hvd, tmp_path)])
+            else:
+                with pytest.raises(UsageError, match=f"{name}.* needs all ranks, but fit trains"):
+                    fit(hvd, classifier("sgd"), callbacks=[make(hvd, tmp_path)])
+    same_everywhere("the other ranks did not wait")
+
+
+@pytest.mark.parametrize("name", ["Broadcast", "Checkpoint", "Monitor"])
+def test_a_callback_with_collectives_on_one_rank_only(hvd, name, tmp_path):
+    from hvdkit.errors import UsageError
+
+    make, _ = IN_LOCAL_FIT[name]
+    callbacks = [make(hvd, tmp_path)] if hvd.rank() == 1 else []
+    with pytest.raises(UsageError, match=rf"different callbacks .*rank 0: none; rank 1: {name}"):
+        fit(hvd, classifier(distributed(hvd)), callbacks=callbacks)
+    same_everywhere("no rank waits")
+
+
+@pytest.mark.parametrize("name", ["Checkpoint", "BackupAndRestore"])
+def test_a_model_that_is_built_on_one_rank_only(hvd, name, tmp_path):
+    import keras
+
+    from hvdkit.errors import HvdkitError
+
+    if keras.backend.backend() == "torch":
+        pytest.skip("on PyTorch, fit builds the model before the callbacks begin")
+    make = {
+        "Checkpoint": hvd.callbacks.Checkpoint,
+        "BackupAndRestore": keras.callbacks.BackupAndRestore,
+    }[name]
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(distributed(hvd), loss="binary_crossentropy")
+    if hvd.rank() == 1:
+        model(samples(0)[0])
+    with pytest.raises(HvdkitError, match="the model is not built"):
+        fit(hvd, model, callbacks=[make(tmp_path)])
+    same_everywhere("no rank waits")
+
+
+def test_a_distributed_optimizer_in_a_local_fit(hvd):
+    from hvdkit.errors import UsageError
+
+    model = classifier(distributed(hvd))
+    if hvd.rank() == 1:
+        with hvd.local_fit(), pytest.raises(UsageError, match="compiled with a hvd.Distributed"):
+            fit(hvd, model)
+    same_everywhere("the other ranks did not wait")
+
+
+def test_a_bad_argument_of_broadcast_model_on_one_rank(hvd):
+    from hvdkit.errors import HvdkitError
+
+    model = classifier("sgd")
+    bad = hvd.rank() == 1
+    for given, root, error in (
+        ("model" if bad else model, 0, "model is a str: expected a Keras model"),
+        (model, 99 if bad else 0, "root_rank is 99: expected one of"),
+    ):
+        with pytest.raises(HvdkitError, match=error):
+            hvd.broadcast_model(given, root)
+    same_everywhere("no rank waits")
+
+
 def test_collectives_on_values(hvd):
     import keras
 

@@ -107,9 +107,12 @@ def test_arrays_of_a_resumable_sampler(hvd, drop_last):
 
 
 def test_fit_on_arrays_of_a_resumable_sampler(hvd):
+    import keras
+
     x, y = numbered(8 * hvd.size())
     sampler = hvd.ResumableSampler(len(x), 4, shuffle=False)
     model, reference = regression(hvd), regression(hvd)
+    reference.compile(keras.optimizers.SGD(0.1), loss="mse")
     model.fit(sampler.arrays((x, y)), epochs=2, shuffle=False, verbose=0)
     with hvd.local_fit():
         reference.fit(x, y, 4 * hvd.size(), epochs=2, shuffle=False, verbose=0)

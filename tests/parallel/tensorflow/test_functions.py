@@ -280,3 +280,59 @@ def test_too_little_memory_on_one_rank_raises_on_every_rank(hvd):
         with pytest.raises(HvdkitError, match=r"too little memory .* \(rank 0: MemoryError"):
             hvd.broadcast_object(bytes(2000), root_rank=1)
     assert hvd.broadcast_object(hvd.rank(), root_rank=1) == 1
+
+
+# The call, with an argument that depends on the rank; the argument of most ranks and of one rank;
+# and the error on all ranks.
+BAD_ARGUMENTS = {
+    "broadcast_variables": (
+        lambda hvd, value: hvd.broadcast_variables([variable(value)], root_rank=0),
+        1.0,
+        "text",
+        r"'words:0', has dtype string: expected numbers",
+    ),
+    "broadcast_variables in place": (
+        lambda hvd, value: hvd.broadcast_variables([variable(value)], root_rank=0, inplace=True),
+        1.0,
+        "text",
+        r"'words:0', has dtype string: expected numbers",
+    ),
+    "broadcast_variables of": (
+        lambda hvd, kind: hvd.broadcast_variables([kind(1.0)], root_rank=0),
+        lambda value: variable(value),
+        float,
+        r"variables\[0\]: found a float",
+    ),
+    "broadcast_variables from": (
+        lambda hvd, root: hvd.broadcast_variables([variable(1.0)], root_rank=root),
+        0,
+        99,
+        r"root_rank is 99: expected one of \[0, 1",
+    ),
+    "broadcast_object": (
+        lambda hvd, root: hvd.broadcast_object("text", root_rank=root),
+        0,
+        99,
+        r"rank 1: UsageError: root_rank is 99: expected one of",
+    ),
+    "Monitor": (
+        lambda hvd, every: hvd.Monitor([], every=every),
+        1,
+        0,
+        "every is 0: expected a whole number",
+    ),
+}
+
+
+def variable(value):
+    import tensorflow as tf
+
+    return tf.Variable(value, name="words")
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_bad_argument_of_one_rank_raises_on_every_rank(hvd, name):
+    call, good, bad, error = BAD_ARGUMENTS[name]
+    with pytest.raises(HvdkitError, match=error):
+        call(hvd, bad if hvd.rank() == 1 else good)
+    assert hvd.broadcast_object(hvd.rank(), root_rank=1) == 1

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.objects import NotPicklable, objects_and_errors
 from tests.parallel.torch.oracle import DEVICE
 
@@ -67,6 +67,7 @@ def test_broadcast_parameters_of_every_kind_of_tensor(hvd):
             "bool": values > 0,
             "int8": (values * 10).to(torch.int8),
             "complex": torch.complex(values, -values),
+            "conjugate": torch.complex(values, -values).conj(),
             "not a tensor": rank,
         }
 
@@ -77,6 +78,50 @@ def test_broadcast_parameters_of_every_kind_of_tensor(hvd):
     for name, value in mine.items():
         assert value.stride() == expected[name].stride(), name
         assert torch.equal(value, expected[name]), name
+
+
+class Packed(torch.Tensor):
+    """A tensor whose elements are in another tensor, as of a quantised weight."""
+
+    @staticmethod
+    def __new__(cls, content):
+        return torch.Tensor._make_wrapper_subclass(cls, content.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return torch.zeros(args[0].shape) if function is torch.ops.aten.clone.default else args[0]
+
+
+def test_tensors_without_memory_of_their_own_are_refused(hvd):
+    state = {"state": {0: {"packed": Packed(torch.ones(2))}}}
+    for tensor, text in (
+        (torch.ones(2).to_sparse(), r"has the layout torch\.sparse_coo"),
+        (torch.ones(2, device="meta"), "is on the meta device"),
+        (nn.LazyLinear(1).weight, "is not initialised and has no shape"),
+        (Packed(torch.ones(2)), "is a .*Packed, whose elements are in other tensors"),
+    ):
+        with pytest.raises(UsageError, match=rf"params\['w'\] {text}"):
+            hvd.broadcast_parameters({"w": tensor}, root_rank=0)
+    optimizer = sgd()
+    optimizer.step()
+    if hvd.rank() == 0:
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = state["state"][0]
+    with pytest.raises(HvdkitError, match="in the optimizer's state is a .*Packed"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    lazy = nn.LazyLinear(1)
+    plain = torch.optim.SGD(lazy.parameters())
+    with pytest.raises(UsageError, match="is not initialised"):
+        hvd.DistributedOptimizer(plain, lazy.named_parameters())
+
+
+def test_a_frozen_parameter_without_memory_of_its_own_is_not_compared(hvd):
+    model = nn.Linear(2, 1, device=DEVICE)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    frozen = nn.Parameter(Packed(torch.ones(2)), requires_grad=False)
+    named = [*model.named_parameters(), ("frozen", frozen)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named)
+    model(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    optimizer.step()
 
 
 def test_broadcast_parameters_of_different_models_is_an_error_on_every_rank(hvd):
@@ -179,3 +224,76 @@ def test_optimizer_state_that_cannot_be_pickled_raises_on_every_rank(hvd):
         optimizer.param_groups[0]["own"] = NotPicklable()
     with pytest.raises(HvdkitError, match="rank 0: TypeError: it has a socket"):
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def sgd():
+    return torch.optim.SGD([torch.zeros(2, device=DEVICE, requires_grad=True)], lr=0.1)
+
+
+# The call, with an argument that depends on the rank; the argument of most ranks and of one rank;
+# and the error on all ranks.
+BAD_ARGUMENTS = {
+    "broadcast_parameters": (
+        lambda hvd, params: hvd.broadcast_parameters(params, root_rank=0),
+        lambda: {"w": torch.zeros(2, device=DEVICE)},
+        lambda: torch.zeros(2, device=DEVICE),
+        "params is a tensor",
+    ),
+    "broadcast_parameters from": (
+        lambda hvd, root: hvd.broadcast_parameters([torch.zeros(2, device=DEVICE)], root_rank=root),
+        lambda: 0,
+        lambda: "0",
+        r"root_rank is '0': expected one of \[0, 1",
+    ),
+    "broadcast_optimizer_state": (
+        lambda hvd, optimizer: hvd.broadcast_optimizer_state(optimizer, root_rank=0),
+        sgd,
+        lambda: torch.optim.LBFGS([torch.zeros(2, requires_grad=True)]),
+        "LBFGS keeps one history",
+    ),
+    "broadcast_optimizer_state of": (
+        lambda hvd, optimizer: hvd.broadcast_optimizer_state(optimizer, root_rank=0),
+        sgd,
+        lambda: nn.Linear(1, 1),
+        "optimizer is a Linear: expected a torch optimizer",
+    ),
+    "broadcast_object": (
+        lambda hvd, root: hvd.broadcast_object("text", root_rank=root),
+        lambda: 0,
+        lambda: 99,
+        r"rank 1: UsageError: root_rank is 99: expected one of",
+    ),
+    "broadcast_object from": (
+        lambda hvd, root: hvd.broadcast_object("text", root_rank=root),
+        lambda: 0,
+        lambda: 1,
+        r"disagree about the rank that sends \(ranks? 0[, 23]*: root_rank is 0; rank 1: root_rank",
+    ),
+    "Monitor": (
+        lambda hvd, every: hvd.Monitor([], every=every),
+        lambda: 1,
+        lambda: 0,
+        "every is 0: expected a whole number",
+    ),
+    "remove_process_set": (
+        lambda hvd, own: hvd.remove_process_set(own or hvd.global_process_set),
+        lambda: None,
+        lambda: [0],
+        r"has not passed a process set \(rank 1: UsageError: process_set is \[0\]",
+    ),
+    "equal_batches": (
+        lambda hvd, data: list(hvd.equal_batches(data)),
+        lambda: [1],
+        lambda: 1,
+        "reading a batch has raised on another rank|'int' object is not iterable",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_bad_argument_of_one_rank_raises_on_every_rank(hvd, name):
+    call, good, bad, error = BAD_ARGUMENTS[name]
+    argument = bad() if hvd.rank() == 1 else good()
+    with pytest.raises((HvdkitError, TypeError), match=error):
+        call(hvd, argument)
+    assert hvd.broadcast_object(hvd.rank(), root_rank=1) == 1

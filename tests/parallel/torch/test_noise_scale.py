@@ -77,6 +77,53 @@ def test_a_step_with_two_passes_is_left_out(hvd):
     noise.close()
 
 
+def test_ranks_that_join_or_make_no_pass(hvd):
+    """Such steps are not measured, and all ranks measure the same steps after them."""
+    model, optimizer = regression(hvd)
+    noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=2)
+
+    def train(x, y):
+        optimizer.zero_grad()
+        if x is not None:
+            (0.5 * (model(x) - y).square().mean()).backward()
+        optimizer.step()
+
+    # With `every=2`, ranks would count differently after an odd number of steps.
+    for x, y in batches(hvd, 4 if hvd.rank() == 0 else 1):
+        train(x, y)
+    hvd.join()
+    assert noise.measured == 1
+    # In the first step only one rank has read its gradients.
+    for x, y in batches(hvd, 3):
+        train(x, y)
+    assert noise.measured == 2
+    assert len(set(hvd.allgather_object(noise.signal))) == 1
+    for x, y in batches(hvd, 1):
+        train(x, y)
+        train(*(x, y) if hvd.rank() else (None, None))
+    assert noise.measured == 2
+    noise.close()
+
+
+def test_passes_under_no_sync_count_as_one(hvd):
+    measured = []
+    for parts in (1, 2):
+        model, optimizer = regression(hvd)
+        noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1)
+        for x, y in batches(hvd, 3):
+            optimizer.zero_grad()
+            losses = 0.5 * (model(x) - y).square().mean(1) / len(x)
+            if parts == 2:
+                with hvd.no_sync(optimizer):
+                    losses[:5].sum().backward(retain_graph=True)
+            losses[5 * (parts - 1) :].sum().backward()
+            optimizer.step()
+        measured.append([noise.measured, noise.signal, noise.noise])
+        noise.close()
+    assert measured[0][0] == 3
+    assert measured[1] == pytest.approx(measured[0])
+
+
 def test_invalid_arguments(hvd):
     _, optimizer = regression(hvd)
     for options, text in [

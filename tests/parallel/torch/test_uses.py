@@ -665,6 +665,10 @@ def test_a_wrapped_optimizer_is_not_copied(hvd):
     optimizer = hvd.DistributedOptimizer(sgd(small_model().parameters()))
     with pytest.raises(UsageError, match="cannot be copied"):
         copy.deepcopy(optimizer)
+    with pytest.raises(UsageError, match="cannot be copied or pickled"):
+        copy.copy(optimizer)
+    with pytest.raises(UsageError, match=r"store its state_dict\(\)"):
+        pickle.dumps(optimizer)
 
 
 def meta_loss(model, x):

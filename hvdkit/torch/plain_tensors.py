@@ -1,0 +1,118 @@
+"""Check that tensors have memory of their own, before Horovod reads the memory.
+
+Horovod reads `data_ptr()` of a tensor. The elements of some tensors are not there: those of a
+DTensor are in other tensors, one on each rank. Horovod would read invalid memory, and the process
+would end with a segmentation fault.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from hvdkit.errors import UsageError
+
+
+def check_has_memory(tensor: torch.Tensor, subject: str) -> None:
+    """Check that a tensor has memory of its own, or will have it.
+
+    Args:
+        tensor: the tensor.
+        subject: its name in the error.
+
+    Raises:
+        UsageError: the tensor is a DTensor, or of another class with operations of its own; or it
+            is not initialised.
+    """
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return
+    # Importing DTensor takes long. Without an import by the script, no tensor is of this class.
+    module = sys.modules.get("torch.distributed.tensor")
+    sharded = getattr(module, "DTensor", None)
+    if sharded is not None and isinstance(tensor, sharded):
+        raise UsageError(
+            f"{subject} is a DTensor, as fully_shard (FSDP2) and parallelize_module (tensor "
+            f"parallel) make them: each rank has a part of it, and PyTorch reduces its gradient. "
+            f"hvdkit needs the whole tensor on every rank. Use the model without fully_shard and "
+            f"parallelize_module, or without hvdkit"
+        )
+    if has_own_dispatch(tensor):
+        raise UsageError(
+            f"{subject} is a {kind.__module__}.{kind.__qualname__}, whose elements are in other "
+            f"tensors: expected a torch.Tensor. Pass these other tensors"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UsageError(
+            f"{subject} is not initialised and has no shape: call the model on one batch first"
+        )
+
+
+def check_plain(tensor: torch.Tensor, subject: str) -> None:
+    """Check that the memory of a tensor has all of its elements.
+
+    Args:
+        tensor: the tensor.
+        subject: its name in the error.
+
+    Raises:
+        UsageError: see `check_has_memory`; or the tensor is sparse, quantised, or on the meta
+            device.
+    """
+    check_has_memory(tensor, subject)
+    problem = ""
+    if tensor.layout is not torch.strided:
+        problem = f"has the layout {tensor.layout}"
+    elif tensor.is_quantized:
+        problem = f"is quantised ({tensor.dtype})"
+    elif tensor.is_meta:
+        problem = "is on the meta device, so it has no content"
+    elif tensor.is_nested:
+        problem = "is nested"
+    if problem:
+        raise UsageError(
+            f"{subject} {problem}: expected a dense tensor on a CPU or a GPU. Omit it here, and "
+            f"send it with broadcast_object()"
+        )
+
+
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Return whether the class of a tensor overrides the operations of PyTorch's dispatcher."""
+    own = getattr(type(tensor), "__torch_dispatch__", None)
+    return bool(own != torch.Tensor.__torch_dispatch__)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor has all of its elements; see `check_plain`."""
+    return (
+        not has_own_dispatch(tensor)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_meta)
+    )
+
+
+def check_collectives(mpi_ops: Any) -> None:
+    """Make the collectives of `horovod.torch.mpi_ops` check their tensors.
+
+    Each of them calls `_check_function` before it passes a tensor to the engine. The collectives on
+    several tensors call it for the first one only.
+    """
+    original = mpi_ops._check_function
+
+    def check_function(factory: Any, tensor: torch.Tensor) -> Any:
+        check_has_memory(tensor, "the tensor of a collective")
+        return original(factory, tensor)
+
+    mpi_ops._check_function = check_function
+    for name in ("allreduce", "allgather", "reducescatter"):
+        function = f"_grouped_{name}_async"
+        setattr(mpi_ops, function, _checking_all(getattr(mpi_ops, function)))
+
+
+def _checking_all(function: Any) -> Any:
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for k, tensor in enumerate(tensors):
+            check_has_memory(tensor, f"tensor {k} of a collective")
+        return function(tensors, *args, **kwargs)
+
+    return checked
