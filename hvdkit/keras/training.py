@@ -44,6 +44,7 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
+from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.coordination import Coordination
@@ -256,6 +257,15 @@ def _mixed(mixin: type, cls: Any) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
 
 
+def _add_trial(callback_list: Any) -> None:
+    """Add a callback in a trial of `hvdkit tune`."""
+    if (requested := TrialPlan.requested()) is None or not backend.hvd.is_initialized():
+        return
+    from hvdkit.keras.trial import TrialCallback  # it is a `LastCallback`
+
+    callback_list.callbacks.append(TrialCallback(requested))
+
+
 def _call_last(callback_list: Any) -> None:
     """Add `_ListWithLastCallbacks` if there is a `LastCallback` or a sampler."""
     callback_list._last = [c for c in callback_list.callbacks if isinstance(c, LastCallback)]
@@ -304,6 +314,7 @@ def wrap_callback_lists() -> None:
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
         if model is not None and not isinstance(self, _CoordinatedList | _ListWithLastCallbacks):
+            _add_trial(self)
             _coordinate(self, model)
             _call_last(self)
         original(self, model)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdkit.core.noise_scale import Average, estimate
 from hvdkit.errors import UsageError
+from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 
 #: The optimizers with a `GradientNoiseScale` that is not closed.
@@ -31,7 +32,8 @@ class GradientNoiseScale:
     Args:
         optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and one pass
             per step.
-        samples: the samples in the batch of each rank, the same on all ranks.
+        samples: the samples of each rank in a step, the same on all ranks. They include those of
+            passes under `hvd.no_sync`.
         every: steps from one measured step to the next.
         decay: the weight of earlier measurements in the average, at least 0 and below 1.
 
@@ -85,8 +87,10 @@ class GradientNoiseScale:
         self._average = Average(decay)
         self._process_set = own.process_set
         self._until = 0  # steps before the next measured one
-        # The squared norm of each of this rank's gradients before the reduction.
-        self._small: list[torch.Tensor] = []
+        # The squared norm of each of this rank's gradients before the reduction. A gradient may
+        # arrive several times before its round: after `no_sync`, in re-entrant checkpoints, and
+        # after a backward pass that raised. The last value is the gradient that is reduced.
+        self._small: dict[torch.Tensor, torch.Tensor] = {}
         # For each round since the last step, the squared norm of all reduced gradients.
         self._large: list[torch.Tensor] = []
         self._hooks: list[RemovableHandle] = []
@@ -137,7 +141,7 @@ class GradientNoiseScale:
     def _unwatch(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._small, self._large = [], [], []
+        self._hooks, self._small, self._large = [], {}, []
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._gradients.after_round = None
@@ -145,7 +149,7 @@ class GradientNoiseScale:
     def _add(self, parameter: torch.Tensor) -> None:
         """Hook when the gradient of this rank is complete."""
         if parameter.grad is not None:
-            self._small.append(_square(parameter.grad))
+            self._small[parameter] = _square(parameter.grad)
 
     def _after_round(self) -> None:
         """Called when the gradients are reduced, before they are clipped."""
@@ -161,7 +165,7 @@ class GradientNoiseScale:
             if not self._until:
                 self._watch()
             return
-        small, large = _sum(self._small), self._large
+        small, large = _sum(list(self._small.values())), self._large
         self._unwatch()
         self._until = self._every - 1
         if not self._until:
@@ -177,7 +181,9 @@ class GradientNoiseScale:
         if math.isfinite(one + all_ranks):
             self.measured += 1
             whole = self._samples * self._ranks
-            self._average.add(estimate(one, all_ranks, self._samples, whole))
+            scale = (loss_scale() or 1.0) ** 2
+            new = estimate(one / scale, all_ranks / scale, self._samples, whole)
+            self._average.add(new)
 
 
 def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:

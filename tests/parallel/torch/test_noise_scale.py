@@ -77,6 +77,45 @@ def test_a_step_with_two_passes_is_left_out(hvd):
     noise.close()
 
 
+def test_two_passes_without_a_reduction_between_them(hvd):
+    """The sum of both is one gradient of this rank."""
+    measured = []
+    for together in (False, True):
+        model, optimizer = regression(hvd)
+        noise = hvd.GradientNoiseScale(optimizer, samples=2 * SAMPLES, every=1)
+        for x, y in batches(hvd, 20):
+            optimizer.zero_grad()
+            first, second = (0.25 * (model(a) - y).square().mean() for a in (x, -x))
+            if together:
+                (first + second).backward()
+            else:
+                with hvd.no_sync(optimizer):
+                    first.backward()
+                second.backward()
+            optimizer.step()
+        measured.append((noise.measured, noise.signal, noise.noise))
+        noise.close()
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+
+
+def test_a_loss_scaler(hvd):
+    """The estimates are those of the gradients without the loss scale."""
+    measured = []
+    for scaled in (False, True):
+        model, optimizer = regression(hvd)
+        scaler = hvd.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1)
+        for x, y in batches(hvd, 6):
+            optimizer.zero_grad()
+            scaler.scale(0.5 * (model(x) - y).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        measured.append((noise.measured, noise.signal, noise.noise))
+        noise.close()
+        del scaler
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+
+
 def test_invalid_arguments(hvd):
     _, optimizer = regression(hvd)
     for options, text in [
