@@ -8,10 +8,12 @@ same steps, so they end after the same step.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -59,6 +61,25 @@ class TrialPlan:
         return json.dumps(asdict(self))
 
 
+_reported = False
+
+
+def report_at_exit(rank: int, steps: Callable[[], int]) -> None:
+    """Print a report when the script ends by itself, before the trial is over.
+
+    Args:
+        rank: this rank.
+        steps: returns the steps that were made.
+    """
+
+    def report() -> None:
+        # After an uncaught exception, the traceback must be the last text of the rank.
+        if not _reported and not hasattr(sys, "last_type"):
+            _print(rank, steps(), {})
+
+    atexit.register(report)
+
+
 def end(rank: int, steps: int, **measured: Any) -> NoReturn:
     """Print the report of this rank, and end the script. Not a collective.
 
@@ -70,8 +91,14 @@ def end(rank: int, steps: int, **measured: Any) -> NoReturn:
     Raises:
         SystemExit: always, with status 0.
     """
+    global _reported
+    _reported = True
+    _print(rank, steps, measured)
+    raise SystemExit(0)
+
+
+def _print(rank: int, steps: int, measured: Mapping[str, Any]) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = {"rank": rank, "steps": steps, "peak_bytes": peak, **measured}
     # A progress bar may have left an unfinished line.
     print(f"\n{MARK}{json.dumps(report)}", flush=True)
-    raise SystemExit(0)

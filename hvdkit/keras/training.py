@@ -257,13 +257,18 @@ def _mixed(mixin: type, cls: Any) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
 
 
+_trial: LastCallback | None = None
+
+
 def _add_trial(callback_list: Any) -> None:
-    """Add a callback in a trial of `hvdkit tune`."""
+    """Add the callback that counts all batches of this process in a trial of `hvdkit tune`."""
+    global _trial
     if (requested := TrialPlan.requested()) is None or not backend.hvd.is_initialized():
         return
     from hvdkit.keras.trial import TrialCallback  # it is a `LastCallback`
 
-    callback_list.callbacks.append(TrialCallback(requested))
+    _trial = _trial or TrialCallback(requested)
+    callback_list.callbacks.append(_trial)
 
 
 def _call_last(callback_list: Any) -> None:

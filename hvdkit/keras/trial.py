@@ -19,6 +19,7 @@ class TrialCallback(LastCallback):
         super().__init__()
         self._plan = plan
         self._before = self._batches = 0
+        trial.report_at_exit(backend.hvd.rank(), lambda: self._before + self._batches)
 
     def epoch_begins(self, epoch: int) -> None:  # noqa: ARG002
         """Called before the first batch of an epoch."""

@@ -38,6 +38,7 @@ class Trial:
         self._noise_problem = ""
         # The sums of the estimates at the end of each block.
         self._sums: list[Estimate] = []
+        trial.report_at_exit(self._rank, lambda: self._steps)
         if plan.turns:
             formats = formats_of(optimizer, plan.wire_formats)
             self._tuner = make_tuner(

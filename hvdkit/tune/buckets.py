@@ -7,10 +7,10 @@ kinds alternate, and each run is one turn.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hvdkit.core import tuning
@@ -74,10 +74,10 @@ class Measured:
 
     def table(self) -> list[str]:
         """Return lines that show the times of all candidates."""
-        usual = statistics.median(self.seconds[self.current])
+        usual = median(self.seconds[self.current])
         rows = []
         for (kind, each), times in sorted(self.seconds.items()):
-            middle = statistics.median(times)
+            middle = median(times)
             is_current = (kind, each) == self.current
             change = "current" if is_current else f"{middle / usual - 1:+.0%}"
             turns = ", ".join(f"{t * 1e3:.1f}" for t in times)
@@ -109,71 +109,54 @@ def measure(
         HvdkitError: a run failed, or measured nothing.
     """
     one = len(kinds) == 1
+    in_run = turns if one else _TURNS_IN_RUN
+    job = replace(plan, turns=in_run)
+    # The order changes, because the speed of a machine does.
+    runs = [kind for turn in range(1 if one else turns) for kind in kinds[:: -1 if turn % 2 else 1]]
     seconds: dict[_Choice, list[float]] = {}
     fingerprints: dict[str, str] = {}
-    current: Candidate | None = None
-    for turn in range(1 if one else turns):
-        # The order changes, because the speed of a machine does.
-        for kind in kinds if turn % 2 == 0 else reversed(kinds):
-            in_run = turns if one else _TURNS_IN_RUN
-            job = TrialPlan(
-                bucket_bytes=plan.bucket_bytes,
-                wire_formats=plan.wire_formats,
-                turns=in_run,
-                turn_steps=plan.turn_steps,
+    for number, kind in enumerate(runs, 1):
+        # An empty value is the default.
+        result = runner.run(job, variables={VARIABLE: FLAT if kind == FLAT else ""})
+        if result.out_of_memory:
+            raise HvdkitError(f"out of memory: {result.out_of_memory}")
+        report = result.first_report
+        measured = _times(report, in_run)
+        if one and len(measured) == 1:
+            raise HvdkitError(
+                "there is nothing to compare, because all bucket sizes make the same buckets: give "
+                "other sizes (--bucket-mb), wire formats (--wire-formats), or two --collectives"
             )
-            # An empty value is the default.
-            result = runner.run(job, variables={VARIABLE: "flat" if kind == FLAT else ""})
-            if result.out_of_memory:
-                raise HvdkitError(f"out of memory: {result.out_of_memory}")
-            report = result.first_report
-            if report is None or not report.get("tuned"):
-                raise HvdkitError(_nothing_measured(report))
-            measured = _times(report["tuned"], in_run)
-            current = Candidate(*report["tuned"]["current"])
-            fingerprints[kind] = str(report["fingerprint"])
-            for each, times in measured.items():
-                found = seconds.setdefault((kind, each), [])
-                found += times if one else [statistics.median(times)]
-            fastest = min(measured, key=lambda each: statistics.median(measured[each]))
-            say(
-                f"run {sum(map(len, seconds.values())) // len(seconds)}: {kind}: fastest was "
-                f"{fastest} ({result.seconds:.0f} s)"
-                if not one
-                else f"measured {report['steps']} steps ({result.seconds:.0f} s)"
-            )
-    assert current is not None
+        assert report is not None
+        current = Candidate(*report["tuned"]["current"])
+        fingerprints[kind] = str(report["fingerprint"])
+        for each, times in measured.items():
+            seconds.setdefault((kind, each), []).extend(times if one else [median(times)])
+        fastest = min(measured, key=lambda each: median(measured[each]))
+        say(
+            f"run {number} of {len(runs)}, {kind}: {fastest} was the fastest in {report['steps']} "
+            f"steps ({result.seconds:.0f} s)"
+        )
     return Measured((kinds[0], current), seconds, fingerprints)
 
 
-def _times(tuned: Mapping[str, Any], turns: int) -> dict[Candidate, list[float]]:
+def _times(report: Mapping[str, Any] | None, turns: int) -> dict[Candidate, list[float]]:
     """Return candidate -> the time of a step in each turn.
 
     Raises:
         HvdkitError: the measurement ended early.
     """
+    tuned = report.get("tuned") if report else None
+    if not tuned:
+        raise HvdkitError(
+            "the command has ended before the measurement did: expected a script that makes an "
+            "hvdkit.torch.DistributedOptimizer, and has enough data for all steps. Measure fewer "
+            "steps with --turns"
+        )
     found = {Candidate(size, name): list(times) for size, name, times in tuned["seconds"]}
     if any(len(times) != turns for times in found.values()):
-        if len(found) == 1:
-            raise HvdkitError(
-                "there is only one candidate: all sizes make the same buckets. Give other sizes "
-                "with --bucket-mb, or wire formats with --wire-formats"
-            )
         raise HvdkitError(
             "the measurement has ended early, because there is only one rank, or because a rank "
             "has called hvd.join(). Use two ranks or more, and data for all steps"
         )
     return found
-
-
-def _nothing_measured(report: Mapping[str, Any] | None) -> str:
-    if report is None:
-        return (
-            "the command has ended before the measurement did: expected a script that makes an "
-            "hvdkit.torch.DistributedOptimizer, and has enough data for all steps. Measure fewer "
-            "steps with --turns"
-        )
-    return (
-        "the command uses no hvdkit.torch.DistributedOptimizer: bucket sizes can be measured with "
-        "PyTorch only"
-    )

@@ -242,7 +242,14 @@ def _find_batch_size(options: Namespace, command: Sequence[str]) -> int:
         used = [f"{_gigabytes(peak)} of memory"] if peak else []
         used += [f"{_gigabytes(gpu)} of GPU memory"] if gpu else []
         report = result.first_report
-        made = f"{report['steps']} steps" if report else "the command has ended by itself"
+        made = "the command has ended by itself"
+        if report is not None:
+            if not report["steps"]:
+                raise HvdkitError(
+                    f"with batch size {size}, the command has ended without a step. Give smaller "
+                    f"batch sizes, or more data"
+                )
+            made = f"{report['steps']} steps"
         more = f", at most {' and '.join(used)} on a rank" if used else ""
         _say(f"  batch size {size:,}: passed ({made} in {result.seconds:.0f} s{more})")
         fitting.append(size)
@@ -278,7 +285,11 @@ def _advise(runner: Runner, size: int, steps: int, ranks: int, fitting: Sequence
         )
         _say(f"The noise scale was not measured, because {reason}.")
         return
-    noise = report.get("noise") or {"problem": "it is measured with PyTorch only"}
+    noise = report.get("noise")
+    if noise is None:
+        short = report["steps"] < steps
+        ended = f"the command has ended after {report['steps']} steps (--noise-steps)"
+        noise = {"problem": ended if short else "it is measured with PyTorch only"}
     if "problem" in noise:
         _say(f"The noise scale was not measured: {noise['problem']}.")
         return

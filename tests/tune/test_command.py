@@ -37,6 +37,7 @@ import numpy as np
 import hvdkit.keras as hvd
 
 hvd.init()
+keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
 data = np.ones((64, 4), "float32")
