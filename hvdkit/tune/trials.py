@@ -18,6 +18,7 @@ from hvdkit.core import trial
 from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import output_folder
+from hvdkit.owned_folders import OwnedFolder
 from hvdkit.processes import ProcessGroup
 
 #: In a command, it stands for the batch size.
@@ -120,16 +121,19 @@ class Runner:
             env[trial.BATCH_VARIABLE] = str(batch_size)
         limited = [self._python, "-m", "hvdkit.tune.limited", str(self._memory), *command]
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="hvdkit-tune-") as folder:
-            words = [*self._arguments, "--output-dir", folder, "--", *limited]
-            status, text = self._launch(words, env, Path(folder))
+        owned = OwnedFolder(Path(tempfile.gettempdir()), "hvdkit-tune-")
+        try:
+            words = [*self._arguments, "--output-dir", str(owned.path), "--", *limited]
+            status, text = self._launch(words, env, owned.path)
             seconds = time.monotonic() - began
-            logs = Path(folder) / output_folder.LATEST
+            logs = owned.path / output_folder.LATEST
             if status == 0:
                 return Result(seconds, _reports(logs))
             if reason := _out_of_memory(logs, bool(self._memory)):
                 return Result(seconds, out_of_memory=reason)
             rank_failed = (logs / output_folder.ERROR).exists()
+        finally:
+            owned.remove()
         if status == _USAGE_STATUS and not rank_failed:
             raise UsageError(text)
         raise HvdkitError(
