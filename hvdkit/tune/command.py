@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -210,7 +211,7 @@ def _tune_buckets(options: Namespace, command: Sequence[str]) -> int:
             verb = "Set" if kind == buckets.FLAT else "Unset"
             value = "=flat" if kind == buckets.FLAT else ""
             _say(f"{verb} {buckets.VARIABLE}{value} in the environment of the job.")
-    listed = f", wire_formats={options.wire_formats}" if options.wire_formats else ""
+    listed = f", wire_formats={json.dumps(options.wire_formats)}" if options.wire_formats else ""
     _say(
         f'wrote {file}: hvd.autotune(optimizer, "{file}"{listed}) uses this result, and measures '
         f"nothing."
