@@ -329,6 +329,14 @@ def _add_report(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     verb.set_defaults(run=command.run, when_ended="the page is as before, or complete.")
 
 
+def _add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from hvdkit.tune import command
+
+    verb = _add_verb(verbs, "tune", command.HELP, command.EXAMPLE)
+    command.add_arguments(verb)
+    verb.set_defaults(run=command.run, when_ended="no rank runs.")
+
+
 def _add_timeline(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--timeline",
@@ -364,6 +372,7 @@ _VERBS = {
     "why": _add_why,
     "inspect": _add_inspect,
     "report": _add_report,
+    "tune": _add_tune,
     "generate": _add_generate,
     "migrate": _add_migrate,
 }

@@ -42,6 +42,7 @@ LAYERS = {
     "lightning": 3,
     "torchmetrics": 3,
     "transformers": 3,
+    "tune": 3,
     "cli": 3,
 }
 ALLOWED = {
@@ -56,6 +57,8 @@ ALLOWED = {
     ("signals", "errors"),
     ("checkpoint", "core"),
     ("cli", "bench"),
+    ("cli", "tune"),
+    ("tune", "bench"),
     ("launch", "core"),
     ("monitor", "core"),
     ("profiling", "core"),

@@ -7,6 +7,8 @@ large batch give unbiased estimates of |G|^2 and tr(S) (appendix A.1). Their rat
 so the two are averaged separately.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -70,3 +72,57 @@ class Average:
         if mean is None or mean.signal <= 0 or mean.noise < 0:
             return None
         return mean.noise / mean.signal
+
+
+def learning_rate_factor(scale: float, batch: float, new_batch: float) -> float:
+    """Return the factor for the learning rate of SGD if the batch changes.
+
+    The best learning rate is proportional to 1 / (1 + scale / batch) (McCandlish et al., section
+    2.2). It grows in proportion to a batch that is much smaller than the noise scale.
+
+    Args:
+        scale: the noise scale in samples.
+        batch: the samples in a step, of all ranks, for which the learning rate is good.
+        new_batch: the new number of samples.
+    """
+    return (1 + scale / batch) / (1 + scale / new_batch)
+
+
+def steps_factor(scale: float, batch: float, new_batch: float) -> float:
+    """Return the factor for the number of steps to the same loss if the batch changes.
+
+    Each step reduces the loss by an amount in proportion to 1 / (1 + scale / batch) (section 2.2).
+
+    Args:
+        scale: see `learning_rate_factor`.
+        batch: see `learning_rate_factor`.
+        new_batch: see `learning_rate_factor`.
+    """
+    return 1 / learning_rate_factor(scale, batch, new_batch)
+
+
+def confidence(blocks: Sequence[Estimate]) -> tuple[float, float] | None:
+    """Return an interval that contains the noise scale with a probability of about 95 %.
+
+    It is the jackknife's: the noise scale is computed without each of the blocks in turn. The
+    interval is that of the logarithm, plus and minus two standard errors.
+
+    Args:
+        blocks: the sums of the estimates of consecutive steps, of equal numbers of steps.
+
+    Returns:
+        None if there are fewer than five blocks, or if an estimate without one of the blocks is
+        not positive.
+    """
+    count = len(blocks)
+    if count < 5:
+        return None
+    signal, noise = sum(b.signal for b in blocks), sum(b.noise for b in blocks)
+    others = [(signal - b.signal, noise - b.noise) for b in blocks]
+    if signal <= 0 or noise <= 0 or any(s <= 0 or n <= 0 for s, n in others):
+        return None
+    logarithms = [math.log(n / s) for s, n in others]
+    mean = sum(logarithms) / count
+    variance = (count - 1) / count * sum((each - mean) ** 2 for each in logarithms)
+    width = math.exp(2 * math.sqrt(variance))
+    return noise / signal / width, noise / signal * width

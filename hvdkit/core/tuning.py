@@ -1,21 +1,23 @@
-"""Choose the bucket size in the first steps of a training.
+"""Choose the bucket size, and the wire format, in the first steps of a training.
 
-`hvd.autotune` compares several bucket sizes, the candidates. The candidates are used in turns, each
-for a few steps in each turn, because the speed of a machine changes with time. After the steps of a
-candidate, the ranks compute the maximum of their median step times. All ranks get the same maxima,
-so they choose the same candidate. A candidate replaces the current bucket size only if it was
-faster in every turn, and by a few percent.
+`hvd.autotune` compares several candidates. The candidates are used in turns, each for a few steps
+in each turn, because the speed of a machine changes with time. After the steps of a candidate, the
+ranks compute the maximum of their median step times. All ranks get the same maxima, so they choose
+the same candidate. A candidate replaces the current settings only if it was faster in every turn,
+and by a few percent.
 """
 
 import json
 import logging
 import os
 import random
+import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
@@ -31,26 +33,45 @@ _GAIN = 0.03
 _log = logging.getLogger("hvdkit")
 
 
-def choose(seconds: Mapping[int, Sequence[float]], current: int) -> int:
-    """Return the bucket size to use: the current one, unless another one is clearly faster.
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """The settings of a reduction that a tuner changes.
 
-    If a candidate is only as fast as the current size, the probability that it is faster in each of
+    Attributes:
+        bucket_bytes: the largest size of a bucket of several gradients.
+        wire_format: the name of the wire format.
+    """
+
+    bucket_bytes: int
+    wire_format: str
+
+    def __str__(self) -> str:
+        return f"{self.bucket_bytes / 1e6:g} MB, {self.wire_format}"
+
+
+_Choice = TypeVar("_Choice")
+
+
+def choose(seconds: Mapping[_Choice, Sequence[float]], current: _Choice) -> _Choice:
+    """Return the candidate to use: the current one, unless another one is clearly faster.
+
+    If a candidate is only as fast as the current one, the probability that it is faster in each of
     five turns by chance is 1/32.
 
     Args:
-        seconds: bucket size -> the time of a step in each turn.
-        current: the bucket size to compare with.
+        seconds: candidate -> the time of a step in each turn.
+        current: the candidate to compare with.
     """
     best, best_ratio = current, 1 - _GAIN
-    for size, times in seconds.items():
+    for candidate, times in seconds.items():
         ratios = [mine / usual for mine, usual in zip(times, seconds[current], strict=True)]
         ratio = statistics.median(ratios)
-        if size != current and max(ratios) < 1 and ratio < best_ratio:
-            best, best_ratio = size, ratio
+        if candidate != current and max(ratios) < 1 and ratio < best_ratio:
+            best, best_ratio = candidate, ratio
     return best
 
 
-def table(seconds: Mapping[int, Sequence[float]], current: int) -> list[str]:
+def table(seconds: Mapping[Candidate, Sequence[float]], current: Candidate) -> list[str]:
     """Return lines that show the times of the candidates.
 
     Args:
@@ -59,58 +80,78 @@ def table(seconds: Mapping[int, Sequence[float]], current: int) -> list[str]:
     """
     lines = []
     usual = statistics.median(seconds[current])
-    for size, times in sorted(seconds.items()):
+    width = max(len(candidate.wire_format) for candidate in seconds)
+    for candidate, times in sorted(seconds.items()):
         middle, each = statistics.median(times), ", ".join(f"{t * 1e3:.1f}" for t in times)
-        note = "current" if size == current else f"{100 * (middle / usual - 1):+.0f} %"
-        lines.append(f"{size / 1e6:7g} MB {middle * 1e3:9.1f} ms  {note:>8}   turns: {each}")
+        note = "current" if candidate == current else f"{100 * (middle / usual - 1):+.0f} %"
+        lines.append(
+            f"{candidate.bucket_bytes / 1e6:7g} MB  {candidate.wire_format:{width}} "
+            f"{middle * 1e3:9.1f} ms  {note:>8}   turns: {each}"
+        )
     return lines
 
 
-class BucketTuner:
+class Tuner:
     """Measure the candidates, and choose one. Every rank has a tuner with the same arguments.
 
     All ranks call `after_step` after the same steps.
 
     Args:
         collectives: the collectives of the ranks.
-        candidates: bucket sizes in bytes, with the current one.
-        current: the current bucket size.
+        candidates: the candidates, with the current one.
+        current: the current settings.
         turns: the number of turns of each candidate.
         steps: the number of measured steps in each turn.
-        apply: changes the bucket size, before the next step. Not a collective.
+        apply: uses a candidate from the next step on. Not a collective.
         clock: returns seconds.
 
     Attributes:
-        bucket_bytes: the bucket size in use.
-        done: whether the bucket size is final.
-        tuned: whether the bucket size was measured: in this job, or in an earlier job (`use`).
-        seconds: bucket size -> the time of a step in each turn, the maximum over the ranks.
+        current: the settings at the beginning.
+        candidate: the settings in use.
+        done: whether the settings are final.
+        tuned: whether the settings were measured: in this job, or in an earlier job (`use`).
+        seconds: candidate -> the time of a step in each turn, the maximum over the ranks.
+        report: called on the first rank when a candidate was chosen.
     """
 
     def __init__(
         self,
         collectives: Collectives,
-        candidates: Sequence[int],
-        current: int,
+        candidates: Sequence[Candidate],
+        current: Candidate,
         turns: int,
         steps: int,
-        apply: Callable[[int], None],
+        apply: Callable[[Candidate], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.bucket_bytes = self._current = current
+        self.candidate = self.current = current
         self.done = self.tuned = False
-        self.seconds: dict[int, list[float]] = {size: [] for size in candidates}
+        self.seconds: dict[Candidate, list[float]] = {each: [] for each in candidates}
         self._collectives = collectives
         self._turns, self._steps = turns, steps
         self._apply = apply
         self._clock = clock
         # The candidates in the order in which they are used.
-        self._plan: list[int] = []
+        self._plan: list[Candidate] = []
         self._made = 0  # steps with the current candidate
         self._times: list[float] = []
         self._last = 0.0
-        #: Called on the first rank with the result.
         self.report: Callable[[], None] = lambda: None
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The bucket size in use."""
+        return self.candidate.bucket_bytes
+
+    @property
+    def wire_format(self) -> str:
+        """The name of the wire format in use."""
+        return self.candidate.wire_format
+
+    @property
+    def wire_formats(self) -> Collection[str]:
+        """The names of the wire formats that may be used."""
+        return {self.current.wire_format, *(each.wire_format for each in self.seconds)}
 
     def begin(self) -> None:
         """Begin with the first candidate. Not a collective."""
@@ -122,15 +163,15 @@ class BucketTuner:
             self._plan += order
         self._use(self._plan[0])
 
-    def use(self, size: int) -> None:
-        """Use a bucket size that was chosen before, and measure nothing. Not a collective."""
-        self._end(size)
+    def use(self, candidate: Candidate) -> None:
+        """Use settings that were chosen before, and measure nothing. Not a collective."""
+        self._end(candidate)
         self.tuned = True
 
     def cancel(self) -> None:
-        """Return to the bucket size at the beginning, unless `done`. Not a collective."""
+        """Return to the settings at the beginning, unless `done`. Not a collective."""
         if not self.done:
-            self._end(self._current)
+            self._end(self.current)
 
     def after_step(self) -> None:
         """Record that a step has ended. After the steps of a candidate, a small collective."""
@@ -144,53 +185,64 @@ class BucketTuner:
         if len(self._times) < self._steps:
             return
         own = round(statistics.median(self._times) * 1e6)
-        size = self._plan.pop(0)
-        # A rank in `join` adds zero. It would not take part in a change of the bucket size.
+        candidate = self._plan.pop(0)
+        # A rank in `join` adds zero. It would not take part in a change of the settings.
         (count,) = self._collectives.sum([1], f"{_NAME}.ranks")
         if count < len(self._collectives.ranks):
-            _log.warning("the bucket size was not tuned, because a rank has called hvd.join()")
+            _log.warning("hvd.autotune has chosen nothing, because a rank has called hvd.join()")
             self.cancel()
             return
         (slowest,) = self._collectives.max([own], f"{_NAME}.microseconds")
-        self.seconds[size].append(max(slowest, 1) / 1e6)
+        self.seconds[candidate].append(max(slowest, 1) / 1e6)
         if self._plan:
             self._use(self._plan[0])
             return
-        self._end(choose(self.seconds, self._current))
+        self._end(choose(self.seconds, self.current))
         self.tuned = True
         if self._collectives.rank == self._collectives.ranks[0]:
             self.report()
 
     def summary(self) -> str:
         """Return the times of all candidates, and the choice."""
-        chosen = f"{self.bucket_bytes / 1e6:g} MB"
-        if self.bucket_bytes == self._current:
-            result = f"no bucket size is clearly faster than the current {chosen}: it stays"
+        if self.candidate == self.current:
+            result = f"nothing is clearly faster than the current settings ({self.candidate})"
         else:
-            result = f"buckets have {chosen} from now on (bucket_bytes={self.bucket_bytes})"
-        lines = table(self.seconds, self._current)
+            result = f"the settings from now on: {self.settings}"
+        lines = table(self.seconds, self.current)
         return "\n".join([f"{result}. Times of a step, on the slowest rank:", *lines])
 
-    def _use(self, size: int) -> None:
+    @property
+    def settings(self) -> str:
+        """The chosen settings, as arguments of `hvd.DistributedOptimizer`."""
+        arguments = [f"bucket_bytes={self.bucket_bytes}"]
+        if self.wire_format != self.current.wire_format:
+            arguments.append(f'compression="{self.wire_format}"')
+        return ", ".join(arguments)
+
+    def _use(self, candidate: Candidate) -> None:
         self._made, self._times = 0, []
         self._last = self._clock()
-        if size != self.bucket_bytes:
-            self.bucket_bytes = size
-            self._apply(size)
+        if candidate != self.candidate:
+            self.candidate = candidate
+            self._apply(candidate)
 
-    def _end(self, size: int) -> None:
+    def _end(self, candidate: Candidate) -> None:
         self._plan = []
-        self._use(size)
+        self._use(candidate)
         self.done = True
 
 
-def load(collectives: Collectives, path: Path | None, fingerprint: str) -> int | None:
-    """Return the bucket size that an earlier job has chosen; None if there is none. A collective.
+def load(
+    collectives: Collectives, path: Path | None, fingerprint: str, wire_formats: Collection[str]
+) -> Candidate | None:
+    """Return the candidate that an earlier job has chosen; None if there is none. A collective.
 
     Args:
         collectives: the collectives of the ranks.
         path: the file, which only the first rank reads; None for no file.
         fingerprint: a digest of all that the choice depends on.
+        wire_formats: the wire formats that may be used. A choice of another one is ignored, and so
+            is a choice that was made without measuring all of them.
 
     Raises:
         RankMismatchError: on every rank, if only some have a file.
@@ -199,37 +251,64 @@ def load(collectives: Collectives, path: Path | None, fingerprint: str) -> int |
     check_consistency(collectives, [f"a file for the result: {path is not None}"], "hvd.autotune")
     if path is None:
         return None
-    answer: dict[str, Any] = {"problem": "", "size": 0}
+    answer: dict[str, Any] = {"problem": "", "size": 0, "format": ""}
+    allowed = set(wire_formats)
     first = collectives.ranks[0]
     if collectives.rank == first:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = _read(path)
-            answer["size"] = int(content.get(fingerprint, {}).get("bucket_bytes", 0))
-            _write(path, content)
+            entry = _read(path).get(fingerprint, {})
+            if allowed <= set(entry.get("wire_formats", ())):
+                answer["size"] = int(entry.get("bucket_bytes", 0))
+                answer["format"] = str(entry.get("wire_format", ""))
+            draft = _draft(path)
+            draft.touch()
+            draft.unlink()
         except OSError as error:
             answer["problem"] = f"cannot write {path}: {error.strerror}. Choose another file"
-        except (ValueError, TypeError, AttributeError) as error:
+        except Exception as error:  # any text may be in the file, and the other ranks wait
             answer["problem"] = f"{path} is not a file of hvd.autotune ({error}). Delete it"
     text = collectives.broadcast(json.dumps(answer).encode(), first, f"{_NAME}.file")
     answer = json.loads(text)
     if answer["problem"]:
         raise HvdkitError(str(answer["problem"]))
-    return int(answer["size"]) or None
+    found = Candidate(answer["size"], answer["format"])
+    return found if found.bucket_bytes >= 1 and found.wire_format in allowed else None
 
 
-def save(path: Path, fingerprint: str, tuner: BucketTuner) -> None:
+def save(path: Path, fingerprint: str, entry: Mapping[str, object]) -> None:
     """Add a choice to the file. Not a collective.
+
+    Args:
+        path: the file.
+        fingerprint: see `load`.
+        entry: the result of `entry_of`.
 
     Raises:
         OSError: the file cannot be written.
     """
-    content = _read(path)
-    content[fingerprint] = {
-        "bucket_bytes": tuner.bucket_bytes,
-        "seconds": {str(size): times for size, times in tuner.seconds.items()},
+    draft = _draft(path)
+    try:
+        content = {**_read(path), fingerprint: entry}
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def entry_of(chosen: Candidate, seconds: Mapping[Candidate, Sequence[float]]) -> dict[str, Any]:
+    """Return a choice, for `save`.
+
+    Args:
+        chosen: the candidate that was chosen.
+        seconds: see `choose`.
+    """
+    return {
+        "bucket_bytes": chosen.bucket_bytes,
+        "wire_format": chosen.wire_format,
+        "wire_formats": sorted({each.wire_format for each in seconds}),
+        "seconds": {str(each): list(times) for each, times in seconds.items()},
     }
-    _write(path, content)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -241,7 +320,5 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")

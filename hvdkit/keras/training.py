@@ -45,6 +45,7 @@ from typing import Any
 import keras
 from keras.callbacks import CallbackList, ProgbarLogger
 
+from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.coordination import Coordination
@@ -302,6 +303,20 @@ def _mixed(mixin: type, cls: Any) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {})
 
 
+_trial: LastCallback | None = None
+
+
+def _add_trial(callback_list: Any) -> None:
+    """Add the callback that counts all batches of this process in a trial of `hvdkit tune`."""
+    global _trial
+    if (requested := TrialPlan.requested()) is None or not backend.hvd.is_initialized():
+        return
+    from hvdkit.keras.trial import TrialCallback  # it is a `LastCallback`
+
+    _trial = _trial or TrialCallback(requested)
+    callback_list.callbacks.append(_trial)
+
+
 def _call_last(callback_list: Any) -> None:
     """Add `_ListWithLastCallbacks` if there is a `LastCallback` or a sampler."""
     callback_list._last = [c for c in callback_list.callbacks if isinstance(c, LastCallback)]
@@ -359,6 +374,7 @@ def wrap_callback_lists() -> None:
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
         if model is not None and not isinstance(self, _MIXINS):
+            _add_trial(self)
             _coordinate(self, model)
             _call_last(self)
         original(self, model)

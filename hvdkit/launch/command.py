@@ -150,7 +150,7 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
             "--elastic needs Gloo, but the installed Horovod has only MPI. Build a Horovod with "
             "Gloo (`hvdkit build`)"
         )
-    command = _command(options)
+    command = command_of(options)
     check_command(command)
     here = [hosts.Host("localhost", job_limits.first_size)]
 
@@ -206,7 +206,7 @@ def _launcher(
 
 def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
     """Run `hvdkit run --nodes`."""
-    command = _command(options)
+    command = command_of(options)
     check_command(command)
     node = _node_settings(options)
     if options.dry_run:
@@ -304,7 +304,7 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
 
 
 def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> Plan:
-    command = _command(options)
+    command = command_of(options)
     job_hosts = list(slurm_allocation.hosts) if slurm_allocation is not None else _hosts(options)
     if slurm_allocation is not None and options.num_proc is not None:
         allocation.check_size(slurm_allocation, options.num_proc)
@@ -320,7 +320,8 @@ def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> P
     return make_plan(command, _directory(), job_hosts, size)
 
 
-def _command(options: argparse.Namespace) -> list[str]:
+def command_of(options: argparse.Namespace) -> list[str]:
+    """Return the command of every rank, with Python before a script that is not executable."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     return _with_python(command, options.python)
 

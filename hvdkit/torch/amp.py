@@ -67,6 +67,7 @@ class GradScaler(_TorchGradScaler):
             self._in_window = True
             return None
         self._stepped = True
+        _scalers.add(self)
         steps = optimizer.steps
         result = super().step(optimizer, *args, **kwargs)
         if optimizer.steps == steps:

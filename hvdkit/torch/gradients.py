@@ -20,6 +20,7 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.consistency import are_equal
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
+from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError
 from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, spec
 from hvdkit.torch.collectives import TorchCollectives
@@ -210,26 +211,32 @@ class OptimizerGradients:
         """The largest size of a bucket with several gradients, in bytes."""
         return self._reduction.bucket_bytes
 
-    def set_bucket_bytes(self, size: int) -> None:
-        """Make new buckets of another size, before the next round. Not a collective.
+    @property
+    def wire_format(self) -> WireFormat:
+        """The wire format."""
+        return self._reduction.format
+
+    def set_buckets(self, size: int, wire_format: WireFormat) -> None:
+        """Make new buckets of another size or format, before the next round. Not a collective.
 
         Keep a restored state that no round has used yet.
         """
         restored = [None if each.planned else each.state for each in self.synchronizers]
-        self._reduction = replace(self._reduction, bucket_bytes=size)
+        self._reduction = replace(self._reduction, bucket_bytes=size, format=wire_format)
         self.replan()
         for synchronizer, state in zip(self.synchronizers, restored, strict=True):
             synchronizer.resume(state)
 
-    def distinct_bucket_bytes(self, sizes: Sequence[int]) -> list[int]:
+    def distinct_bucket_bytes(self, sizes: Sequence[int], wire_format: WireFormat) -> list[int]:
         """Return `sizes` without those that make the same buckets as an earlier one."""
-        if self._reduction.format.tensor_by_tensor:
+        if wire_format.tensor_by_tensor:
             return list(sizes[:1])
         plans: dict[tuple[str, ...], int] = {}
         for size in sizes:
-            kind = self._reduction.format.kind
             key = tuple(
-                bucketing.plan(each.specs, size, groups=self._groups_of(part), kind=kind).digest
+                bucketing.plan(
+                    each.specs, size, groups=self._groups_of(part), kind=wire_format.kind
+                ).digest
                 for each, part in zip(self.synchronizers, self._parts(), strict=True)
             )
             plans.setdefault(key, size)

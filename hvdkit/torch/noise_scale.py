@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdkit.core.noise_scale import Average, estimate
 from hvdkit.errors import UsageError
+from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 
 #: The optimizers with a `GradientNoiseScale` that is not closed.
@@ -35,7 +36,8 @@ class GradientNoiseScale:
     Args:
         optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and one pass
             per step.
-        samples: the samples in the batch of each rank, the same on all ranks.
+        samples: the samples of each rank in a step, the same on all ranks. They include those of
+            passes under `hvd.no_sync`.
         every: steps from one measured step to the next.
         decay: the weight of earlier measurements in the average, at least 0 and below 1.
 
@@ -92,7 +94,9 @@ class GradientNoiseScale:
         # all ranks therefore begin to count again.
         self._generation = own._collectives.generation
         self._until = 0  # steps before the next measured one
-        # For each parameter, the squared norm of this rank's gradient before the reduction.
+        # The squared norm of each of this rank's gradients before the reduction. A gradient may
+        # arrive several times before its round: after `no_sync`, in re-entrant checkpoints, and
+        # after a backward pass that raised. The last value is the gradient that is reduced.
         self._small: dict[torch.Tensor, torch.Tensor] = {}
         # For each round since the last step, the squared norm of all reduced gradients.
         self._large: list[torch.Tensor] = []
@@ -191,7 +195,9 @@ class GradientNoiseScale:
         if count == ranks > 1 and math.isfinite(small + large):
             self.measured += 1
             whole = self._samples * ranks
-            self._average.add(estimate(small / ranks, large / ranks, self._samples, whole))
+            divisor = ranks * (loss_scale() or 1.0) ** 2
+            new = estimate(small / divisor, large / divisor, self._samples, whole)
+            self._average.add(new)
 
 
 def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:

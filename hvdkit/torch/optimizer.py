@@ -15,6 +15,7 @@ from hvdkit.core.compression import check_adasum
 from hvdkit.core.nonfinite import IGNORE, check_policy
 from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
+from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
 from hvdkit.torch.plain_tensors import check_has_memory
@@ -151,6 +152,7 @@ def DistributedOptimizer(
         check_policy(on_nonfinite),
         {name: p for name, p in named or () if p not in names and not p.requires_grad},
     )
+    _begin_trial(result)
     return result
 
 
@@ -172,6 +174,20 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         own._no_sync = previous
+
+
+_trial_begun = False
+
+
+def _begin_trial(optimizer: WrappedOptimizer) -> None:
+    """Begin a trial of `hvdkit tune` with the first optimizer of the script."""
+    global _trial_begun
+    if _trial_begun or (requested := TrialPlan.requested()) is None:
+        return
+    _trial_begun = True
+    from hvdkit.torch.trial import Trial  # imported on use, because most jobs are no trials
+
+    optimizer.trial = Trial(optimizer, requested).after_step
 
 
 def _horovods_adasum(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.errors import UsageError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.profiling import clocks, events
 from hvdkit.profiling.events import Event
 from hvdkit.profiling.profile import BaseProfile
@@ -101,7 +101,16 @@ class Profiler:
         self._marks: list[clocks.Round] = []
 
     def start(self) -> None:
-        """See `Framework`."""
+        """See `Framework`.
+
+        Raises:
+            HvdkitError: another profiler of PyTorch runs in this thread. PyTorch would end it, and
+                would then crash.
+        """
+        if torch.autograd._profiler_enabled():
+            raise HvdkitError(
+                "another profiler of PyTorch, or another hvd.profile, is recording. End it first"
+            )
         self._profiler.start()
         self._running = True
         for _ in range(_MARKS):

@@ -37,7 +37,8 @@ from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
 from hvdkit.core.stragglers import BACKWARD, FORWARD, UPDATE
-from hvdkit.core.tuning import BucketTuner
+from hvdkit.core.tuning import Tuner
+from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
@@ -126,8 +127,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         #: The 2-norm of the reduced gradients at the last `clip_grad_norm_`; None without one.
         self.grad_norm: torch.Tensor | None = None
-        #: Chooses the bucket size in the first steps; None without `hvd.autotune`.
-        self.tuner: BucketTuner | None = None
+        #: Chooses the settings of the buckets in the first steps; None without `hvd.autotune`.
+        self.tuner: Tuner | None = None
+        #: Called after each step in a trial of `hvdkit tune`; None in other jobs.
+        self.trial: Callable[[], None] | None = None
         self._no_sync = False
         # Whether the modules that hold the parameters were checked; see `wrapped_modules`.
         self._modules_checked = False
@@ -431,6 +434,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.steps += 1
         if self.tuner is not None:
             self.tuner.after_step()
+        if self.trial is not None:
+            self.trial()
         return result
 
     # Otherwise torch wraps this method to run step hooks. The plain class's step runs them already.
@@ -567,14 +572,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The largest size of a bucket with several gradients, in bytes."""
         return self._gradients.bucket_bytes
 
-    def set_bucket_bytes(self, size: int) -> None:
-        """Change the size of the buckets, between two steps. Every rank must call this."""
-        self.complete_deferred()
-        self._gradients.set_bucket_bytes(size)
+    @property
+    def wire_format(self) -> WireFormat:
+        """The wire format."""
+        return self._gradients.wire_format
 
-    def distinct_bucket_bytes(self, sizes: Sequence[int]) -> list[int]:
+    def set_buckets(self, size: int, wire_format: WireFormat) -> None:
+        """Change the buckets' size and format, between two steps. Every rank must call this."""
+        self.complete_deferred()
+        self._gradients.set_buckets(size, wire_format)
+
+    def distinct_bucket_bytes(self, sizes: Sequence[int], wire_format: WireFormat) -> list[int]:
         """Return `sizes` without those that make the same buckets as an earlier one."""
-        return self._gradients.distinct_bucket_bytes(sizes)
+        return self._gradients.distinct_bucket_bytes(sizes, wire_format)
 
     def reduction_lines(self) -> list[str]:
         """Return lines that describe the gradients and their reduction, without the bucket size."""

@@ -7,17 +7,19 @@ from itertools import pairwise
 import pytest
 
 from hvdkit.core import tuning
-from hvdkit.core.tuning import BucketTuner, choose, table
+from hvdkit.core.tuning import Candidate, Tuner, choose, table
 from hvdkit.errors import HvdkitError
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
 
 MB = 1_000_000
+SMALL, CURRENT, LARGE = (Candidate(size, "none") for size in (5, 25, 100))
+FP16 = Candidate(25, "fp16")
 
 
 def test_a_candidate_that_is_faster_in_each_turn():
-    times = {5: [0.9, 1.8, 0.88], 25: [1.0, 2.0, 1.0], 100: [0.8, 1.9, 0.9]}
-    assert choose(times, 25) == 5 or choose(times, 25) == 100
-    assert choose({5: [0.9, 1.8, 0.9], 25: [1.0, 2.0, 1.0], 100: [0.8, 1.6, 0.8]}, 25) == 100
+    times = {SMALL: [0.9, 1.8, 0.9], CURRENT: [1.0, 2.0, 1.0], LARGE: [0.8, 1.6, 0.8]}
+    assert choose(times, CURRENT) == LARGE
+    assert choose({**times, FP16: [0.7, 1.7, 0.7]}, CURRENT) == FP16
 
 
 @pytest.mark.parametrize(
@@ -29,13 +31,15 @@ def test_a_candidate_that_is_faster_in_each_turn():
     ],
 )
 def test_no_difference_beyond_noise(others):
-    assert choose({25: [1.0, 1.0, 1.0], 5: others}, 25) == 25
+    assert choose({CURRENT: [1.0, 1.0, 1.0], SMALL: others}, CURRENT) == CURRENT
 
 
 def test_the_table():
-    lines = table({25 * MB: [1.0, 1.1, 1.0], 5 * MB: [0.5, 0.4, 0.5]}, 25 * MB)
-    assert "  5 MB     500.0 ms     -50 %   turns: 500.0, 400.0, 500.0" in lines[0]
-    assert "25 MB    1000.0 ms   current" in lines[1]
+    current = Candidate(25 * MB, "none")
+    faster = Candidate(5 * MB, "fp16")
+    lines = table({current: [1.0, 1.1, 1.0], faster: [0.5, 0.4, 0.5]}, current)
+    assert "  5 MB  fp16     500.0 ms     -50 %   turns: 500.0, 400.0, 500.0" in lines[0]
+    assert "25 MB  none    1000.0 ms   current" in lines[1]
 
 
 class Job:
@@ -56,7 +60,8 @@ class Job:
     def _rank(self, ranks, steps, turns):
         time = [0.0]
         used = self.used[ranks.rank]
-        tuner = BucketTuner(ranks, [25, 5, 100], 25, turns, 4, used.append, clock=lambda: time[0])
+        candidates = [CURRENT, SMALL, LARGE]
+        tuner = Tuner(ranks, candidates, CURRENT, turns, 4, used.append, clock=lambda: time[0])
         tuner.begin()
         for step in range(steps):
             if step == self.joins_at:
@@ -82,7 +87,7 @@ def test_all_ranks_choose_alike():
     assert [tuner.bucket_bytes for tuner in tuners] == [5, 5, 5]
     assert all(tuner.done and tuner.tuned for tuner in tuners)
     assert tuners[0].seconds == tuners[2].seconds
-    assert tuners[0].seconds[100] == [2.0] * 3
+    assert tuners[0].seconds[LARGE] == [2.0] * 3
     # All ranks have changed the size alike, and each candidate had each turn.
     assert job.used[0] == job.used[1] == job.used[2]
     assert all(a != b for a, b in pairwise(job.used[0]))
@@ -91,7 +96,7 @@ def test_all_ranks_choose_alike():
 def test_no_candidate_is_better():
     tuners = Job(lambda size, rank, step: 1.0).run()
     assert [tuner.bucket_bytes for tuner in tuners] == [25] * 3
-    assert "no bucket size is clearly faster than the current" in tuners[0].summary()
+    assert "nothing is clearly faster than the current settings" in tuners[0].summary()
 
 
 def test_a_rank_that_joins():
@@ -106,21 +111,33 @@ def test_a_rank_that_joins():
 def test_a_file_of_results(tmp_path):
     path = tmp_path / "new" / "tuning.json"
 
-    def rank(ranks):
+    def rank(ranks, formats=("none",)):
         file = path if ranks.rank == 0 else tmp_path / "not here"
-        return tuning.load(ranks, file, "abc")
+        return tuning.load(ranks, file, "abc", formats)
 
     assert on_every_rank(2, rank) == [None, None]
+    assert not path.exists()
     tuner = Job(lambda size, rank, step: float(size)).run()[0]
-    tuning.save(path, "abc", tuner)
-    tuning.save(path, "other", tuner)
-    assert on_every_rank(2, rank) == [5, 5]
-    assert json.loads(path.read_text())["abc"]["seconds"]["25"] == [25.0] * 3
-    path.write_text("[]")
-    for error in on_every_rank(2, rank):
-        assert isinstance(error, HvdkitError)
-        assert "is not a file of hvd.autotune" in str(error)
+    entry = tuning.entry_of(tuner.candidate, tuner.seconds)
+    tuning.save(path, "abc", entry)
+    tuning.save(path, "other", entry)
+    assert on_every_rank(2, rank) == [SMALL, SMALL]
+    assert json.loads(path.read_text())["abc"]["seconds"][str(CURRENT)] == [25.0] * 3
+    # The choice was made without fp16.
+    assert on_every_rank(2, lambda ranks: rank(ranks, ("none", "fp16"))) == [None, None]
+    tuning.save(path, "abc", {**entry, "wire_format": "fp16", "wire_formats": ["fp16", "none"]})
+    assert on_every_rank(2, rank) == [None, None]
+    assert (
+        on_every_rank(2, lambda ranks: rank(ranks, ("none", "fp16"))) == [Candidate(5, "fp16")] * 2
+    )
+    assert list(path.parent.iterdir()) == [path]
+    infinite = {**entry, "bucket_bytes": float("inf")}
+    for content in ("[]", "[" * 100_000, json.dumps({"abc": 1}), json.dumps({"abc": infinite})):
+        path.write_text(content)
+        for error in on_every_rank(2, rank):
+            assert isinstance(error, HvdkitError)
+            assert "is not a file of hvd.autotune" in str(error)
     for error in on_every_rank(
-        2, lambda ranks: tuning.load(ranks, tmp_path / "new/tuning.json/x", "")
+        2, lambda ranks: tuning.load(ranks, tmp_path / "new/tuning.json/x", "", ["none"])
     ):
         assert "cannot write" in str(error)

@@ -272,7 +272,7 @@ def test_another_scheduler(hvd, tmp_path):
     with checkpointer(lambda optimizer: lr_scheduler.StepLR(optimizer, 3)) as saving:
         saving.save(1)
     with (
-        pytest.raises(UsageError, match="lr_scheduler is a CosineAnnealingLR whose state has T_max"),
+        pytest.raises(UsageError, match="is a CosineAnnealingLR whose state has T_max"),
         checkpointer(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3)) as restoring,
     ):
         restoring.restore()

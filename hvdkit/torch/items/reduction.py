@@ -1,12 +1,16 @@
 """The state of the gradient reduction, needed to resume with bit-identical sums."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from hvdkit.checkpoint.state import Tree
 from hvdkit.core.reduction import ReductionState
+from hvdkit.core.tuning import Candidate, Tuner
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+
+_log = logging.getLogger("hvdkit.torch")
 
 
 class ReductionItem:
@@ -42,9 +46,9 @@ class ReductionItem:
     def restore(self, tree: Tree) -> None:
         """Restore the states. Optimizers ignore incompatible state."""
         for name, optimizer in self._optimizers.items():
-            tuned = [state["tuned"] for state in tree.get(name, []) if state and "tuned" in state]
+            tuned = [state for state in tree.get(name, []) if state and "tuned" in state]
             if tuned and optimizer.tuner is not None:
-                optimizer.tuner.use(int(tuned[0]))
+                _use(optimizer.tuner, tuned[0])
             optimizer.resume_reduction(
                 [
                     state
@@ -59,6 +63,21 @@ class ReductionItem:
 
 
 def _tuned(optimizer: WrappedOptimizer) -> Tree:
-    """Return the bucket size that `hvd.autotune` has chosen; empty if it has chosen none."""
+    """Return the choice of `hvd.autotune`; empty if it has chosen nothing."""
     tuner = optimizer.tuner
-    return {"tuned": tuner.bucket_bytes} if tuner is not None and tuner.tuned else {}
+    if tuner is None or not tuner.tuned:
+        return {}
+    return {"tuned": tuner.bucket_bytes, "tuned_format": tuner.wire_format}
+
+
+def _use(tuner: Tuner, state: Tree) -> None:
+    """Use the choice in a checkpoint, which is the same on every rank."""
+    size, wire_format = int(state["tuned"]), str(state["tuned_format"])
+    if wire_format not in tuner.wire_formats:
+        _log.warning(
+            "the checkpoint was trained with the wire format %s, which hvd.autotune had chosen, "
+            "but wire_formats has only %s. hvd.autotune measures again, and sums may differ",
+            *(wire_format, ", ".join(sorted(tuner.wire_formats))),
+        )
+        return
+    tuner.use(Candidate(size, wire_format))

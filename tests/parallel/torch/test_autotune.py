@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.tuning import Candidate
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import batch_of, loss_of, sgd, small_model
 from tests.parallel.torch.test_checkpoint import shared_folder
@@ -22,6 +23,11 @@ def step_of(hvd, model, optimizer, step):
     optimizer.zero_grad()
     loss_of(model, batch_of(hvd.rank(), step, next(model.parameters()).dtype)).backward()
     optimizer.step()
+
+
+def use(tuner, bucket_bytes, wire_format):
+    """Choose as if this candidate had won."""
+    tuner.use(Candidate(bucket_bytes, wire_format))
 
 
 def buckets_of(optimizer):
@@ -100,7 +106,7 @@ def test_a_checkpoint_restores_the_choice(hvd):
             )
             with checkpointer:
                 if attempt == 0:
-                    tuner.use(300)  # as if it had won
+                    use(tuner, 300, "fp16")
                     for step in range(4):
                         step_of(hvd, model, optimizer, step)
                     checkpointer.save(4, wait=True)
@@ -113,6 +119,80 @@ def test_a_checkpoint_restores_the_choice(hvd):
             assert buckets_of(optimizer) > 1
             results.append([p.detach().clone() for p in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_wire_formats_take_turns(hvd):
+    """Only the listed formats are used, and gradients are those of the format in use."""
+    tuned, plain = small_model(torch.float32), small_model(torch.float32)
+    optimizers = [optimizer_of(hvd, model) for model in (tuned, plain)]
+    formats = ["bf16", "none"]
+    tuner = hvd.autotune(optimizers[0], bucket_bytes=[300], wire_formats=formats, turns=3, steps=1)
+    assert not tuner.done
+    assert len(tuner.seconds) == 4
+    errors = {"none": 0.0, "bf16": 0.0}
+    for step in range(36):
+        plain.load_state_dict(tuned.state_dict())
+        for model, optimizer in zip((tuned, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(hvd.rank(), step, torch.float32)).backward()
+        name = tuner.wire_format
+        for a, b in zip(tuned.parameters(), plain.parameters(), strict=True):
+            errors[name] = max(errors[name], float((a.grad - b.grad).abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert tuner.done
+    assert tuner.tuned
+    assert len({tuple(each) for each in hvd.allgather_object([str(tuner.candidate)])}) == 1
+    if hvd.size() > 1:
+        assert errors["bf16"] > 10 * errors["none"]
+    assert optimizers[0].wire_format.name == tuner.wire_format
+    with pytest.raises(UsageError, match="compression is 'fp17'"):
+        hvd.autotune(optimizer_of(hvd, plain), wire_formats=["fp17"])
+    with pytest.raises(UsageError, match="wire_formats is 'fp16': expected a list"):
+        hvd.autotune(optimizer_of(hvd, plain), wire_formats="fp16")
+
+
+def test_a_checkpoint_restores_a_wire_format(hvd):
+    """The resumed run has the same bits; without permission for the format, it measures again."""
+    with shared_folder(hvd) as folder:
+        results = []
+        for attempt in range(3):
+            model = small_model(torch.float32)
+            optimizer = optimizer_of(hvd, model)
+            listed = ["fp16"] if attempt < 2 else ["bf16"]
+            tuner = hvd.autotune(
+                optimizer, bucket_bytes=[300], wire_formats=listed, turns=3, steps=1
+            )
+            with hvd.Checkpointer(
+                folder / "steps", model=model, optimizer=optimizer, every_steps=100
+            ) as checkpointer:
+                if attempt == 0:
+                    use(tuner, 300, "fp16")
+                    for step in range(4):
+                        step_of(hvd, model, optimizer, step)
+                    checkpointer.save(4, wait=True)
+                else:
+                    assert checkpointer.restore().step == 4
+                if attempt == 2:
+                    assert not tuner.done
+                    break
+                assert tuner.done
+                assert optimizer.wire_format.name == "fp16"
+                for step in range(4, 8):
+                    step_of(hvd, model, optimizer, step)
+            results.append([p.detach().clone() for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_training_continues_after_an_error(hvd):
+    """A tuner that could not begin must not measure."""
+    model = small_model(torch.float32)
+    optimizer = optimizer_of(hvd, model)
+    with pytest.raises(RankMismatchError):
+        hvd.autotune(optimizer, bucket_bytes=[80], steps=1 + hvd.rank())
+    for step in range(5):
+        step_of(hvd, model, optimizer, step)
+    assert optimizer.tuner is None
 
 
 def test_a_call_after_the_restore(hvd):

@@ -105,23 +105,43 @@ def test_ranks_that_join_or_make_no_pass(hvd):
     noise.close()
 
 
-def test_passes_under_no_sync_count_as_one(hvd):
+def test_two_passes_without_a_reduction_between_them(hvd):
+    """The sum of both is one gradient of this rank."""
     measured = []
-    for parts in (1, 2):
+    for together in (False, True):
         model, optimizer = regression(hvd)
-        noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1)
-        for x, y in batches(hvd, 3):
+        noise = hvd.GradientNoiseScale(optimizer, samples=2 * SAMPLES, every=1)
+        for x, y in batches(hvd, 20):
             optimizer.zero_grad()
-            losses = 0.5 * (model(x) - y).square().mean(1) / len(x)
-            if parts == 2:
+            first, second = (0.25 * (model(a) - y).square().mean() for a in (x, -x))
+            if together:
+                (first + second).backward()
+            else:
                 with hvd.no_sync(optimizer):
-                    losses[:5].sum().backward(retain_graph=True)
-            losses[5 * (parts - 1) :].sum().backward()
+                    first.backward()
+                second.backward()
             optimizer.step()
-        measured.append([noise.measured, noise.signal, noise.noise])
+        measured.append((noise.measured, noise.signal, noise.noise))
         noise.close()
-    assert measured[0][0] == 3
-    assert measured[1] == pytest.approx(measured[0])
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+
+
+def test_a_loss_scaler(hvd):
+    """The estimates are those of the gradients without the loss scale."""
+    measured = []
+    for scaled in (False, True):
+        model, optimizer = regression(hvd)
+        scaler = hvd.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1)
+        for x, y in batches(hvd, 6):
+            optimizer.zero_grad()
+            scaler.scale(0.5 * (model(x) - y).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        measured.append((noise.measured, noise.signal, noise.noise))
+        noise.close()
+        del scaler
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
 
 
 def test_invalid_arguments(hvd):

@@ -185,18 +185,33 @@ def test_a_disk_that_is_full(hvd):
 
 
 def test_a_profiler_that_does_not_start(hvd):
-    """Another profiler runs on rank 1 only."""
+    """Another profiler runs on rank 1 only. It continues."""
     with shared_folder(hvd) as folder:
-        profile = hvd.profile(folder / "trace", steps=1, wait=0)
+        other = torch.profiler.profile() if hvd.rank() == 1 else contextlib.nullcontext()
+        with other:
+            expected = r"rank 1: the profiler could not start: another profiler of PyTorch"
+            with (
+                pytest.raises(HvdkitError, match=expected),
+                hvd.profile(folder / "trace", steps=1, wait=0),
+            ):
+                pass
         if hvd.rank() == 1:
+            assert len(other.events()) > 0
 
-            def start():
-                raise RuntimeError("Profiler is already enabled")
 
-            profile._framework.start = start
-        expected = "rank 1: the profiler could not start: Profiler is already enabled"
-        with pytest.raises(HvdkitError, match=expected), profile:
-            pass
+def test_a_profile_within_a_profile(hvd):
+    """The inner one is refused, and the outer one is complete."""
+    with shared_folder(hvd) as folder:
+        with hvd.profile(folder / "outer.gz", steps=2, wait=0) as outer:
+            for _ in range(2):
+                with (
+                    pytest.raises(HvdkitError, match=r"or another hvd\.profile, is recording"),
+                    hvd.profile(folder / "inner.gz", steps=1, wait=0),
+                ):
+                    pass
+                outer.step()
+        assert "wrote 2 steps" in outer.summary
+        assert not (folder / "inner.gz").exists()
 
 
 def test_nvtx_ranges(hvd):

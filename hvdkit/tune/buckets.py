@@ -1,0 +1,162 @@
+"""Compare bucket sizes, wire formats, and the two ways to combine the ranks of a host.
+
+A run measures all bucket sizes and wire formats by itself, in turns (`hvdkit.core.tuning`). Flat or
+two-level is decided when Horovod starts, so this choice needs runs of its own. Then runs of both
+kinds alternate, and each run is one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hvdkit.core import tuning
+from hvdkit.core.host_collectives import VARIABLE
+from hvdkit.core.trial import TrialPlan
+from hvdkit.core.tuning import Candidate
+from hvdkit.errors import HvdkitError
+from hvdkit.tune.trials import Runner
+
+TWO_LEVEL, FLAT = "two-level", "flat"
+#: The values of `--collectives`.
+COLLECTIVES = (TWO_LEVEL, FLAT)
+#: The turns within a run, if runs are turns, too.
+_TURNS_IN_RUN = 3
+
+#: How the ranks of a host are combined, and the other settings.
+_Choice = tuple[str, Candidate]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The times of all runs.
+
+    Attributes:
+        current: the settings of the script.
+        seconds: choice -> the time of a step in each turn.
+        fingerprints: how the ranks of a host are combined -> the fingerprint of such a job.
+    """
+
+    current: _Choice
+    seconds: Mapping[_Choice, Sequence[float]]
+    fingerprints: Mapping[str, str]
+
+    @property
+    def chosen(self) -> _Choice:
+        """The settings to use."""
+        return tuning.choose(self.seconds, self.current)
+
+    def save(self, path: Path) -> None:
+        """Write the choices to a file of `hvd.autotune`.
+
+        A job reads the choice for the collectives that it uses.
+
+        Raises:
+            HvdkitError: the file cannot be written, or is another one.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for kind, fingerprint in self.fingerprints.items():
+                seconds = {each: times for (k, each), times in self.seconds.items() if k == kind}
+                chosen = tuning.choose(seconds, self.current[1])
+                tuning.save(path, fingerprint, tuning.entry_of(chosen, seconds))
+        except OSError as error:
+            raise HvdkitError(
+                f"cannot write {path}: {error.strerror}. Choose another file with --file"
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise HvdkitError(
+                f"{path} is not a file of hvd.autotune ({error}). Choose another file with --file"
+            ) from error
+
+    def table(self) -> list[str]:
+        """Return lines that show the times of all candidates."""
+        usual = median(self.seconds[self.current])
+        rows = []
+        for (kind, each), times in sorted(self.seconds.items()):
+            middle = median(times)
+            is_current = (kind, each) == self.current
+            change = "current" if is_current else f"{middle / usual - 1:+.0%}"
+            turns = ", ".join(f"{t * 1e3:.1f}" for t in times)
+            size = f"{each.bucket_bytes / 1e6:g} MB"
+            rows.append(
+                f"  {kind:9}  {size:>9}  {each.wire_format:5}  {middle * 1e3:8.1f} ms  "
+                f"{change:>8}   turns: {turns}"
+            )
+        return rows
+
+
+def measure(
+    runner: Runner,
+    plan: TrialPlan,
+    kinds: Sequence[str],
+    turns: int,
+    say: Callable[[str], None],
+) -> Measured:
+    """Run the command, and return the times.
+
+    Args:
+        runner: runs the command.
+        plan: the bucket sizes and wire formats to measure.
+        kinds: some of `COLLECTIVES`. The first one is the current one.
+        turns: the turns of each candidate.
+        say: prints a message for the user.
+
+    Raises:
+        HvdkitError: a run failed, or measured nothing.
+    """
+    one = len(kinds) == 1
+    in_run = turns if one else _TURNS_IN_RUN
+    job = replace(plan, turns=in_run)
+    # The order changes, because the speed of a machine does.
+    runs = [kind for turn in range(1 if one else turns) for kind in kinds[:: -1 if turn % 2 else 1]]
+    seconds: dict[_Choice, list[float]] = {}
+    fingerprints: dict[str, str] = {}
+    for number, kind in enumerate(runs, 1):
+        # An empty value is the default.
+        result = runner.run(job, variables={VARIABLE: FLAT if kind == FLAT else ""})
+        if result.out_of_memory:
+            raise HvdkitError(f"out of memory: {result.out_of_memory}")
+        report = result.first_report
+        measured = _times(report, in_run)
+        if one and len(measured) == 1:
+            raise HvdkitError(
+                "there is nothing to compare, because all bucket sizes make the same buckets: give "
+                "other sizes (--bucket-mb), wire formats (--wire-formats), or two --collectives"
+            )
+        assert report is not None
+        current = Candidate(*report["tuned"]["current"])
+        fingerprints[kind] = str(report["fingerprint"])
+        for each, times in measured.items():
+            seconds.setdefault((kind, each), []).extend(times if one else [median(times)])
+        fastest = min(measured, key=lambda each: median(measured[each]))
+        say(
+            f"run {number} of {len(runs)}, {kind}: {fastest} was the fastest in {report['steps']} "
+            f"steps ({result.seconds:.0f} s)"
+        )
+    return Measured((kinds[0], current), seconds, fingerprints)
+
+
+def _times(report: Mapping[str, Any] | None, turns: int) -> dict[Candidate, list[float]]:
+    """Return candidate -> the time of a step in each turn.
+
+    Raises:
+        HvdkitError: the measurement ended early.
+    """
+    tuned = report.get("tuned") if report else None
+    if not tuned:
+        raise HvdkitError(
+            "the command has ended before the measurement did: expected a script that makes an "
+            "hvdkit.torch.DistributedOptimizer, and has enough data for all steps. Measure fewer "
+            "steps with --turns"
+        )
+    found = {Candidate(size, name): list(times) for size, name, times in tuned["seconds"]}
+    if any(len(times) != turns for times in found.values()):
+        raise HvdkitError(
+            "the measurement has ended early, because there is only one rank, or because a rank "
+            "has called hvd.join(). Use two ranks or more, and data for all steps"
+        )
+    return found

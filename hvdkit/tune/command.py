@@ -1,0 +1,387 @@
+"""`hvdkit tune`: parse its arguments, run the trials, and print what to use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from hvdkit.bench.sizes import parse_size
+from hvdkit.core.compression import FORMATS
+from hvdkit.core.trial import BATCH_VARIABLE, TrialPlan
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch import arguments, conflicts
+from hvdkit.launch.command import command_of
+from hvdkit.tune import batch_sizes, buckets
+from hvdkit.tune.trials import PLACEHOLDER, Runner
+
+HELP = "run a training for some steps, to find its fastest settings or its largest batch"
+EXAMPLE = """\
+  hvdkit tune -np 4 python train.py                           # bucket size, flat or two-level
+  hvdkit tune -np 4 --wire-formats none,bf16 python train.py  # and these wire formats
+  hvdkit tune -np 4 --batch-sizes 16..1024 python train.py --batch {batch_size}"""
+
+#: Options of `hvdkit run` that have no meaning here.
+_REFUSED = {
+    "elastic": "--elastic",
+    "restarts": "--restarts",
+    "nodes": "--nodes",
+    "debug_rank": "--debug-rank",
+    "output_dir": "--output-dir",
+    "config": "--config",
+    "write_config": "--write-config",
+    "dry_run": "--dry-run",
+}
+_MB = 1_000_000
+#: The part of the free memory that ranks may use together by default.
+_SHARE = 0.9
+
+
+def add_arguments(verb: ArgumentParser) -> None:
+    """Add the arguments of `hvdkit tune`. The others are those of `hvdkit run`."""
+    task = verb.add_argument_group("what to measure")
+    task.add_argument(
+        "--batch-sizes",
+        metavar="A..B",
+        help=f"find the largest batch size of a rank that fits in memory, from A to B. The command "
+        f"gets it as {PLACEHOLDER} and as ${BATCH_VARIABLE}",
+    )
+    task.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="with --batch-sizes: the memory that each rank may use, such as 8GB, or none (default "
+        "on this machine without GPUs: 90 %% of the free memory, divided by the ranks)",
+    )
+    task.add_argument(
+        "--steps",
+        type=_count,
+        metavar="N",
+        help="with --batch-sizes: the steps with each size (default: 10)",
+    )
+    task.add_argument(
+        "--noise-steps",
+        type=_count_or_zero,
+        metavar="N",
+        help="with --batch-sizes: the steps in which the noise scale is measured, for advice on "
+        "the learning rate; 0: none (default: 100)",
+    )
+    task.add_argument(
+        "--bucket-mb",
+        type=_numbers,
+        metavar="LIST",
+        help="bucket sizes in MB (default: 5,25,100)",
+    )
+    task.add_argument(
+        "--wire-formats",
+        type=_names,
+        metavar="LIST",
+        help=f"wire formats with which the training may run, of {','.join(FORMATS)} (default: the "
+        f"script's own)",
+    )
+    task.add_argument(
+        "--collectives",
+        type=_names,
+        metavar="LIST",
+        help=f"some of {','.join(buckets.COLLECTIVES)}: how the ranks of a host are combined "
+        f"(default: both; with GPUs two-level)",
+    )
+    task.add_argument(
+        "--turns", type=_count, metavar="N", help="turns of each candidate (default: 5)"
+    )
+    task.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="for the result, which hvd.autotune reads (default: tuning.json)",
+    )
+    task.add_argument(
+        "--timeout",
+        type=_count,
+        default=900,
+        metavar="S",
+        help="seconds for each run of the command (default: %(default)s)",
+    )
+    arguments.add_arguments(verb)
+
+
+#: The options of this command alone, by their names in a namespace.
+_FOR_BATCHES = ("memory", "steps", "noise_steps")
+_FOR_BUCKETS = ("bucket_mb", "wire_formats", "collectives", "turns", "file")
+_OWN = ("batch_sizes", *_FOR_BATCHES, *_FOR_BUCKETS, "timeout")
+
+
+def run(options: Namespace) -> int:
+    """Run `hvdkit tune`, and return its exit status.
+
+    Raises:
+        UsageError: the arguments are wrong.
+        HvdkitError: a run failed.
+    """
+    _check(options)
+    command = command_of(options)
+    if not command:
+        raise UsageError("no command was given: expected the command of every rank")
+    if options.batch_sizes is None:
+        return _tune_buckets(options, command)
+    return _find_batch_size(options, command)
+
+
+def _check(options: Namespace) -> None:
+    for name, option in _REFUSED.items():
+        if getattr(options, name) not in (None, False):
+            raise UsageError(
+                f"{option} was given: `hvdkit tune` takes the options of `hvdkit run`, but not "
+                f"this one"
+            )
+    conflicts.check(options)
+    batches = options.batch_sizes is not None
+    for name in _FOR_BUCKETS if batches else _FOR_BATCHES:
+        if getattr(options, name) is not None:
+            other = "cannot be combined with" if batches else "needs"
+            raise UsageError(f"{_option(name)} {other} --batch-sizes")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _for_run(options: Namespace) -> list[str]:
+    """Return the arguments of `hvdkit run` in the command line, without the command."""
+    words = list(options.words)
+    own = {_option(name) for name in _OWN}
+    kept, skip = [], False
+    for word in words[: len(words) - len(options.command)]:
+        if skip:
+            skip = False
+        elif word in own:
+            skip = True
+        elif word.partition("=")[0] not in own:
+            kept.append(word)
+    return kept[:-1] if kept[-1:] == ["--"] else kept
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+# --- bucket size, wire format, flat or two-level ------------------------------------------------
+
+
+def _tune_buckets(options: Namespace, command: Sequence[str]) -> int:
+    kinds = options.collectives or (
+        [buckets.TWO_LEVEL] if _has_gpu() else list(buckets.COLLECTIVES)
+    )
+    _check_names("--collectives", kinds, buckets.COLLECTIVES)
+    _check_names("--wire-formats", options.wire_formats or [], list(FORMATS))
+    turns = options.turns or 5
+    if turns < 3:
+        raise UsageError(f"--turns is {turns}: expected at least 3")
+    file = options.file or Path("tuning.json")
+    plan = TrialPlan(
+        bucket_bytes=tuple(round(size * _MB) for size in options.bucket_mb or (5, 25, 100)),
+        wire_formats=tuple(options.wire_formats or ()),
+    )
+    # The current setting is the first one.
+    if os.environ.get(buckets.VARIABLE) == "flat" and buckets.FLAT in kinds:
+        kinds = sorted(kinds, key=lambda kind: kind != buckets.FLAT)
+    runner = Runner(_for_run(options), command, options.python, options.timeout)
+    measured = buckets.measure(runner, plan, kinds, turns, _say)
+    _say("Times of a step, on the slowest rank:")
+    for line in measured.table():
+        _say(line)
+    measured.save(file)
+    (kind, chosen), (current_kind, current) = measured.chosen, measured.current
+    if measured.chosen == measured.current:
+        _say(f"Nothing is clearly faster than the current settings: {kind}, {chosen}.")
+    else:
+        changes = []
+        if chosen.bucket_bytes != current.bucket_bytes:
+            changes.append(f"bucket_bytes={chosen.bucket_bytes}")
+        if chosen.wire_format != current.wire_format:
+            changes.append(f'compression="{chosen.wire_format}"')
+        if changes:
+            _say(f"Use hvd.DistributedOptimizer(..., {', '.join(changes)}).")
+        if kind != current_kind:
+            verb = "Set" if kind == buckets.FLAT else "Unset"
+            value = "=flat" if kind == buckets.FLAT else ""
+            _say(f"{verb} {buckets.VARIABLE}{value} in the environment of the job.")
+    listed = f", wire_formats={json.dumps(options.wire_formats)}" if options.wire_formats else ""
+    _say(
+        f'wrote {file}: hvd.autotune(optimizer, "{file}"{listed}) uses this result, and measures '
+        f"nothing."
+    )
+    return 0
+
+
+# --- the largest batch size ---------------------------------------------------------------------
+
+
+def _find_batch_size(options: Namespace, command: Sequence[str]) -> int:
+    sizes = batch_sizes.parse(options.batch_sizes)
+    steps = options.steps or 10
+    noise_steps = 100 if options.noise_steps is None else options.noise_steps
+    memory, why = _memory(options)
+    _say(why)
+    runner = Runner(_for_run(options), command, options.python, options.timeout, memory)
+    fitting: list[int] = []
+    ranks = 0
+
+    def fits(size: int) -> bool:
+        nonlocal ranks
+        result = runner.run(TrialPlan(steps=steps), size)
+        if result.out_of_memory:
+            _say(f"  batch size {size:,}: out of memory. {result.out_of_memory}")
+            return False
+        ranks = max(ranks, len(result.reports))
+        peak, gpu = result.peak(), result.peak("gpu_peak_bytes")
+        used = [f"{_gigabytes(peak)} of memory"] if peak else []
+        used += [f"{_gigabytes(gpu)} of GPU memory"] if gpu else []
+        report = result.first_report
+        made = "the command has ended by itself"
+        if report is not None:
+            if not report["steps"]:
+                raise HvdkitError(
+                    f"with batch size {size}, the command has ended without a step. Give smaller "
+                    f"batch sizes, or more data"
+                )
+            made = f"{report['steps']} steps"
+        more = f", at most {' and '.join(used)} on a rank" if used else ""
+        _say(f"  batch size {size:,}: passed ({made} in {result.seconds:.0f} s{more})")
+        fitting.append(size)
+        return True
+
+    if batch_sizes.is_range(options.batch_sizes):
+        largest = batch_sizes.largest_in_range(sizes[0], sizes[1], fits)
+    else:
+        largest = batch_sizes.largest_of(sizes, fits)
+    if largest is None:
+        raise HvdkitError(
+            f"the smallest batch size, {sizes[0]}, does not fit in memory. Give smaller ones, or "
+            f"more memory"
+        )
+    end = " (the largest that was allowed)" if largest == sizes[-1] else ""
+    _say(f"The largest batch size of a rank is {largest:,}{end}.")
+    if largest != sizes[-1]:
+        _say("If the memory of a step depends on its data, choose a smaller one.")
+    if noise_steps and ranks > 1:
+        _advise(runner, largest, noise_steps, ranks, fitting)
+    return 0
+
+
+def _advise(runner: Runner, size: int, steps: int, ranks: int, fitting: Sequence[int]) -> None:
+    """Measure the noise scale, and print advice on the learning rate."""
+    result = runner.run(TrialPlan(steps=steps, samples=size), size)
+    report = result.first_report
+    if result.out_of_memory or report is None:
+        reason = (
+            f"out of memory: {result.out_of_memory}"
+            if result.out_of_memory
+            else (f"the command has ended before {steps} steps (--noise-steps)")
+        )
+        _say(f"The noise scale was not measured, because {reason}.")
+        return
+    noise = report.get("noise")
+    if noise is None:
+        short = report["steps"] < steps
+        ended = f"the command has ended after {report['steps']} steps (--noise-steps)"
+        noise = {"problem": ended if short else "it is measured with PyTorch only"}
+    if "problem" in noise:
+        _say(f"The noise scale was not measured: {noise['problem']}.")
+        return
+    for line in batch_sizes.advice(batch_sizes.blocks_of(noise["sums"]), ranks, sorted(fitting)):
+        _say(line)
+
+
+def _memory(options: Namespace) -> tuple[int, str]:
+    """Return the limit of each rank in bytes, 0 for none, and a text about it.
+
+    Raises:
+        UsageError: --memory is not a size.
+    """
+    if options.memory is not None and options.memory != "none":
+        try:
+            size = parse_size(options.memory)
+        except UsageError:
+            raise UsageError(
+                f"--memory is {options.memory!r}: expected a size, such as 8GB or 512MiB, or none"
+            ) from None
+        return size, f"Each rank may use {_gigabytes(size)} of memory."
+    here = not any(
+        (options.hosts, options.hostfile, options.host_discovery_script)
+    ) and options.launcher in ("auto", "gloo")
+    if options.memory == "none" or _has_gpu() or not here or "SLURM_JOB_ID" in os.environ:
+        return 0, "There is no limit of memory but those of the hosts and GPUs (--memory sets one)."
+    free = _free_memory()
+    ranks = options.num_proc or 1
+    size = int(free * _SHARE / ranks)
+    return size, (
+        f"Each rank may use {_gigabytes(size)} of memory: {_SHARE:.0%} of the free "
+        f"{_gigabytes(free)}, divided by {ranks} (--memory sets another limit)."
+    )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _free_memory() -> int:
+    """Return the bytes that new processes can use, on this machine and in this container."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        with suppress(OSError, ValueError):
+            most = int(Path(limit).read_text(encoding="ascii"))
+            free = min(free, max(0, most - int(Path(used).read_text(encoding="ascii"))))
+    return free
+
+
+def _has_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    return shutil.which("nvidia-smi") is not None or Path("/dev/kfd").exists()
+
+
+# --- values of arguments ------------------------------------------------------------------------
+
+
+def _check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{option} has {name!r}: expected some of {', '.join(known)}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0.0]
+    if not all(0 < number < 1e6 for number in numbers):
+        raise ArgumentTypeError(f"{text!r}: expected numbers of MB above 0, such as 5,25,100")
+    return numbers
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text!r}: expected a number of at least {least}")
+        return int(text)
+
+    return count
+
+
+_count, _count_or_zero = _at_least(1), _at_least(0)
