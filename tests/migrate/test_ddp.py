@@ -251,6 +251,16 @@ def test_imports_that_are_still_used_stay():
     assert "import hvdkit.torch as hvd\n" in after
 
 
+def test_classes_of_torch_optim_that_are_no_optimizers():
+    lines = (
+        "average = torch.optim.swa_utils.AveragedModel(ddp_model.module)\n"
+        "torch.optim.lr_scheduler.StepLR(optimizer, 3)\n"
+    )
+    outcome = migrated(SETUP + lines)
+    assert not outcome.advice
+    assert outcome.after.endswith(lines.replace(".module", ""))
+
+
 def test_comments_of_removed_imports_stay():
     script = SETUP.replace("import torch.distributed", "# ours\nimport torch.distributed")
     script = script.replace("DDP\n\n", "DDP  # wraps\n\n", 1)

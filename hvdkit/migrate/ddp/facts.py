@@ -175,7 +175,7 @@ def _call(facts: Facts, call: cst.Call) -> None:
         _wrap(facts, call)
     elif name == "torch.multiprocessing.spawn" or name.startswith("torch.multiprocessing.spawn."):
         facts.spawns.append(call)
-    elif re.fullmatch(r"torch\.optim\.(\w+\.)*[A-Z]\w*", name) and "lr_scheduler" not in name:
+    elif re.fullmatch(r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)*[A-Z]\w*", name):
         _optimizer(facts, call, name)
 
 
