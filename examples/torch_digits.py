@@ -16,6 +16,7 @@ With a folder for checkpoints the job can be stopped or killed at any moment, an
 import argparse
 import os
 from contextlib import nullcontext
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -89,15 +90,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default 30)")
     parser.add_argument("--batch-size", type=int, default=16, help="images per rank (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
-    parser.add_argument(
-        "--checkpoint-dir", metavar="DIR", help="save checkpoints here, and one at the end"
-    )
-    parser.add_argument(
-        "--checkpoint-every", type=int, default=50, metavar="N", help="steps between (default 50)"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="resume from the newest good checkpoint in DIR"
-    )
+    parser.add_argument("--checkpoint-dir", help="save checkpoints here, and one at the end")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps (default 50)")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     args = parser.parse_args()
     if args.resume and not args.checkpoint_dir:
         parser.error("--resume needs --checkpoint-dir DIR")
@@ -167,10 +162,8 @@ def main() -> None:
         step = restored.step if restored else 0
         if restored and is_root:
             print(f"resumed after step {step}, in epoch {sampler.epoch + 1}", flush=True)
-        loss = torch.tensor(float("nan"))
-        task = progress.add_task(
-            "training", total=args.epochs, completed=sampler.epoch, loss=float("nan")
-        )
+        loss = torch.tensor(nan)
+        task = progress.add_task("training", total=args.epochs, completed=sampler.epoch, loss=nan)
         for epoch in range(sampler.epoch, args.epochs):
             model.train()
             for batch in sampler.batches():

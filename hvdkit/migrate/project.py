@@ -18,8 +18,10 @@ from hvdkit.migrate.ddp.facts import Facts
 from hvdkit.migrate.ddp.units import Unit, divide, mentions
 from hvdkit.migrate.imports import Imports
 from hvdkit.migrate.rules import RULES, UNIMPORTED
-from hvdkit.migrate.script import Remark, Script
+from hvdkit.migrate.script import Remark, Script, imported_names
 
+#: Attributes that only a model in DDP has.
+_ATTRIBUTES = re.compile(r"\.(module|no_sync|require_backward_grad_sync)\b")
 _HOROVOD = re.compile(r"\b(horovod|hvdkit)\b")
 
 
@@ -57,6 +59,12 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
     helpers = {other for others in imported.values() for other in others}
     new = {path: text for path, text in texts.items() if path in helpers - scripts.keys()}
     scripts |= _parse(new, outcomes)
+    for user, others in imported.items():
+        together = [scripts[path] for path in sorted({user, *others}) if path in scripts]
+        for script in together:
+            script.related += [
+                each for each in together if each is not script and each not in script.related
+            ]
     distributed = {}
     for path, script in scripts.items():
         found = ddp_facts.gather(script)
@@ -65,6 +73,7 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
         runs_with_horovod = path in users or (path in helpers and not found.is_distributed)
         for rule in RULES if runs_with_horovod else UNIMPORTED:
             rule(script)
+    distributed |= _users_of_models(distributed, texts, scripts, graph, outcomes)
     for path in sorted(helpers - texts.keys()):
         if _needs_changes(graph.text(path)):
             for user in users:
@@ -81,6 +90,28 @@ def migrate(texts: Mapping[Path, str]) -> dict[Path, Outcome]:
     for path, script in scripts.items():
         outcomes[path] = _outcome(script)
     return {path: each for path, each in outcomes.items() if each.changes or each.advice}
+
+
+def _users_of_models(
+    distributed: Mapping[Path, Facts],
+    texts: Mapping[Path, str],
+    scripts: dict[Path, Script],
+    graph: Imports,
+    outcomes: dict[Path, Outcome],
+) -> dict[Path, Facts]:
+    """Return the files that scripts of DDP import, and that use attributes of a wrapped model."""
+    reached = {other for path in distributed for other in graph.reachable(path)}
+    found = {
+        path: texts[path]
+        for path in (reached & texts.keys()) - distributed.keys()
+        if _ATTRIBUTES.search(texts[path])
+    }
+    scripts |= _parse({path: found[path] for path in found.keys() - scripts.keys()}, outcomes)
+    facts = {path: ddp_facts.gather(scripts[path]) for path in found.keys() & scripts.keys()}
+    for each in facts.values():
+        # They say nothing about how the ranks start and what is wrapped.
+        each.optimizers.clear()
+    return facts
 
 
 def _parse(texts: Mapping[Path, str], outcomes: dict[Path, Outcome]) -> dict[Path, Script]:
@@ -121,7 +152,7 @@ def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
             facts.script.advice.append(Remark(line, "ddp", f"not converted: {reason}"))
         others = sorted(paths[id(facts)] for facts, _, _ in unit.obstacles)
         for facts in unit.facts:
-            if not facts.script.advice:
+            if facts.is_distributed and not facts.script.advice:
                 other = os.path.relpath(others[0], paths[id(facts)].parent)
                 text = f"not converted, because {other} is not"
                 facts.script.advice.append(Remark(1, "ddp", text))
@@ -140,15 +171,28 @@ def _convert(unit: Unit, paths: Mapping[int, Path]) -> None:
 def _with_horovod(unit: Unit) -> None:
     """Leave the lines for torch.distributed in scripts that also import Horovod or hvdkit.
 
-    A unit that calls init_process_group() supports both Horovod and DDP, and gets a note. In a unit
-    that does not, a conversion by hand is incomplete: the lines that are left get advice.
+    A unit that calls init_process_group(), or that imports Horovod only under a condition, supports
+    both Horovod and DDP, and gets a note. In another unit, a conversion by hand is incomplete: the
+    lines that are left get advice.
     """
+    supports_both = any(facts.inits or _imports_on_condition(facts.script) for facts in unit.facts)
     for facts in unit.facts:
-        if any(each.inits for each in unit.facts):
+        if supports_both:
             node = facts.uses[0][0] if facts.uses else facts.script.module
             facts.script.note("ddp", node, "the lines for torch.distributed are left as they are")
         else:
             _advise(facts)
+
+
+def _imports_on_condition(script: Script) -> bool:
+    """Return whether all imports of Horovod or hvdkit are in a `try`, an `if` or a function."""
+    found = [
+        node
+        for node in script.all(cst.Import, cst.ImportFrom)
+        if any(name.split(".")[0] in ("horovod", "hvdkit") for name, _ in imported_names(node))
+    ]
+    kinds = (cst.Try, cst.TryStar, cst.If, cst.FunctionDef)
+    return bool(found) and all(script.enclosing(node, *kinds) for node in found)
 
 
 def _advise(facts: Facts) -> None:

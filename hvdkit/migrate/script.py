@@ -34,7 +34,7 @@ class Remark:
     text: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Script:
     """A parsed file.
 
@@ -50,6 +50,8 @@ class Script:
     notes: list[Remark] = field(default_factory=list)
     #: Imports to add at the top, for example "import os".
     new_imports: list[str] = field(default_factory=list)
+    #: The other given files that run in the same process: those that import each other.
+    related: list[Script] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         # The parser makes no node twice, so the tree needs no copy.

@@ -130,6 +130,113 @@ def test_a_script_that_also_runs_in_one_process():
     assert "        plain = model\n" in outcome.after
 
 
+OF_A_FUNCTION = """\
+import torch
+import torch.distributed as dist
+
+
+def make(net, rate):
+    return torch.optim.SGD(net.parameters(), lr=rate)
+
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = make(model, 0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "make(model, 0.1)",  # the function is in the file
+        "Lion(model.parameters(), lr=0.1)",
+        "library.make_optimizer(0.1, model.module)",
+        "model.module.configure_optimizers(0.1)",
+    ],
+)
+def test_an_optimizer_that_a_function_makes(call):
+    script = OF_A_FUNCTION.replace("make(model, 0.1)", call)
+    if not call.startswith("make"):
+        script = script.replace("torch.optim.SGD(net.parameters(), lr=rate)", "None")
+    outcome = migrated(script)
+    assert not outcome.advice
+    assert outcome.after.endswith(
+        f"optimizer = {call.replace('.module', '')}\n"
+        "optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n"
+    )
+    assert outcome.after.count("DistributedOptimizer") == 1
+
+
+def test_all_values_of_an_optimizer_are_wrapped():
+    script = SETUP.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", "")
+    script += (
+        "groups = groups_of(ddp_model.module)\n"
+        "if fast:\n    optimizer = torch.optim.SGD(groups)\n"
+        "else:\n    optimizer = Lars(groups)\noptimizer = Lookahead(optimizer)\n"
+    )
+    outcome = migrated(script)
+    assert not outcome.advice
+    wrapped = "    optimizer = hvd.DistributedOptimizer(optimizer)\n"
+    assert f"torch.optim.SGD(groups)\n{wrapped}else:" in outcome.after
+    assert f"Lars(groups)\n{wrapped}optimizer = Lookahead(optimizer)\n" in outcome.after
+    assert outcome.after.count("DistributedOptimizer") == 2
+
+
+def test_the_only_optimizer_has_the_parameters_of_the_only_model():
+    script = SETUP.replace("model.parameters()", "[]") + "optimizer.add_param_group(group)\n"
+    outcome = migrated(script)
+    assert not outcome.advice
+    assert "\noptimizer = hvd.DistributedOptimizer(optimizer)\noptimizer.add" in outcome.after
+    assert any("are taken to be those of ddp_model" in each.text for each in outcome.notes)
+
+
+OPTIONAL_SPAWN = """\
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def main(args):
+    if args.spawns:
+        args.world_size = args.count * args.world_size
+        mp.spawn(work, nprocs=args.count, args=(args.count, args))
+    else:
+        work(args.gpu, args.count, args)
+
+
+def work(gpu, count, args):
+    if args.spawns:
+        args.rank = args.rank * count + gpu
+    else:
+        args.rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=args.rank, world_size=args.world_size)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+"""
+
+
+def test_a_script_that_may_start_its_ranks_itself():
+    outcome = migrated(OPTIONAL_SPAWN)
+    assert not outcome.advice
+    assert "        raise SystemExit(" in outcome.after
+    assert "    else:\n        work(args.gpu, args.count, args)\n" in outcome.after
+    assert "multiprocessing" not in outcome.after
+
+
+def test_attributes_that_turn_the_reduction_off():
+    script = (
+        f"{SETUP}context = nullcontext if last else ddp_model.no_sync\n"
+        "with context():\n    loss.backward()\n"
+        "for last in (False, True):\n    if True:\n"
+        "        ddp_model.require_backward_grad_sync = last\n    loss.backward()\n"
+    )
+    outcome = migrated(script)
+    assert not outcome.advice
+    assert "nullcontext if last else (lambda: hvd.no_sync(optimizer))\n" in outcome.after
+    assert "    if True:\n        pass\n    loss.backward()\n" in outcome.after
+
+
 @pytest.mark.parametrize("script", [SPAWNED, OF_A_TRAINER, CONDITIONAL])
 def test_a_second_run_changes_nothing(script):
     once = migrated(script).after
@@ -142,6 +249,16 @@ def test_imports_that_are_still_used_stay():
     assert "import torch.distributed as dist\n" in after
     assert "from torch.nn.parallel import DistributedDataParallel as DDP\n" in after
     assert "import hvdkit.torch as hvd\n" in after
+
+
+def test_classes_of_torch_optim_that_are_no_optimizers():
+    lines = (
+        "average = torch.optim.swa_utils.AveragedModel(ddp_model.module)\n"
+        "torch.optim.lr_scheduler.StepLR(optimizer, 3)\n"
+    )
+    outcome = migrated(SETUP + lines)
+    assert not outcome.advice
+    assert outcome.after.endswith(lines.replace(".module", ""))
 
 
 def test_comments_of_removed_imports_stay():
@@ -163,7 +280,7 @@ def test_comments_of_removed_imports_stay():
         ),
         ("other = DDP(model, process_group=group)", "process_group="),
         ("other = torch.optim.SGD(teacher.parameters(), lr=1)", "teacher"),
-        ("other = torch.optim.SGD(find(model), lr=1)", "not clear whose parameters"),
+        ("other = torch.optim.SGD(find(weights), lr=1)", "not clear whose parameters"),
         ("other = torch.optim.LBFGS(model.parameters())", "LBFGS"),
         ("second = DDP(torch.nn.Linear(3, 3))", "no optimizer of torch.optim"),
         ("torch.multiprocessing.spawn(f, args=tuple(x), nprocs=2)", "hvdkit run"),
@@ -266,6 +383,38 @@ def test_an_obstacle_in_one_file_keeps_all_files(tmp_path):
     found = project.migrate({library: LIBRARY, train: script})
     assert found[library].after == LIBRARY
     assert found[train].after == script
+
+
+def test_a_library_that_uses_the_wrapped_model_is_converted(tmp_path):
+    texts = {
+        "train.py": SETUP + "import library\nlibrary.save(ddp_model)\n",
+        "library.py": "def save(ddp_model):\n    keep(ddp_model.module.state_dict())\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = project.migrate({tmp_path / name: text for name, text in texts.items()})
+    assert "keep(ddp_model.state_dict())" in found[tmp_path / "library.py"].after
+
+
+BOTH = """\
+import torch.distributed as dist
+try:
+    import horovod.torch as hvd
+except ImportError:
+    hvd = None
+
+
+def size():
+    return hvd.size() if hvd else dist.get_world_size()
+"""
+
+
+def test_a_library_for_horovod_or_ddp_gets_no_advice():
+    first = migrated(BOTH)
+    assert not first.advice
+    assert first.after == BOTH.replace("horovod", "hvdkit")
+    assert not migrated("import hvdkit.torch as hvd\n" + BOTH.replace("horovod", "hvdkit")).notes
+    assert not migrate(train=first.after)  # nothing is left to do
 
 
 def test_a_library_alone_is_left_with_advice():

@@ -235,6 +235,85 @@ def test_advice_names_the_line(script, line, advice):
     assert [each.line for each in given if advice in each.text] == [line]
 
 
+PLOT = """\
+import keras
+acc = history.history['acc']
+if 'val_acc' in history.history.keys():
+    plot(history.history["val_acc"])
+keras.callbacks.ModelCheckpoint(path, "val_acc", save_best_only=True)
+done = logs.get('acc') > 0.9
+colours = {"acc": "red"}
+"""
+COMPILE = """\
+import keras
+import horovod.keras as hvd
+import plot
+model.compile("sgd", "mse", ["accuracy"])
+name = "w-{epoch:02d}-{val_acc:.2f}.keras"
+keras.callbacks.ModelCheckpoint(name)
+"""
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "acc"])
+def test_the_name_of_the_accuracy_in_all_files(tmp_path, metric):
+    texts = {"plot.py": PLOT, "train.py": COMPILE.replace("accuracy", metric)}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = project.migrate({tmp_path / name: text for name, text in texts.items()})
+    if metric == "acc":
+        assert tmp_path / "plot.py" not in found
+        return
+    plot, train = found[tmp_path / "plot.py"].after, found[tmp_path / "train.py"].after
+    assert plot == PLOT.replace("acc'", "accuracy'").replace('acc"', 'accuracy"').replace(
+        '{"accuracy"', '{"acc"'
+    )
+    assert "{epoch:02d}-{val_accuracy:.2f}.keras" in train
+
+
+def test_a_file_that_understands_both_names_of_the_accuracy_stays():
+    script = (
+        COMPILE.partition("name")[0] + "h = model.fit(x)\n"
+        "key = 'acc' if 'acc' in h.history else 'accuracy'\n"
+        "if 'accuracy' in h.history: print(h.history['accuracy'])\n"
+    )
+    after, _ = migrate(script)
+    assert after == script.replace("horovod", "hvdkit")
+
+
+def test_private_modules_of_tensorflow():
+    script = (
+        "import tensorflow as tf\nimport hvdkit.tensorflow as hvd\n"
+        "if int(tf.__version__[0]) >= 2:\n    from tensorflow.python import _pywrap_util_port\n"
+        "else:\n    tf.pywrap_tensorflow.IsMklEnabled()\n"
+        "from tensorflow.python.client import device_lib\n"
+    )
+    outcome = project.migrate({SCRIPT: script})[SCRIPT]
+    assert [each.line for each in outcome.advice] == [4]
+    assert [each.line for each in outcome.notes] == [7]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "from tensorflow.python.keras import backend as K",
+            "from tensorflow.keras import backend as K",
+        ),
+        (
+            "from tensorflow.python.keras.layers.core import Dense",
+            "from tensorflow.keras.layers import Dense",
+        ),
+        ("import tensorflow.python.keras.layers as L", "import tensorflow.keras.layers as L"),
+        ("from tensorflow.python import keras", "from tensorflow import keras"),
+    ],
+)
+def test_the_private_copy_of_keras(before, after):
+    start = "import hvdkit.keras as hvd\n"
+    assert migrate(f"{start}{before}\n") == (f"{start}{after}\n", [])
+    (advice,) = migrate(f"{start}from tensorflow.python.keras.saving import hdf5_format\n")[1]
+    assert "private to Keras 2" in advice.text
+
+
 def test_comments_and_layout_stay():
     script = """\
 #!/usr/bin/env python

@@ -69,7 +69,8 @@ def broadcast(self: Rule[Conversion], it: Conversion) -> None:
 _GATHERED = {
     "all_gather": (
         ("tensor_list", "tensor"),
-        "tensor_list[:] = hvd.allgather(tensor[None]).unbind()",
+        # Unlike PyTorch's function, hvd.allgather passes gradients on.
+        "tensor_list[:] = hvd.allgather(tensor.detach()[None]).unbind()",
     ),
     "all_gather_object": (
         ("object_list", "obj"),

@@ -26,13 +26,17 @@ HARMLESS = (
     "torch.distributed.is_mpi_available",
     "torch.distributed.get_default_backend_for_device",
     "torch.distributed.elastic.multiprocessing.errors",
+    # The type of an annotation.
+    "torch.distributed.ProcessGroup",
 )
 #: Module that hvdkit cannot replace -> what to do. A script that uses such a module is left alone.
 UNSUPPORTED = {
     "torch.distributed.fsdp": "hvdkit has no FSDP: every rank has all parameters. Keep this script "
     "on torchrun, or use a model that fits on one device",
     "torch.distributed._composable": "hvdkit has no FSDP: every rank has all parameters",
-    "torch.distributed.optim": "hvdkit does not shard optimizer state: use the plain optimizer",
+    "torch.distributed.optim": "hvdkit does not shard optimizer state: replace "
+    "ZeroRedundancyOptimizer(parameters, optimizer_class=C, …) by C(parameters, …), and remove "
+    "consolidate_state_dict()",
     "torch.distributed.algorithms.ddp_comm_hooks": "replace the hook by compression= of "
     'hvd.DistributedOptimizer, such as compression="fp16"',
     "torch.distributed.algorithms.join": "call hvd.join() after the loop, see docs/migrating.md",
@@ -58,9 +62,11 @@ _DROPPED = {
     "gradient_as_bucket_view",
     "static_graph",
 }
+#: The attribute of a model that turns the reduction of the next pass on or off.
+GRADIENT_SYNC = "require_backward_grad_sync"
 #: Methods of a model that return the model itself.
 _MOVES = ("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "train", "eval")
-_HOOKS = ("register_comm_hook", "_set_static_graph", "require_backward_grad_sync")
+_HOOKS = ("register_comm_hook", "_set_static_graph", GRADIENT_SYNC)
 
 
 @dataclass
@@ -121,6 +127,8 @@ def gather(script: Script) -> Facts:
     for call in script.calls():
         _call(facts, call)
     for attribute in script.attributes():
+        if attribute.attr.value == GRADIENT_SYNC and assignment_of(script, attribute):
+            continue
         if attribute.attr.value in _HOOKS and facts.uses:
             reason = f"hvdkit has no {attribute.attr.value}"
             if attribute.attr.value == "register_comm_hook":
@@ -167,7 +175,7 @@ def _call(facts: Facts, call: cst.Call) -> None:
         _wrap(facts, call)
     elif name == "torch.multiprocessing.spawn" or name.startswith("torch.multiprocessing.spawn."):
         facts.spawns.append(call)
-    elif re.fullmatch(r"torch\.optim\.(\w+\.)*[A-Z]\w*", name) and "lr_scheduler" not in name:
+    elif re.fullmatch(r"torch\.optim\.((?!lr_scheduler|swa_utils)\w+\.)*[A-Z]\w*", name):
         _optimizer(facts, call, name)
 
 
@@ -242,6 +250,14 @@ def model_name(script: Script, node: cst.BaseExpression) -> str:
 def without_module(name: str) -> str:
     """Return the name of a model without DDP's `.module`."""
     return name.removesuffix(".module")
+
+
+def assignment_of(script: Script, target: cst.CSTNode) -> cst.Assign | None:
+    """Return the statement `target = value`; None if the node is not the only target of one."""
+    statement = script.parent(script.parent(target))
+    if not isinstance(statement, cst.Assign) or len(statement.targets) != 1:
+        return None
+    return statement if statement.targets[0].target is target else None
 
 
 def target_of(script: Script, call: cst.Call) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts
@@ -22,8 +24,8 @@ def spawn_parts(script: Script, call: cst.Call) -> tuple[str, list[cst.BaseExpre
     if {each.keyword.value for each in call.args if each.keyword} - _KNOWN:
         return None
     code, name = script.source(count.value), script.dotted(function.value)
-    is_count = isinstance(count.value, cst.Name | cst.Integer)
-    if name is None or not (is_count or code.endswith("device_count()")):
+    is_count = isinstance(count.value, cst.Name | cst.Integer) or script.dotted(count.value)
+    if name is None or not (is_count or re.search(r"\bdevice_count\(\)$|^len\(", code)):
         return None
     values: list[cst.BaseExpression] = []
     if given is not None:
@@ -59,9 +61,22 @@ def can_spawn(facts: Facts, call: cst.Call) -> bool:
     return False
 
 
-def _within(facts: Facts, node: cst.CSTNode, function: cst.CSTNode) -> bool:
+def is_optional(facts: Facts, call: cst.Call) -> bool:
+    """Return whether `spawn` is in an `if` whose `else` calls the function in this process."""
+    function = argument(call, "fn", 0)
+    name = facts.script.dotted(function.value) if function else None
+    branch = facts.script.enclosing(call, cst.If)
+    if name is None or not isinstance(branch, cst.If) or not isinstance(branch.orelse, cst.Else):
+        return False
+    return facts.script.is_statement(call) and any(
+        facts.script.dotted(each.func) == name and _within(facts, each, branch.orelse)
+        for each in facts.script.calls()
+    )
+
+
+def _within(facts: Facts, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
     while node is not facts.script.module:
         node = facts.script.parent(node)
-        if node is function:
+        if node is outer:
             return True
     return False

@@ -10,7 +10,7 @@ import libcst as cst
 from hvdkit.migrate.ddp.conversion import Conversion, comment_lines, keep_comments, line_of
 from hvdkit.migrate.ddp.example import SETUP
 from hvdkit.migrate.ddp.facts import DIST
-from hvdkit.migrate.ddp.spawning import spawn_parts
+from hvdkit.migrate.ddp.spawning import is_optional, spawn_parts
 from hvdkit.migrate.rule import Rule, rule
 from hvdkit.migrate.script import Script, argument
 
@@ -165,6 +165,15 @@ def _with_default(call: cst.Call, default: cst.BaseExpression) -> cst.Call:
 )
 def spawn(self: Rule[Conversion], it: Conversion) -> None:
     for call in it.facts.spawns:
+        if is_optional(it.facts, call):
+            it.forget(call)
+            new = cst.parse_statement(
+                'raise SystemExit("hvdkit run starts the ranks: omit the option for spawn")'
+            )
+            assert isinstance(new, cst.SimpleStatementLine)
+            it.script.put(it.script.parent(call), new.body[0])
+            it.script.change(self.name, call, "`hvdkit run` starts the ranks.")
+            continue
         parts = spawn_parts(it.script, call)
         assert parts is not None  # otherwise the unit is not converted
         _, given, count = parts
@@ -176,6 +185,10 @@ def spawn(self: Rule[Conversion], it: Conversion) -> None:
         it.script.edit(call, _without_spawn, it.call("rank"), it.call("size"), is_count)
         line = it.script.statement(call)
         it.script.insert(line, line_of(it.call("init")), before=True)
+        if "." in count and "(" not in count:  # an option such as args.world_size
+            option = cst.parse_statement(f"{count} = {it.hvd}.size()")
+            assert isinstance(option, cst.SimpleStatementLine)
+            it.script.insert(line, option, before=True)
         it.script.change(self.name, call, self.reason)
 
 

@@ -8,7 +8,13 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.conversion import Conversion, keep_comments, line_of
 from hvdkit.migrate.ddp.example import SETUP
-from hvdkit.migrate.ddp.facts import SAMPLERS, model_name, without_module
+from hvdkit.migrate.ddp.facts import (
+    GRADIENT_SYNC,
+    SAMPLERS,
+    assignment_of,
+    model_name,
+    without_module,
+)
 from hvdkit.migrate.rule import Rule, rule
 from hvdkit.migrate.script import argument, without_arguments
 
@@ -115,6 +121,8 @@ def inner_model(self: Rule[Conversion], it: Conversion) -> None:
         if owner in models:
             it.script.edit(node, lambda each: each.value)
             it.script.change(self.name, node, self.reason)
+        elif not it.facts.is_distributed and not re.search("model|net", owner, re.I):
+            continue  # the file does not mention DDP
         elif owner.split(".")[0] not in ("", "self", "cls"):
             it.script.advise(
                 self.name,
@@ -156,21 +164,54 @@ def sampler(self: Rule[Conversion], it: Conversion) -> None:
     setup=SETUP,
 )
 def no_sync(self: Rule[Conversion], it: Conversion) -> None:
-    for call in it.script.calls():
-        function = call.func
-        if not isinstance(function, cst.Attribute) or function.attr.value != "no_sync":
+    for function in it.script.attributes():
+        call = it.script.parent(function)
+        is_called = isinstance(call, cst.Call) and call.func is function
+        if function.attr.value != "no_sync" or it.script.name_of(function) is not None:
+            continue
+        if is_called and isinstance(call, cst.Call) and call.args:
             continue
         owner = it.script.dotted(function.value) or ""
-        if it.script.name_of(function) is not None or call.args:
-            continue
         found = {each.target for each in it.optimizers_of(without_module(owner))}
         target = found.pop() if len(found) == 1 else ""
-        scope = it.script.scope(call)
+        scope = it.script.scope(function)
         if not target or not scope or not scope[target.split(".")[0]]:
-            it.script.advise(self.name, call, f"replace it by {it.hvd}.no_sync(optimizer)")
+            it.script.advise(self.name, function, f"replace it by {it.hvd}.no_sync(optimizer)")
             continue
-        it.replace(call, it.call("no_sync", target))
-        it.script.change(self.name, call, self.reason)
+        new = it.call("no_sync", target)
+        if is_called:
+            it.replace(call, new)
+        else:  # context = model.no_sync
+            it.forget(function)
+            code = f"(lambda: {cst.Module([]).code_for_node(new)})"
+            it.script.put(function, cst.parse_expression(code))
+        it.script.change(self.name, function, self.reason)
+
+
+@rule(
+    "hvdkit reduces the gradients in each pass. The result is the same.",
+    before="ddp_model.require_backward_grad_sync = False\nloss.backward()",
+    after="loss.backward()",
+    setup=SETUP,
+)
+def gradient_sync(self: Rule[Conversion], it: Conversion) -> None:
+    for target in it.script.attributes():
+        statement = assignment_of(it.script, target)
+        if target.attr.value != GRADIENT_SYNC or statement is None:
+            continue
+        it.forget(statement)
+        block = it.script.parent(it.script.parent(statement))
+        if isinstance(block, cst.BaseSuite) and len(block.body) == 1:
+            it.script.put(statement, cst.Pass())
+        else:
+            it.script.remove(it.script.parent(statement))
+        it.script.change(self.name, target, self.reason)
+        it.script.note(
+            self.name,
+            target,
+            f"to reduce once for several passes, put all but the last backward() into "
+            f"`with {it.hvd}.no_sync(optimizer):`",
+        )
 
 
 @rule(
@@ -196,5 +237,6 @@ RULES = (
     inner_model,
     sampler,
     no_sync,
+    gradient_sync,
     sync_batch_norm,
 )

@@ -10,7 +10,8 @@ from pathlib import Path
 import libcst as cst
 
 from hvdkit.migrate.ddp.facts import UNSUPPORTED, Facts, model_name, without_module
-from hvdkit.migrate.ddp.spawning import can_spawn
+from hvdkit.migrate.ddp.optimizers import resolve
+from hvdkit.migrate.ddp.spawning import can_spawn, is_optional
 from hvdkit.migrate.imports import Imports
 from hvdkit.migrate.script import Script, argument
 
@@ -115,11 +116,14 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
         obstacle(
             f"it imports {path}, which uses torch.distributed too: give both to hvdkit migrate"
         )
+    starts_ranks = any(
+        not is_optional(facts, call) for facts in unit.facts for call in facts.spawns
+    )
     for facts in unit.facts:
         for node, reason in facts.blockers:
             obstacle(reason, facts, node)
             unit.is_unsupported |= reason in UNSUPPORTED.values()
-        for call in facts.inits if any(each.spawns for each in unit.facts) else ():
+        for call in facts.inits if starts_ranks else ():
             rank = argument(call, "rank")
             if rank is not None and not isinstance(rank.value, cst.Name):
                 obstacle(
@@ -129,7 +133,7 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
                     call,
                 )
         for call in facts.spawns:
-            if not can_spawn(facts, call):
+            if not is_optional(facts, call) and not can_spawn(facts, call):
                 obstacle(
                     "start the ranks with `hvdkit run` instead of torch.multiprocessing.spawn",
                     facts,
@@ -137,6 +141,7 @@ def _examine(unit: Unit, outside: Iterable[Path]) -> None:
                 )
     if unit.obstacles:
         return
+    resolve(unit.facts, unit.models, unit.is_conditional)
     wraps = [(facts, wrap) for facts in unit.facts for wrap in facts.wraps]
     optimizers = [(facts, each) for facts in unit.facts for each in facts.optimizers]
     if not any(facts.inits for facts in unit.facts):

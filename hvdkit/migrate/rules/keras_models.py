@@ -8,6 +8,7 @@ import libcst as cst
 from libcst.metadata import Assignment
 
 from hvdkit.migrate.rule import Rule, rule
+from hvdkit.migrate.rules import keras_accuracy
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import (
     MODEL,
@@ -102,41 +103,6 @@ def predict_classes(self: Rule[Script], script: Script) -> None:
             if method == "predict_classes":
                 new = f"{new}.argmax(axis=-1) for a softmax, or {new} > 0.5 for a sigmoid"
             script.advise(self.name, call, f"Keras 3 has no {method}: use {new}")
-
-
-@rule(
-    "Keras 3 names the metric as compile does: accuracy, not acc.",
-    before='keras.callbacks.EarlyStopping(monitor="val_acc")',
-    after='keras.callbacks.EarlyStopping(monitor="val_accuracy")',
-    setup=MODEL + 'model.compile(loss="mse", metrics=["accuracy"])\n',
-)
-def accuracy_name(self: Rule[Script], script: Script) -> None:
-    strings = [each for each in script.all(cst.SimpleString) if isinstance(each, cst.SimpleString)]
-    metrics = {each.evaluated_value for each in strings if _is_metric(script, each)}
-    if "accuracy" not in metrics or "acc" in metrics:
-        return
-    for each in strings:
-        where = script.parent(each)
-        is_monitor = (
-            isinstance(where, cst.Arg) and where.keyword and (where.keyword.value == "monitor")
-        )
-        key = isinstance(where, cst.Index) and script.enclosing(each, cst.Subscript)
-        is_history = isinstance(key, cst.Subscript) and (
-            script.source(key.value).endswith(".history")
-        )
-        if each.evaluated_value in ("acc", "val_acc") and (is_monitor or is_history):
-            new = each.value.replace("acc", "accuracy")
-            script.set(each, value=new)
-            script.change(self.name, each, self.reason)
-
-
-def _is_metric(script: Script, node: cst.SimpleString) -> bool:
-    outer = script.enclosing(node, cst.Arg)
-    return (
-        isinstance(outer, cst.Arg)
-        and outer.keyword is not None
-        and (outer.keyword.value == "metrics")
-    )
 
 
 @rule(
@@ -298,7 +264,7 @@ RULES = (
     generators,
     workers,
     predict_classes,
-    accuracy_name,
+    keras_accuracy.accuracy_name,
     tensorboard,
     run_tf_function,
     file_names,

@@ -11,6 +11,7 @@ from hvdkit.migrate.rules.keras_names import (
     MOVED_NAMES,
     ONLY_TF_KERAS,
     PREFIXES,
+    PUBLIC,
     REMOVED,
     RENAMED,
     keras_name,
@@ -21,11 +22,44 @@ _SETUP = "import hvdkit.keras as hvd\n"
 
 
 def _split(full: str) -> tuple[str, str] | None:
-    """Split "tensorflow.keras.layers" into "tensorflow.keras" and "layers"."""
+    """Split "tensorflow.keras.layers" into "tensorflow.keras" and "layers".
+
+    The first part of "tensorflow.python.keras.layers" is "tensorflow.keras", too.
+    """
     for prefix in PREFIXES:
         if full.startswith(prefix) or full + "." == prefix:
-            return prefix[:-1], full[len(prefix) :]
+            return prefix[:-1].replace(".python", ""), full[len(prefix) :]
     return None
+
+
+@rule(
+    "tensorflow.python.keras is a private copy of Keras 2, whose models hvdkit cannot train.",
+    before="from tensorflow.python.keras.layers import Dense",
+    after="from tensorflow.keras.layers import Dense",
+    setup=_SETUP,
+)
+def python_keras(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.Import, cst.ImportFrom):
+        for name, alias in imported_names(node):
+            if not name.startswith("tensorflow.python.keras"):
+                continue
+            module = name if isinstance(node, cst.Import) else name.rpartition(".")[0]
+            package, public = _split(module) or ("", "")
+            if public in MOVED or f"{public}.{name.rpartition('.')[2]}".lstrip(".") in MOVED:
+                continue  # moved_modules changes the line
+            if module == "tensorflow.python":  # from tensorflow.python import keras
+                script.set(node, module=dotted_name("tensorflow"))
+            elif public not in PUBLIC and not public.startswith(("applications.", "datasets.")):
+                script.advise(self.name, node, f"{module} is private to Keras 2: replace it")
+                continue
+            elif isinstance(node, cst.Import) and alias.asname is None:
+                script.advise(self.name, node, f"use {package}.{public}".rstrip("."))
+                continue
+            elif isinstance(node, cst.ImportFrom):
+                script.set(node, module=dotted_name(f"{package}.{public}".rstrip(".")))
+            else:
+                script.set(alias, name=dotted_name(f"{package}.{public}".rstrip(".")))
+            script.change(self.name, node, self.reason)
 
 
 @rule(
@@ -250,6 +284,7 @@ def private_names(self: Rule[Script], script: Script) -> None:
 
 
 RULES = (
+    python_keras,
     moved_modules,
     only_in_tf_keras,
     backend_functions,

@@ -8,6 +8,31 @@ PREFIXES = (
     "tensorflow.keras.",
     "keras.",
 )
+#: Modules of Keras 2 whose names Keras 3 has in the same module.
+PUBLIC = frozenset(
+    [
+        "",
+        "activations",
+        "applications",
+        "backend",
+        "callbacks",
+        "constraints",
+        "datasets",
+        "initializers",
+        "layers",
+        "losses",
+        "metrics",
+        "models",
+        "optimizers",
+        "optimizers.schedules",
+        "preprocessing",
+        "preprocessing.image",
+        "preprocessing.sequence",
+        "preprocessing.text",
+        "regularizers",
+        "utils",
+    ]
+)
 #: Module of Keras 2 -> module of Keras 3, for modules whose public names have moved as they are.
 MOVED = {
     **{

@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from hvdkit.migrate.rule import Rule, rule
-from hvdkit.migrate.script import Script
+from hvdkit.migrate.script import Script, imported_names
 
 _SETUP = "import tensorflow as tf\nfrom keras import backend as K\nimport hvdkit.keras as hvd\n"
 _CONFIG = re.compile(r"tensorflow\.(compat\.v1\.)?ConfigProto")
@@ -276,4 +276,63 @@ def py_functions(self: Rule[Script], script: Script) -> None:
             )
 
 
-RULES = (pinned_gpu, compatible_names, graphs, dataset_iterators, py_functions)
+#: Private module that TensorFlow no longer has -> what to use.
+_REMOVED_MODULES = {
+    "tensorflow.python._pywrap_util_port": "import it from tensorflow.python.util",
+    "tensorflow.python.distribute.distribution_strategy_context": "use tf.distribute",
+    "tensorflow.python.estimator": "train with Keras or tf.GradientTape",
+    "tensorflow.python.training.distribution_strategy_context": "use tf.distribute",
+    "tensorflow.python.training.tracking": "use tensorflow.python.trackable",
+    "tensorflow.pywrap_tensorflow": "use the public function of TensorFlow, such as "
+    "tf.sysconfig.get_build_info()",
+}
+
+
+@rule(
+    "A private module of TensorFlow may move or disappear in any version.",
+    before="from tensorflow.python.training.tracking import base",
+    setup=_SETUP,
+)
+def private_modules(self: Rule[Script], script: Script) -> None:
+    found: list[tuple[cst.CSTNode, str]] = [
+        (node, name)
+        for node in script.all(cst.Import, cst.ImportFrom)
+        for name, _ in imported_names(node)
+    ]
+    found += [
+        (node, script.name_of(node) or "")
+        for node in script.attributes()
+        if script.source(node).startswith(f"{_tf(script)}.")
+        and not isinstance(script.parent(node), cst.Attribute)
+    ]
+    for node, name in found:
+        if not re.match(r"tensorflow\.(python|pywrap_tensorflow)\b(?!\.keras)", name):
+            continue
+        module = next((each for each in _REMOVED_MODULES if _is_in(name, each)), None)
+        if module is None:
+            text = f"{name} is private: {self.reason[0].lower()}{self.reason[1:]}"
+            script.note(self.name, node, text.removesuffix("."))
+        elif not _is_for_tensorflow_1(script, node):
+            text = f"TensorFlow has no module {module}: {_REMOVED_MODULES[module]}"
+            script.advise(self.name, node, text)
+
+
+def _is_for_tensorflow_1(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a node is in the `else` of a comparison of versions."""
+    branch = script.enclosing(node, cst.Else)
+    test = script.parent(branch) if branch else None
+    return isinstance(test, cst.If) and "version" in script.source(test.test)
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+RULES = (
+    pinned_gpu,
+    compatible_names,
+    graphs,
+    dataset_iterators,
+    py_functions,
+    private_modules,
+)
