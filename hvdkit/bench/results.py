@@ -138,7 +138,7 @@ def load(path: Path, benchmark: str, option: str = "--compare") -> Results:
         option: the option that names the file, for errors.
 
     Raises:
-        UsageError: the file was not written by `--json`, or by another benchmark.
+        UsageError: the file was not written by `--json`, or another benchmark wrote it.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

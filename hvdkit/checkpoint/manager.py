@@ -297,7 +297,7 @@ class Manager:
         self._expect_whole_state()
         self._signals.install()
         if self._first:
-            # Report a folder that cannot be written at the first step, not at the first save.
+            # If the folder cannot be written, report this now, and not only at the first save.
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
         wrong = self._schedule.error_at(step)

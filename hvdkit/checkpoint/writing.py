@@ -149,7 +149,8 @@ class Writer:
 
     @property
     def progress(self) -> int | None:
-        """Return the number of bytes written and read back so far. Any thread may call this.
+        """Return a number that grows while bytes are written or read back; it is no total. Any thread
+        may call this.
 
         None if the storage does not count them.
         """

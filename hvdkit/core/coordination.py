@@ -41,7 +41,7 @@ class GradientsChanged(HvdkitError):
     """A rank changed reduced gradients before all ranks had taken part in the reduction."""
 
 
-# Larger than the number of synchronizers of any optimizer.
+# Larger than `Rounds.plans_made` can be. It turns a minimum into a maximum.
 _MAX_SYNCHRONIZERS = 1 << 30
 
 #: Hold this lock while entering rounds. Otherwise two threads could send headers of the same name.

@@ -178,7 +178,8 @@ def plan_buckets(
     count = f"{len(specs)} gradients in all"
     lines = [*settings, f"resumes from: {resumed}", *described, count, *devices]
     check_consistency(collectives, lines, "what the optimizer reduces")
-    # A second report after that of `init`: models and optimizers may load modules.
+    # Tell the agent again which modules are loaded, for the spares: models and optimizers may
+    # have loaded more since `init`.
     loaded_modules.report(collectives.rank)
     # Ranks may have made different numbers of other optimizers. The largest number is free on all
     # ranks.
@@ -209,7 +210,7 @@ def plan_buckets(
         for codec, state in zip(codecs, resumed.codecs, strict=True):
             if len(state) == len(codec.state):
                 codec.state = state
-    # The engine never fuses names with "hvdkit." in them, because buckets are large already.
+    # The engine never fuses names that begin with "hvdkit.", because buckets are large already.
     prefix = "hvdkit_tensors" if reduction.format.tensor_by_tensor else "hvdkit"
     name = f"{prefix}.{plan.digest[:16]}.{number}"
     for bucket in plan.buckets:

@@ -242,13 +242,13 @@ class Runtime:
             raise HvdkitError(
                 f"mpirun or srun started {processes} processes, but the installed Horovod "
                 f"{self._engine.version} has no MPI to connect them. Run `hvdkit build "
-                f"--controllers gloo,mpi`, or start the script with horovodrun."
+                f"--controllers gloo,mpi`, or start the script with `hvdkit run`."
             )
         if processes > 1 and os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
             raise HvdkitError(
                 f"mpirun or srun started {processes} processes, but HOROVOD_CONTROLLER is gloo, "
                 f"which cannot connect them. Unset HOROVOD_CONTROLLER, or start the script with "
-                f"horovodrun."
+                f"`hvdkit run`."
             )
         self.departure.remove()
         single = whole_world and processes == 1 and horovod.gloo_built()

@@ -276,8 +276,9 @@ class Checkpoint(LastCallback):
     def _resume_fit(self) -> None:
         """Make `fit` begin at the position of the checkpoint."""
         progress = self._progress
-        # Decided before `batches` changes: with more ranks than before, the rest of an epoch may
-        # have as many batches as a whole epoch, so `batches` becomes 0 within an epoch.
+        # Decided before `batches` changes. With more ranks than before, the remaining samples may
+        # round up to as many batches as the whole epoch has. Then `batches` becomes 0, although a
+        # part of the epoch is trained.
         in_epoch = progress.batches > 0
         if in_epoch and self._data is not None:
             progress.batches = self._data.batches_per_epoch - self._data.batches_left

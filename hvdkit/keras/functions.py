@@ -76,8 +76,8 @@ def reducescatter(value: Any, name: str | None = None, op: Any = None) -> Any:
 def broadcast_global_variables(root_rank: int) -> None:
     """Raise UsageError with the replacement: Keras 3 has no list of all variables."""
     raise UsageError(
-        f"broadcast_global_variables({root_rank}): Keras 3 has no global variables. Pass fit a "
-        f"BroadcastGlobalVariablesCallback({root_rank}), or call broadcast_model(model, "
+        f"broadcast_global_variables({root_rank}): Keras 3 has no global variables. Add "
+        f"BroadcastGlobalVariablesCallback({root_rank}) to the callbacks of fit, or call broadcast_model(model, "
         f"{root_rank}) after the model is built."
     )
 

@@ -211,7 +211,7 @@ def _settings(settings: Settings, allocation: Allocation) -> Settings:
 
 @dataclass(frozen=True)
 class Slurm:
-    """Start ranks with `srun` inside an allocation, which starts an agent for each.
+    """Start ranks inside an allocation: `srun` starts an agent for each rank.
 
     Attributes:
         plan: the job.

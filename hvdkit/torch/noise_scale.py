@@ -34,8 +34,8 @@ class GradientNoiseScale:
     times.
 
     Args:
-        optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and one pass
-            per step.
+        optimizer: a result of `hvd.DistributedOptimizer` with the mean over the ranks, and without
+            accumulation.
         samples: the samples of each rank in a step, the same on all ranks. They include those of
             passes under `hvd.no_sync`.
         every: steps from one measured step to the next.
@@ -177,8 +177,8 @@ class GradientNoiseScale:
             if not self._until:
                 self._watch()
             return
-        # Otherwise this rank made no pass, there were several rounds since the last step, or the
-        # gradients were not read.
+        # If not complete, this rank made no pass, there were several rounds since the last step,
+        # or the gradients were not read.
         complete = bool(self._small) and len(self._large) == 1
         squares = [_sum(list(self._small.values())), self._large[0]] if complete else [0.0, 0.0]
         self._unwatch()

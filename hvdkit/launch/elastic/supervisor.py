@@ -171,7 +171,7 @@ class ElasticSupervisor:
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
                 self.say(
-                    f"the job failed {count} without a new commit, and ends (--restarts). The "
+                    f"the job failed {count} without a new commit or checkpoint, and ends (--restarts). The "
                     f"first failure: {self._first.reason}"
                 )
                 return False

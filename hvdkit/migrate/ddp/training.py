@@ -56,9 +56,9 @@ def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
             it.script.note(
                 self.name,
                 wrap.call,
-                f"each rank keeps its own buffers, such as the statistics of batch norm. To "
-                f"evaluate with those of rank 0 on every rank, call "
-                f"{it.hvd}.broadcast_parameters({name}.named_buffers(), root_rank=0) before",
+                f"each rank keeps its own buffers, such as the statistics of batch norm. If all "
+                f"ranks should evaluate with those of rank 0, first call "
+                f"{it.hvd}.broadcast_parameters({name}.named_buffers(), root_rank=0)",
             )
         if "load_state_dict" in methods:
             it.script.note(

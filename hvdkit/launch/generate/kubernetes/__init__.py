@@ -166,5 +166,5 @@ def _check(options: argparse.Namespace) -> None:
         if given is not None and not _NAME.fullmatch(given):
             raise UsageError(
                 f"{flag(option)} is {given!r}; expected lowercase letters, digits and "
-                "dashes, beginning with a letter"
+                "dashes, beginning with a letter and ending with a letter or digit"
             )
