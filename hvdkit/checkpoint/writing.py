@@ -149,8 +149,9 @@ class Writer:
 
     @property
     def progress(self) -> int | None:
-        """Return a number that grows while bytes are written or read back; it is no total. Any thread
-        may call this.
+        """Return a number that grows while bytes are written or read back; it is no total.
+
+        Any thread may call this.
 
         None if the storage does not count them.
         """

@@ -77,8 +77,8 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Raise UsageError with the replacement: Keras 3 has no list of all variables."""
     raise UsageError(
         f"broadcast_global_variables({root_rank}): Keras 3 has no global variables. Add "
-        f"BroadcastGlobalVariablesCallback({root_rank}) to the callbacks of fit, or call broadcast_model(model, "
-        f"{root_rank}) after the model is built."
+        f"BroadcastGlobalVariablesCallback({root_rank}) to the callbacks of fit, or call "
+        f"broadcast_model(model, {root_rank}) after the model is built."
     )
 
 

@@ -150,8 +150,8 @@ def _times(report: Mapping[str, Any] | None, turns: int) -> dict[Candidate, list
     if not tuned:
         raise HvdkitError(
             "the command has ended before the measurement did: expected a script that makes an "
-            "hvdkit.torch.DistributedOptimizer, and has enough data for all steps. Give it more data, "
-            "or measure less (--bucket-mb, --wire-formats, --collectives)"
+            "hvdkit.torch.DistributedOptimizer, and has enough data for all steps. Give it more "
+            "data, or measure less (--bucket-mb, --wire-formats, --collectives)"
         )
     found = {Candidate(size, name): list(times) for size, name, times in tuned["seconds"]}
     if any(len(times) != turns for times in found.values()):
