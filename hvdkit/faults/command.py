@@ -144,7 +144,9 @@ def _failure(path: Path) -> str | None:
         ending = content["signal"] or f"exit status {content['status']}"
         # A lost peer is only a consequence of the failure.
         causes = content.get("possible_causes")
-        error = causes or content["exception"] or next(iter(content["last_lines"][-1:]), "")
+        error = causes or content["exception"] or ""
+        if not error and content["last_lines"]:
+            error = f"Its last line of output: {content['last_lines'][-1]}"
         host = content["host"]
         return f"Rank {content['rank']} on {host} failed first: {ending}. {error}".rstrip()
     except FileNotFoundError:

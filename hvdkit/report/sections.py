@@ -206,7 +206,8 @@ def throughput(run: TrainingRun) -> Section | None:
 def step_sections(run: TrainingRun) -> Section | None:
     """Return the section about where the time of a step goes; None if this was not measured."""
     records = [r for r in run.records if metrics.STEP in r.metrics and r.steps]
-    names = [n for n in metrics.SECTIONS if any(n in r.metrics for r in records)]
+    # A section without any time was not measured, such as reading a batch in `fit` on TensorFlow.
+    names = [n for n in metrics.SECTIONS if total(run, n) > 0]
     step = mean_per_step(records, metrics.STEP)
     if not names or not step:
         return None
@@ -220,10 +221,22 @@ def step_sections(run: TrainingRun) -> Section | None:
     rows.append(("other", Value(rest, "s"), Value(rest / step, "ratio"), Value(None), Value(None)))
     rows.append(("step", Value(step, "s"), Value(1.0, "ratio"), *_range(run, metrics.STEP)))
     largest = max(names, key=lambda name: means[name])
-    sentences = [
-        f"The largest part of a step is {SECTION_NAMES[largest]}: {percent(means[largest] / step)} "
-        f"of the time, as the mean of all ranks."
-    ]
+    part = f"{percent(means[largest] / step)} of the time"
+    if rest > means[largest]:
+        sentences = [
+            f"{percent(rest / step)} of the time is in no section, for example code of the script "
+            f"between steps, or the tracing of a graph of TensorFlow. The largest section is "
+            f"{SECTION_NAMES[largest]}: {part}, as the mean of all ranks."
+        ]
+    else:
+        sentences = [
+            f"The largest part of a step is {SECTION_NAMES[largest]}: {part}, as the mean of all "
+            f"ranks."
+        ]
+    if metrics.DATA not in names:
+        sentences.append(
+            "The time to read batches was not measured apart. It is part of the other sections."
+        )
     if metrics.COMMUNICATION in names:
         sentences.append(
             f"A rank waits {percent(means[metrics.COMMUNICATION] / step)} of the time in "
@@ -279,10 +292,11 @@ def communication(run: TrainingRun) -> Section | None:
     ]
     ranks = max((len(record.ranks) for record in run.records), default=1)
     if ranks > 1:
+        factor = 2 * (ranks - 1) / ranks
+        times = "as many bytes" if ranks == 2 else f"{factor:.3g} times as many bytes"
         sentences.append(
-            f"The network carries more: in a ring over {ranks} ranks, each rank sends "
-            f"{2 * (ranks - 1) / ranks:.3g} times these bytes, and ranks of one host may use "
-            f"shared memory instead."
+            f"In a ring over {ranks} ranks, each rank sends {times} over the network. Ranks of one "
+            f"host may use shared memory instead."
         )
     charts: list[Chart] = [line_chart(run, metrics.PAYLOAD)]
     if run.has(metrics.COMMUNICATION):

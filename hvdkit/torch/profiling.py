@@ -142,6 +142,8 @@ class Profiler:
         with tempfile.TemporaryDirectory(prefix="hvdkit-profile-") as folder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))
+            # The events may need hundreds of MB, and the script may keep this object.
+            del self._profiler
             recorded = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
         marks = [
             (_nanoseconds(event["ts"]), _nanoseconds(event["ts"]) + _nanoseconds(event["dur"]))

@@ -109,7 +109,7 @@ def advice(blocks: Sequence[Estimate], ranks: int, tried: Sequence[int]) -> list
     if interval is None:
         return [
             "The noise scale is not known, because its estimates are too noisy. Measure more steps "
-            "(--noise-steps)."
+            "(--final-steps)."
         ]
     low, high = interval
     scale = sum(b.noise for b in blocks) / sum(b.signal for b in blocks)

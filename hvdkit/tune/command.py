@@ -19,7 +19,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import arguments, conflicts
 from hvdkit.launch.command import command_of
 from hvdkit.tune import batch_sizes, buckets
-from hvdkit.tune.trials import PLACEHOLDER, Runner
+from hvdkit.tune.trials import PLACEHOLDER, Result, Runner
 
 HELP = "run a training for some steps, to find its fastest settings or its largest batch"
 EXAMPLE = """\
@@ -65,11 +65,12 @@ def add_arguments(verb: ArgumentParser) -> None:
         help="with --batch-sizes: the steps with each size (default: 10)",
     )
     task.add_argument(
-        "--noise-steps",
+        "--final-steps",
         type=_count_or_zero,
         metavar="N",
-        help="with --batch-sizes: the steps in which the noise scale is measured, for advice on "
-        "the learning rate; 0: none (default: 100)",
+        help="with --batch-sizes: the steps of the last run, which shows whether the largest size "
+        "survives, and measures the noise scale for advice on the learning rate; 0: no such run "
+        "(default: 100)",
     )
     task.add_argument(
         "--bucket-mb",
@@ -111,7 +112,7 @@ def add_arguments(verb: ArgumentParser) -> None:
 
 
 #: The options of this command alone, by their names in a namespace.
-_FOR_BATCHES = ("memory", "steps", "noise_steps")
+_FOR_BATCHES = ("memory", "steps", "final_steps")
 _FOR_BUCKETS = ("bucket_mb", "wire_formats", "collectives", "turns", "file")
 _OWN = ("batch_sizes", *_FOR_BATCHES, *_FOR_BUCKETS, "timeout")
 
@@ -225,41 +226,30 @@ def _tune_buckets(options: Namespace, command: Sequence[str]) -> int:
 def _find_batch_size(options: Namespace, command: Sequence[str]) -> int:
     sizes = batch_sizes.parse(options.batch_sizes)
     steps = options.steps or 10
-    noise_steps = 100 if options.noise_steps is None else options.noise_steps
+    final_steps = 100 if options.final_steps is None else options.final_steps
     memory, why = _memory(options)
     _say(why)
     runner = Runner(_for_run(options), command, options.python, options.timeout, memory)
     fitting: list[int] = []
-    ranks = 0
 
     def fits(size: int) -> bool:
-        nonlocal ranks
-        result = runner.run(TrialPlan(steps=steps), size)
-        if result.out_of_memory:
-            _say(f"  batch size {size:,}: out of memory. {result.out_of_memory}")
-            return False
-        ranks = max(ranks, len(result.reports))
-        peak, gpu = result.peak(), result.peak("gpu_peak_bytes")
-        used = [f"{_gigabytes(peak)} of memory"] if peak else []
-        used += [f"{_gigabytes(gpu)} of GPU memory"] if gpu else []
-        report = result.first_report
-        made = "the command has ended by itself"
-        if report is not None:
-            if not report["steps"]:
-                raise HvdkitError(
-                    f"with batch size {size}, the command has ended without a step. Give smaller "
-                    f"batch sizes, or more data"
-                )
-            made = f"{report['steps']} steps"
-        more = f", at most {' and '.join(used)} on a rank" if used else ""
-        _say(f"  batch size {size:,}: passed ({made} in {result.seconds:.0f} s{more})")
-        fitting.append(size)
-        return True
+        passed = _try(runner, TrialPlan(steps=steps), size) is not None
+        if passed:
+            fitting.append(size)
+        return passed
 
     if batch_sizes.is_range(options.batch_sizes):
         largest = batch_sizes.largest_in_range(sizes[0], sizes[1], fits)
     else:
         largest = batch_sizes.largest_of(sizes, fits)
+    final: Result | None = None
+    fitting.sort()
+    # More steps may need more memory than a few, for example because memory is fragmented.
+    while largest is not None and final_steps and final is None:
+        final = _try(runner, TrialPlan(steps=final_steps, samples=largest), largest)
+        if final is None:
+            fitting.remove(largest)
+            largest = fitting[-1] if fitting else None
     if largest is None:
         raise HvdkitError(
             f"the smallest batch size, {sizes[0]}, does not fit in memory. Give smaller ones, or "
@@ -269,32 +259,54 @@ def _find_batch_size(options: Namespace, command: Sequence[str]) -> int:
     _say(f"The largest batch size of a rank is {largest:,}{end}.")
     if largest != sizes[-1]:
         _say("If the memory of a step depends on its data, choose a smaller one.")
-    if noise_steps and ranks > 1:
-        _advise(runner, largest, noise_steps, ranks, fitting)
+    if final is not None:
+        _advise(final, fitting)
     return 0
 
 
-def _advise(runner: Runner, size: int, steps: int, ranks: int, fitting: Sequence[int]) -> None:
-    """Measure the noise scale, and print advice on the learning rate."""
-    result = runner.run(TrialPlan(steps=steps, samples=size), size)
+def _try(runner: Runner, plan: TrialPlan, size: int) -> Result | None:
+    """Run the command with a batch size, and print its end. Return None if it is out of memory.
+
+    Raises:
+        HvdkitError: the command failed for another reason, or made no step.
+    """
+    result = runner.run(plan, size)
+    if result.out_of_memory:
+        _say(f"  batch size {size:,}: out of memory. {result.out_of_memory}")
+        return None
+    peak, gpu = result.peak(), result.peak("gpu_peak_bytes")
+    used = [f"{_gigabytes(peak)} of memory"] if peak else []
+    used += [f"{_gigabytes(gpu)} of GPU memory"] if gpu else []
     report = result.first_report
-    if result.out_of_memory or report is None:
-        reason = (
-            f"out of memory: {result.out_of_memory}"
-            if result.out_of_memory
-            else (f"the command has ended before {steps} steps (--noise-steps)")
-        )
-        _say(f"The noise scale was not measured, because {reason}.")
-        return
-    noise = report.get("noise")
-    if noise is None:
-        short = report["steps"] < steps
-        ended = f"the command has ended after {report['steps']} steps (--noise-steps)"
-        noise = {"problem": ended if short else "it is measured with PyTorch only"}
+    made = "the command has ended by itself"
+    if report is not None:
+        if not report["steps"]:
+            raise HvdkitError(
+                f"with batch size {size}, the command has ended without a step. Give smaller "
+                f"batch sizes, or more data"
+            )
+        made = f"{report['steps']} steps"
+    more = f", at most {' and '.join(used)} on a rank" if used else ""
+    _say(f"  batch size {size:,}: passed ({made} in {result.seconds:.0f} s{more})")
+    return result
+
+
+def _advise(final: Result, fitting: Sequence[int]) -> None:
+    """Print advice on the learning rate.
+
+    Args:
+        final: the run in which the noise scale was measured.
+        fitting: the batch sizes that fit, in increasing order.
+    """
+    report = final.first_report or {}
+    noise = report.get("noise") or {
+        "problem": "only PyTorch can measure it, in a script that makes all steps (--final-steps)"
+    }
     if "problem" in noise:
         _say(f"The noise scale was not measured: {noise['problem']}.")
         return
-    for line in batch_sizes.advice(batch_sizes.blocks_of(noise["sums"]), ranks, sorted(fitting)):
+    ranks = len(final.reports)
+    for line in batch_sizes.advice(batch_sizes.blocks_of(noise["sums"]), ranks, fitting):
         _say(line)
 
 

@@ -59,7 +59,9 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     (start / "error.json").write_text(json.dumps(ERROR))
     (start / "records" / "rank-0.json").write_text(json.dumps(RECORD))
     text = why(tmp_path)
-    assert text.startswith("Rank 1 on host1 failed first: SIGKILL. step 3\n\n")
+    assert text.startswith(
+        "Rank 1 on host1 failed first: SIGKILL. Its last line of output: step 3\n\n"
+    )
     assert (
         "Rank 0 on host0: the allreduce 'loss', 4 bytes of float32, call 3 failed: Connection "
         "closed by peer"

@@ -176,7 +176,7 @@ def test_restarts_that_repeat_steps(tmp_path):
         "The job was started twice, and 1 start failed.",
         f"Start 1: {reason}",
         "2 reports of 20 steps (1.0 s of training) are void",
-        "Rank 1 on host0 failed first: SIGKILL. step 41",
+        "Rank 1 on host0 failed first: SIGKILL. Its last line of output: step 41",
     ):
         assert sentence in page.text
     assert page.rows["start 1"][-2:] == ["0", reason]

@@ -119,11 +119,17 @@ def test_a_limit_of_memory():
 
 @pytest.mark.long
 def test_the_largest_batch_size(tmp_path):
-    """One rank is killed above 40 samples, as by the kernel. Advice follows."""
-    code = "if size > 40 and hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)"
-    done = tune(tmp_path, "--batch-sizes=16,40,64", "--noise-steps", "60", code=code)
+    """One rank is killed above 41 samples, as by the kernel, and above 40 in many steps."""
+    code = (
+        "from hvdkit.core.trial import TrialPlan\n"
+        "most = 41 if TrialPlan.requested().steps == 10 else 40\n"
+        "if size > most and hvd.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = tune(tmp_path, "--batch-sizes=16,40,41,64", "--final-steps", "60", code=code)
     assert done.returncode == 0, done.stderr
-    assert "batch size 40: passed (10 steps" in done.stdout
+    assert "batch size 41: passed (10 steps" in done.stdout
+    assert "batch size 41: out of memory" in done.stdout
+    assert "batch size 40: passed (60 steps" in done.stdout
     assert "batch size 64: out of memory. rank 1 on localhost: killed by SIGKILL" in done.stdout
     assert "The largest batch size of a rank is 40." in done.stdout
     assert "of all ranks  learning rate" in done.stdout
@@ -135,7 +141,7 @@ def test_the_largest_batch_size(tmp_path):
 def test_too_little_memory_for_a_batch(tmp_path):
     """The limit applies to a rank, and an allocation beyond it is out of memory."""
     code = "if hvd.rank() == 1: data = torch.ones(size * 300_000_000, dtype=torch.uint8)"
-    words = ["--batch-sizes", "1,20", "--memory", "3GB", "--noise-steps", "0"]
+    words = ["--batch-sizes", "1,20", "--memory", "3GB", "--final-steps", "0"]
     done = tune(tmp_path, *words, code=code)
     assert done.returncode == 0, done.stderr
     assert "batch size 20: out of memory. rank 1 on localhost: RuntimeError" in done.stdout
@@ -179,4 +185,4 @@ def test_batch_sizes_with_keras(tmp_path, monkeypatch):
     done = tune(tmp_path, "--batch-sizes", "4", script=KERAS)
     assert done.returncode == 0, done.stderr
     assert "batch size 4: passed (10 steps" in done.stdout
-    assert "The noise scale was not measured: it is measured with PyTorch only." in done.stdout
+    assert "The noise scale was not measured: only PyTorch can measure it" in done.stdout
