@@ -171,8 +171,8 @@ class ElasticSupervisor:
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
                 self.say(
-                    f"the job failed {count} without a new commit or checkpoint, and ends (--restarts). "
-                    f"The first failure: {self._first.reason}"
+                    f"the job failed {count} without a new commit or checkpoint, and ends "
+                    f"(--restarts). The first failure: {self._first.reason}"
                 )
                 return False
             if self._used:
