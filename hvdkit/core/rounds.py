@@ -166,8 +166,9 @@ class Rounds:
     Attributes:
         gradients: this rank's gradients.
         participated: whether this rank has taken part in a round since its last step.
-        no_sync_used: whether the script may have added gradients under `no_sync` since the last
-            round. If so, the next step reduces. The same on all ranks.
+        no_sync_used: whether the script may have added gradients under `no_sync`, or parameters
+            with gradients, since the last round. If so, the next step reduces. The same on all
+            ranks.
         skips_step: whether all ranks skip the next step, because gradients are not finite.
         has_late_ranks: whether a rank was late in a round of this step: it entered the round from
             the `step()` of this or another optimizer, see `hvdkit.core.headers`. If so, all ranks

@@ -144,8 +144,12 @@ class OptimizerGradients:
 
     # --- plans ----------------------------------------------------------------------------------
 
-    def plan_new_parameters(self) -> bool:
-        """Make a synchronizer for the parameters without one; return whether there are any."""
+    def plan_new_parameters(self, with_gradients: bool = False) -> bool:
+        """Make a synchronizer for the parameters without one; return whether there are any.
+
+        Args:
+            with_gradients: count the gradients that these parameters have as unreduced.
+        """
         added = [
             p for p in self._owner._all_parameters() if p.requires_grad and p not in self._numbers
         ]
@@ -156,6 +160,8 @@ class OptimizerGradients:
             self._parameters.append(p)
             self._locations.append((len(self.synchronizers), index))
             self._after_round.append(None)
+            if with_gradients and p.grad is not None:
+                self._unreduced.add(self._numbers[p])
         self._plan(added)
         for p in added:
             self._unplanned.pop(p, None)

@@ -601,10 +601,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
             synchronizer.resume(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer. Every rank must add the same group."""
+        """Add a group to the optimizer. Every rank must add the same group.
+
+        If its parameters have gradients already, the next reduction reduces these, too.
+        """
         super().add_param_group(param_group)
-        self._gradients.plan_new_parameters()
+        self._gradients.plan_new_parameters(with_gradients=True)
         self._gradients.hook_unplanned_parameters()
+        # The passes of this step may be reduced already. The step must then reduce on all ranks,
+        # although only some of them may have such gradients.
+        self.rounds.no_sync_used = True
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:

@@ -363,17 +363,53 @@ def test_a_distributed_optimizer_in_a_local_fit(hvd):
     same_everywhere("the other ranks did not wait")
 
 
-def test_a_bad_argument_of_broadcast_model_on_one_rank(hvd):
+def fit_with(hvd, callback):
+    fit(hvd, classifier(distributed(hvd)), callbacks=[callback])
+
+
+# The call, with an argument that depends on the rank; the argument of most ranks and of one rank;
+# and the error on all ranks. None stands for a model.
+BAD_ARGUMENTS = {
+    "broadcast_model": (
+        lambda hvd, model: hvd.broadcast_model(model or classifier("sgd"), 0),
+        None,
+        "model",
+        "model is a str: expected a Keras model",
+    ),
+    "broadcast_model from": (
+        lambda hvd, root: hvd.broadcast_model(classifier("sgd"), root),
+        0,
+        99,
+        "root_rank is 99: expected one of",
+    ),
+    "broadcast callback": (
+        lambda hvd, root: fit_with(hvd, hvd.callbacks.BroadcastGlobalVariablesCallback(root)),
+        0,
+        -1,
+        "root_rank is -1: expected one of",
+    ),
+    "Monitor": (
+        lambda hvd, every: fit_with(hvd, hvd.callbacks.MonitorCallback([], every=every)),
+        1,
+        0,
+        "every is 0: expected a whole number",
+    ),
+    "shard": (
+        lambda hvd, tail: hvd.shard((np.ones((4, 3)), np.ones(4)), tail=tail),
+        "drop",
+        "keep",
+        "tail is 'keep': expected 'drop' or 'pad'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_bad_argument_of_one_rank_raises_on_every_rank(hvd, name):
     from hvdkit.errors import HvdkitError
 
-    model = classifier("sgd")
-    bad = hvd.rank() == 1
-    for given, root, error in (
-        ("model" if bad else model, 0, "model is a str: expected a Keras model"),
-        (model, 99 if bad else 0, "root_rank is 99: expected one of"),
-    ):
-        with pytest.raises(HvdkitError, match=error):
-            hvd.broadcast_model(given, root)
+    call, good, bad, error = BAD_ARGUMENTS[name]
+    with pytest.raises(HvdkitError, match=error):
+        call(hvd, bad if hvd.rank() == 1 else good)
     same_everywhere("no rank waits")
 
 

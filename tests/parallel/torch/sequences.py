@@ -48,7 +48,8 @@ class Model(nn.Module):
         if part == "checkpoint":
             y = checkpoint(self.second, hidden, use_reentrant=True)
         elif part == "branch":
-            y = self.branch(hidden)
+            # `add_parameters` adds `extra`.
+            y = self.branch(hidden) + getattr(self, "extra", 0.0)
         else:
             y = self.second(hidden)
         return y * self.scale if part != "unscaled" else y
@@ -744,14 +745,22 @@ def wrap_again(world: World, number: int) -> None:
 
 @action
 def add_parameters(world: World, number: int) -> None:
+    """Add a parameter, perhaps with a gradient of a pass that is reduced already."""
     if hasattr(world.model, "extra"):
         return
     world.zero()
     generator = torch.Generator().manual_seed(number)
     value = torch.randn(3, generator=generator, dtype=torch.float64)
-    for model, optimizer in ((world.model, world.optimizer), (world.reference, world.plain)):
+    for model in (world.model, world.reference):
         model.register_parameter("extra", nn.Parameter(value.clone()))
+    if number % 2:
+        world.backward(number)
+    for model, optimizer in ((world.model, world.optimizer), (world.reference, world.plain)):
         optimizer.add_param_group({"params": [model.extra]})
+    if number % 2:
+        world.optimizer.synchronize()
+        world.check_gradients()
+        world.step()
 
 
 # --- in a window --------------------------------------------------------------------------------

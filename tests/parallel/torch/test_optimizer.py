@@ -131,21 +131,27 @@ def test_parameters_can_be_frozen_later(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
-def test_a_parameter_group_can_be_added(hvd):
+@pytest.mark.parametrize("when", ["before the pass", "after the pass"])
+def test_a_parameter_group_can_be_added(hvd, when):
+    """A group that is added after the pass has gradients of this rank already."""
     model = small_model()
     reference = copy.deepcopy(model)
+
+    def add():
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+        reference_optimizer.add_param_group({"params": list(reference[2].parameters()), "lr": 0.05})
+
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[4].parameters(), lr=0.1))
     reference_optimizer = torch.optim.SGD(reference[4].parameters(), lr=0.1)
     for step in range(4):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
-            reference_optimizer.add_param_group(
-                {"params": list(reference[2].parameters()), "lr": 0.05}
-            )
+        if step == 2 and when == "before the pass":
+            add()
         model.zero_grad()
         reference.zero_grad()
         loss_of(model, batch_of(hvd.rank(), step)).backward()
         loss_of(reference, whole_batch(hvd, step)).backward()
+        if step == 2 and when == "after the pass":
+            add()
         optimizer.step()
         reference_optimizer.step()
     assert_close(model, reference)
