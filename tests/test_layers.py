@@ -22,6 +22,7 @@ LAYERS = {
     "owned_folders": 0,
     "processes": 0,
     "ranks": 0,
+    "record_files": 0,
     "rendezvous": 0,
     "signals": 0,
     "core": 1,

@@ -278,7 +278,16 @@ class BackgroundWriter:
             )
 
     def close(self) -> None:
-        """Release the store, unless a write hangs. Call `finished` first."""
+        """Release the store, unless a write hangs. Call `finished` first.
+
+        An error is only logged, because everything is saved, and the other ranks do not have it.
+        """
         writer, self._writer = self._writer, None
         if writer is not None and self._write is None:
-            writer.close()
+            try:
+                writer.close()
+            except Exception as error:
+                _log.warning(
+                    "%s was not released: %s. The next job may wait until the lease expires",
+                    *(self._store.location, error),
+                )

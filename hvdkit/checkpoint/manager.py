@@ -30,6 +30,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import Snapshot
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
+from hvdkit.core.replaced_state import follow
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import RESUMABLE, UsageError
 
@@ -166,6 +167,7 @@ class Manager:
         # Used on the first rank only.
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
+        follow(self)
 
     @property
     def run(self) -> int | None:
@@ -289,7 +291,8 @@ class Manager:
             Stopped: on all ranks: a rank got a stop signal, and the state is on the disk. The
                 process exits with status 75 (`RESUMABLE`).
             UsageError: see `save`; also if the step is lower than in an earlier call, for example
-                because the loop counts the batches of each epoch from 0.
+                because the loop counts the batches of each epoch from 0. Only after a restart of
+                an elastic job, the first step may be lower, see `state_replaced`.
             RankMismatchError: see `save`.
             CheckpointError: see `save`; also if no save is due, but an earlier write has failed.
         """
@@ -435,6 +438,21 @@ class Manager:
         elif self._first:
             self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
+
+    def state_replaced(self) -> None:
+        """Accept a step before that of the newest checkpoint. Not a collective.
+
+        `hvd.elastic.run` calls this on all ranks after it has restored a commit. The commit may be
+        older than the restored checkpoint. The commit counts nevertheless: a script of Horovod's
+        elastic API expects the state of the last commit on all ranks, and the state may have
+        objects that the checkpoint lacks, such as counters or the position in the data.
+
+        So the next `maybe_save` or `save` may have a lower step, and the schedule continues from
+        that step. The newer checkpoints stay in the folder. Until the first new save, a restart
+        without a commit restores the newest of them. Afterwards, a restart restores the new save.
+        A save of the same step replaces the step, and retention deletes the others in time.
+        """
+        self._schedule.allow_lower()
 
     def steps(self) -> list[SavedStep]:
         """List the complete steps of the newest run, oldest first. A collective.

@@ -74,6 +74,15 @@ def wanted_parts(only: Collection[str] | None, known: Collection[str]) -> set[st
     return wanted
 
 
+def _close(opened: OpenCheckpoint | None) -> None:
+    """Close a step. An error is only logged, because the other ranks do not have it."""
+    try:
+        if opened is not None:
+            opened.close()
+    except Exception as error:
+        _log.warning("a file of the restored step was not closed: %s", error)
+
+
 class Restoring:
     """One call of `Manager.restore`.
 
@@ -137,8 +146,7 @@ class Restoring:
                 self.half_restored = True
                 damaged = self._fill(opened, prepared)
             finally:
-                if opened is not None:
-                    opened.close()
+                _close(opened)
             if damaged is None:
                 break
             self._consequence = _HALF_RESTORED
@@ -189,8 +197,7 @@ class Restoring:
                 own = scatter(self._collectives, ranks, "hvdkit.checkpoint.ranks")
             return opened, sent, own
         except BaseException:
-            if opened is not None:
-                opened.close()
+            _close(opened)
             raise
 
     def _agree(self, sent: bytes, own: bytes) -> _Prepared:

@@ -27,6 +27,8 @@ class Schedule:
         self._last_step = 0
         # The highest step that a call was given, or the restored step.
         self._seen_step = 0
+        # Whether the next step may be lower.
+        self._may_be_lower = False
         # Monotonic: the time of day may jump.
         self._last_time = time.monotonic()
 
@@ -38,7 +40,7 @@ class Schedule:
     def is_due(self, step: int) -> bool:
         """Return whether a save is due by the steps."""
         every = self._every_steps
-        return every is not None and step // every > self._last_step // every
+        return every is not None and step // every > self._last_step_at(step) // every
 
     def is_late(self) -> bool:
         """Return whether a save is due by the clock."""
@@ -51,7 +53,7 @@ class Schedule:
             check_number("step", step)
         except UsageError as error:
             return error
-        if step >= self._seen_step:
+        if step >= self._seen_step or self._may_be_lower:
             return None
         return UsageError(
             f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
@@ -61,12 +63,26 @@ class Schedule:
 
     def see(self, step: int) -> None:
         """Record that a call was given this step."""
-        self._seen_step = max(self._seen_step, step)
+        self._last_step = self._last_step_at(step)
+        self._seen_step = step if self._may_be_lower else max(self._seen_step, step)
+        self._may_be_lower = False
+
+    def allow_lower(self) -> None:
+        """Let the next step be lower than the steps before. The schedule continues from there."""
+        self._may_be_lower = True
+
+    def _last_step_at(self, step: int) -> int:
+        """Return the last step that counts as saved when a call is given `step`.
+
+        Saved steps after `step` do not count if the training has gone back before them.
+        """
+        goes_back = self._may_be_lower and step < self._last_step
+        return max(step - 1, 0) if goes_back else self._last_step
 
     def record_save(self, step: int) -> None:
         """Record that a step is saved."""
-        self._last_step, self._last_time = step, time.monotonic()
         self.see(step)
+        self._last_step, self._last_time = step, time.monotonic()
 
     def record_restore(self, step: int | None) -> None:
         """Record that a step was restored.
@@ -75,4 +91,5 @@ class Schedule:
         steps from 0.
         """
         self._last_step = self._seen_step = step or 0
+        self._may_be_lower = False
         self._last_time = time.monotonic()

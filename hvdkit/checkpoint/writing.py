@@ -117,10 +117,13 @@ class Writer:
             newest = newest_run(entries)
             expect_manifests((e for e in entries if e.run == newest), str(storage))
             self._next_run = self._writer.next_run(entries)
+            # The highest step of the run; -1 for none.
+            self._highest = -1
             if newest is None or new_run or run not in (None, newest):
                 self.run = self._begin_run()
             else:
                 self.run = newest
+                self._highest = max(entry.step for entry in entries if entry.run == newest)
             self._resources = resources.pop_all()
 
     def write(self, snapshot: Snapshot) -> str:
@@ -144,6 +147,11 @@ class Writer:
         name = self._commit(
             *(snapshot.step, partial(self._write_files, snapshot), snapshot.withdrawn)
         )
+        # A step that is saved once more is no progress: an elastic job that always fails at the
+        # same place may save it after each restart.
+        if snapshot.step > self._highest:
+            self._highest = snapshot.step
+            report_saved()
         self._retain()
         return self._storage.location(self._writer.settle(name))
 
@@ -192,6 +200,7 @@ class Writer:
             )
             return
         self._commit(base.step, partial(self._copy_files, found[0], base))
+        self._highest = base.step
         older = [entry for entry in entries if entry.run != self.run]
         _log.warning(
             "a new run begins with step %d, which was restored; the other steps in %s are kept as "
@@ -202,6 +211,7 @@ class Writer:
     def _begin_run(self) -> int:
         """Return the number of a new run."""
         run, self._next_run = self._next_run, self._next_run + 1
+        self._highest = -1
         return run
 
     def _commit(
@@ -226,9 +236,7 @@ class Writer:
             self._read_back(draft, step)
             if withdrawn is not None and withdrawn.is_set():
                 raise _interrupted(step)
-            name = self._writer.commit(draft)
-            report_saved()
-            return name
+            return self._writer.commit(draft)
         except BaseException:
             self._writer.discard(draft)
             raise

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.commits import Commit, CommitId, CommitStore
-from hvdkit.core.consistency import group_by_text
+from hvdkit.core.consistency import group_by_text, grouped
 from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.progress import report_saved
 from hvdkit.errors import HvdkitError
@@ -46,25 +46,32 @@ class Committer:
         self._writes = writes
         self._number = 0
 
-    def commit(self, write: Callable[[IO[bytes]], None]) -> bool:
+    def commit(
+        self, write: Callable[[IO[bytes]], None], save: Callable[[], None] = lambda: None
+    ) -> bool:
         """Store a commit on each host.
 
         Args:
             write: writes the content to a file.
+            save: is called first, on every rank.
 
         Returns:
             Whether the hosts have changed, as `hosts_changed` does.
 
         Raises:
-            HvdkitError: on every rank, if a host could not store the commit.
+            HvdkitError: on every rank, if `save` failed on a rank, or if a host could not store the
+                commit.
         """
         self._number += 1
         identity = CommitId(self._start.number, self._number)
-        failure = self._try(lambda: self._store.write(identity, write)) if self._writes else ""
+        problem = _try(save)
+        if self._writes and problem is None:
+            problem = _try(lambda: self._store.write(identity, write))
         changed = self._start.current_hosts() > self._start.hosts
-        failed, anywhere = self._collectives.max([int(bool(failure)), int(changed)], _COMMIT)
+        failed, anywhere = self._collectives.max([int(bool(problem)), int(changed)], _COMMIT)
         if failed:
-            self._raise(failure, f"commit {self._number} of the elastic state was not stored")
+            what = f"commit {self._number} of the elastic state was not stored"
+            self._raise(problem, what, self._advice)
         report_saved()
         return bool(anywhere)
 
@@ -74,16 +81,28 @@ class Committer:
         (anywhere,) = self._collectives.max([int(changed)], "hvdkit.elastic.hosts")
         return bool(anywhere)
 
-    def resume(self) -> Path | None:
-        """Return this host's file with the newest complete commit of all hosts.
+    def resume(self, load: Callable[[Path], None]) -> bool:
+        """Load the newest complete commit of all hosts.
 
-        Hosts that lack this commit get a copy. None if no host has a commit.
+        Hosts that lack this commit get a copy first.
+
+        Args:
+            load: loads the commit from this host's file. It is called on every rank.
+
+        Returns:
+            Whether a commit was loaded. False if no host has a commit.
 
         Raises:
-            HvdkitError: on every rank, if a host could not store the copy.
+            HvdkitError: on every rank, if a host could not read its commits or store the copy, or
+                if `load` failed on a rank.
         """
-        own = self._store.newest()
-        id_of_rank = self._held(own)
+        own: Commit | None = None
+        problem: Exception | None = None
+        try:
+            own = self._store.newest()
+        except OSError as error:
+            problem = error
+        id_of_rank = self._held(own, problem)
         best = max((identity for identity in id_of_rank if identity), default=None)
         if best is None:
             if self._start.committed and self._collectives.rank == 0:
@@ -91,56 +110,116 @@ class Committer:
                     "every host that held a commit of the elastic state is lost, so the training "
                     "starts from its beginning. To keep a state on disk, use hvd.Checkpointer"
                 )
-            return None
+            return False
         self._number = best.number
         if any(identity != best for identity in id_of_rank):
             self._copy(best, self._collectives.ranks[id_of_rank.index(best)], own)
-            own = self._store.newest()
-        assert own is not None
-        return own.path
+        # Other ranks wait in the next collective of the script if this rank raises alone.
+        problem = _try(lambda: self._load(load))
+        (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)
+        if failed:
+            self._raise(
+                problem,
+                f"commit {best.number} of the elastic state was not restored",
+                "Put the same models, optimizers and objects into the state at each start",
+            )
+        return True
 
-    def _held(self, own: Commit | None) -> list[CommitId | None]:
-        """Return the newest commit on the host of each rank."""
-        text = json.dumps(None if own is None else [own.id.start, own.id.number])
-        gathered = self._collectives.allgather(text.encode(), "hvdkit.elastic.held")
+    def _load(self, load: Callable[[Path], None]) -> None:
+        newest = self._store.newest()
+        if newest is None:
+            raise FileNotFoundError("the commit was deleted after it was found")
+        load(newest.path)
+
+    def _held(self, own: Commit | None, problem: Exception | None) -> list[CommitId | None]:
+        """Return the newest commit on the host of each rank.
+
+        Args:
+            own: the newest commit on this host; None without one.
+            problem: the error of reading it.
+        """
+        told = {
+            "id": None if own is None else [own.id.start, own.id.number],
+            "problem": _text(problem),
+        }
+        gathered = self._collectives.allgather(json.dumps(told).encode(), "hvdkit.elastic.held")
         held = [json.loads(data) for data in gathered]
-        return [None if found is None else CommitId(*found) for found in held]
+        told_by = zip(self._collectives.ranks, held, strict=True)
+        failed = {rank: each["problem"] for rank, each in told_by if each["problem"]}
+        if failed:
+            folders = " and ".join(map(str, self._start.folders))
+            raise HvdkitError(
+                f"the commits of the elastic state cannot be read: {'; '.join(grouped(failed))}. "
+                f"Check {folders} on the host of this rank, or start the job again"
+            ) from problem
+        return [None if each["id"] is None else CommitId(*each["id"]) for each in held]
 
     def _copy(self, identity: CommitId, root: int, own: Commit | None) -> None:
         """Copy a commit of rank `root` to the hosts that lack it."""
-        is_root = self._collectives.rank == root
         lacks = own is None or own.id != identity
-        (size,) = self._collectives.max(
-            [own.path.stat().st_size if is_root and own is not None else 0],
-            "hvdkit.elastic.size",
+        content: np.ndarray | None = None
+        problem: Exception | None = None
+        if self._collectives.rank == root:
+            assert own is not None
+            try:
+                content = _mapped(own.path)
+            except (OSError, ValueError) as error:
+                problem = error
+        failed, size = self._collectives.max(
+            [int(bool(problem)), 0 if content is None else content.size], "hvdkit.elastic.size"
         )
-        failure = ""
-        chunks = _Chunks(self._collectives, own.path if is_root and own else None, root, size)
+        what = "a commit of the elastic state was not copied to a new host"
+        if failed:
+            self._raise(problem, what, "Check the memory and the disk of this rank's host")
+        chunks = _Chunks(self._collectives, content, root, size)
         if self._writes and lacks:
-            failure = self._try(lambda: self._store.write(identity, chunks.write))
+            problem = _try(lambda: self._store.write(identity, chunks.write))
         # A rank that writes nothing, or could not write, takes part in the remaining broadcasts.
         chunks.receive_rest()
-        (failed,) = self._collectives.max([int(bool(failure))], _COMMIT)
+        (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)
         if failed:
-            self._raise(failure, "a commit of the elastic state was not copied to a new host")
+            self._raise(problem, what, self._advice)
 
-    @staticmethod
-    def _try(action: Callable[[], None]) -> str:
-        """Return the error of `action` as text; "" if there is none."""
-        try:
-            action()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+    @property
+    def _advice(self) -> str:
+        folders = " or ".join(map(str, self._start.folders))
+        return f"Two commits must fit into {folders}, and a state must be picklable"
 
-    def _raise(self, failure: str, what: str) -> NoReturn:
-        """Raise with the failures of all ranks. A collective."""
-        texts = group_by_text(self._collectives, failure, f"{_COMMIT}.failures")
-        raise HvdkitError(
-            f"{what}: {'; '.join(text for text in texts if not text.endswith(': '))}. Two commits "
-            f"must fit into {' or '.join(map(str, self._start.folders))}, and a state must be "
-            f"picklable"
-        )
+    def _raise(self, problem: Exception | None, what: str, advice: str) -> NoReturn:
+        """Raise with the errors of all ranks. A collective.
+
+        Args:
+            problem: the error of this rank; None if another rank failed.
+            what: what was not done.
+            advice: what the user can do.
+        """
+        texts = group_by_text(self._collectives, _text(problem), f"{_COMMIT}.failures")
+        failed = [text for text in texts if not text.endswith(": ")]
+        raise HvdkitError(f"{what}: {'; '.join(failed)}. {advice}") from problem
+
+
+def _try(action: Callable[[], None]) -> Exception | None:
+    """Return the error of `action`; None if there is none."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _text(problem: Exception | None) -> str:
+    return "" if problem is None else f"{type(problem).__name__}: {problem}".rstrip(": ")
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Return the content of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.stat().st_size:
+        return np.empty(0, np.uint8)
+    return np.memmap(path, np.uint8, "c")
 
 
 class _Chunks:
@@ -148,14 +227,16 @@ class _Chunks:
 
     Args:
         collectives: the collectives of all ranks.
-        path: the file; None on other ranks.
+        content: the content of the file; None on other ranks.
         root: the rank that has the file.
         size: its size in bytes.
     """
 
-    def __init__(self, collectives: Collectives, path: Path | None, root: int, size: int) -> None:
+    def __init__(
+        self, collectives: Collectives, content: np.ndarray | None, root: int, size: int
+    ) -> None:
         self._collectives = collectives
-        self._content = None if path is None else np.memmap(path, np.uint8, "c", shape=(size,))
+        self._content = content
         self._root = root
         self._starts = range(0, size, _CHUNK_BYTES)
         self._size = size

@@ -19,14 +19,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdkit import record_files
 from hvdkit.core.recorder import FOLDER_VARIABLE
 
-#: The name of a rank's note.
-NOTE = "shutdown-{}.json"
-_NOTES = NOTE.format("*")
+_NOTES = record_files.NOTE.format("*")
 # A file of each rank that writes records to the folder.
-_RANKS = "rank-*.stacks"
-_SHUT_DOWN = "Horovod has been shut down"
+_RANKS = record_files.STACKS.format("*")
+_SHUT_DOWN = "Horovod has been shut down."
 #: Seconds to wait for a note from another host.
 _SECONDS = 2.5
 _POLL_SECONDS = 0.05
@@ -59,7 +58,7 @@ class Departure:
         if folder is None or self._size == 1 or sys.exc_info()[0] is not None or _notes(folder):
             return
         text = f"Rank {rank} on {socket.gethostname()} called hvd.shutdown(){_caller()}."
-        note = folder / NOTE.format(rank)
+        note = folder / record_files.NOTE.format(rank)
         with contextlib.suppress(OSError):  # such as a full disk
             draft = note.with_suffix(".tmp")
             draft.write_text(json.dumps({"rank": rank, "text": text}))
@@ -92,6 +91,14 @@ class Departure:
             time.sleep(_POLL_SECONDS)
         return " ".join(texts)
 
+    def explained_text(self, text: str) -> str:
+        """Return the text of an error; with the rank that has shut down if this is the cause."""
+        before, found, after = text.partition(_SHUT_DOWN)
+        if not found or not (cause := self.explain()) or cause in text:
+            return text
+        # Not at the end: TensorFlow cuts the text of an error after the name of the graph's node.
+        return f"{before}{found} {cause}{after}"
+
     def explained(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function like `function`, whose error names a rank that has shut down.
 
@@ -104,9 +111,10 @@ class Departure:
             try:
                 return function(*args)
             except RuntimeError as error:
-                if _SHUT_DOWN in str(error) and (cause := self.explain()):
-                    raise RuntimeError(f"{error} {cause}") from None
-                raise
+                text = self.explained_text(str(error))
+                if text == str(error):
+                    raise
+                raise RuntimeError(text) from None
 
         return call
 

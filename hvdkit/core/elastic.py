@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
 from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.replaced_state import state_replaced
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
@@ -56,13 +57,13 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if the commit could not be stored.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit.
         """
-        self.save()
         if self._committer is None:
+            self.save()
             super().check_host_updates()  # type: ignore[misc]
             return
-        if self._committer.commit(self.write_saved):
+        if self._committer.commit(self.write_saved, self.save):
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
@@ -73,13 +74,12 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if the commit could not be stored.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit.
         """
         if self._committer is None:
             super().check_host_updates()  # type: ignore[misc]
         elif self._committer.hosts_changed():
-            self.save()
-            self._committer.commit(self.write_saved)
+            self._committer.commit(self.write_saved, self.save)
             raise self._interrupt(False)
 
 
@@ -182,10 +182,13 @@ def _run_started(
             f"hvd.elastic.ObjectState, or a class derived from one"
         )
     committer = Committer(start, adapter.collectives(), next(_keys), adapter.local_rank() == 0)
-    path = committer.resume()
-    if path is not None:
+
+    def load(path: Path) -> None:
         state.read_saved(path)
         state.restore()
+
+    if committer.resume(load):
+        state_replaced()
     if start.number > 0:
         state.on_reset()
     state.sync()

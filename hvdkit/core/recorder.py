@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from hvdkit import record_files
 from hvdkit.errors import UsageError
 
 #: The folder for records.
@@ -83,7 +84,7 @@ class Recorder:
             return
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            stacks = self._register(Path(folder) / f"rank-{rank}.stacks")
+            stacks = self._register(Path(folder) / record_files.STACKS.format(rank))
         except OSError as error:
             _log.warning(
                 "cannot write to %s: %s. A hang will have no record. Set %s to a folder that this "
@@ -114,8 +115,9 @@ class Recorder:
             try:
                 # With a size of 1, the record has all entries also in a large job.
                 self._write_to(folder, rank, 1, 0.0, 0.0, -1)
-                (folder / "request").touch()
-                path, deadline = folder / f"rank-{rank}.json", time.monotonic() + timeout
+                (folder / record_files.REQUEST).touch()
+                path = folder / record_files.RECORD.format(rank)
+                deadline = time.monotonic() + timeout
                 while time.monotonic() < deadline:
                     if path.exists():
                         return path.read_text(encoding="utf-8")

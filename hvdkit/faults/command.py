@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import records, stacks
+from hvdkit.faults.alignment import aligned
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import describe_call, judge, timeline
+from hvdkit.record_files import STACKS
 
-#: In the output folder of a start: the folder for records, and the states of the ranks' processes.
-FOLDER, STATES = "records", "states.json"
+#: In the output folder of a start: the folder for records, the states of the ranks' processes, and
+#: sentences about hosts that did not answer the launcher.
+FOLDER, STATES, SILENT = "records", "states.json", "silent.json"
 _ERROR, _START, _LATEST = "error.json", "start.json", "latest"
-# A reason in start.json that is a verdict. `why` does not show it, but judges the records again.
-_VERDICT = re.compile(r"Ranks? [\d, ]+ (and \d+ more )?(has|have) waited")
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 
@@ -39,14 +40,14 @@ def why(folder: Path, count: int = 20) -> str:
     start = folder / _LATEST if (folder / _LATEST).is_dir() else folder
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
-    failure = _failure(start / _ERROR) or _reason(start / _START)
+    failure = _failure(start / _ERROR) or _reason(start / _START, with_verdict=not found)
     if not found and failure is None:
         raise UsageError(
             f"{folder} has neither records nor the failure of a rank: expected a folder of "
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded has none"
         )
     paragraphs = [failure] if failure else []
-    paragraphs += _explain(found, _states(place / STATES), count)
+    paragraphs += _explain(found, _states(place / STATES), count, _silent(place / SILENT))
     return "\n\n".join(paragraphs)
 
 
@@ -79,7 +80,7 @@ def _ask(folders: Sequence[Path]) -> list[dict[int, Record]]:
 
     A job whose ranks do not answer is left out.
     """
-    asked = time.time()
+    asked = _Asked(time.monotonic(), time.time())
     for folder in folders:
         request(folder)
     deadline = time.monotonic() + _ANSWER_SECONDS
@@ -90,28 +91,53 @@ def _ask(folders: Sequence[Path]) -> list[dict[int, Record]]:
         time.sleep(_POLL_SECONDS)
 
 
-def _answers(folder: Path, asked: float) -> tuple[dict[int, Record], bool]:
+@dataclass(frozen=True)
+class _Asked:
+    """When ranks were asked for records, in seconds.
+
+    Attributes:
+        monotonic: by the monotonic clock.
+        day: since 1970.
+    """
+
+    monotonic: float
+    day: float
+
+    def answered_by(self, record: Record) -> bool:
+        """Return whether a record of this host was made since then."""
+        if record.offset is None:
+            return record.time >= self.day
+        return record.time - record.offset >= self.monotonic
+
+
+def _answers(folder: Path, asked: _Asked) -> tuple[dict[int, Record], bool]:
     """Return the records that ranks have made since `asked`, and whether all ranks have one."""
     try:
-        ranks = len(list(folder.glob("rank-*.stacks")))
+        ranks = len(list(folder.glob(STACKS.format("*"))))
         # Not the time of the file: a rank may have made an earlier record before the request, and
         # written it afterwards.
-        found = {rank: r for rank, r in records.read(folder).items() if r.time >= asked}
+        found = {rank: r for rank, r in records.read(folder).items() if asked.answered_by(r)}
     except (HvdkitError, OSError):  # another user's folder, or a job that has ended meanwhile
         return {}, True
     return found, len(found) >= ranks
 
 
-def _explain(found: Mapping[int, Record], states: Mapping[int, str], count: int) -> Iterator[str]:
+def _explain(
+    found: Mapping[int, Record],
+    states: Mapping[int, str],
+    count: int,
+    silent: Sequence[str] = (),
+) -> Iterator[str]:
     if not found:
         return
+    found = aligned(found)
     failed = sorted((r for r in found.values() if r.error), key=lambda record: record.time)
     if failed:
         lines = [_failed_line(record) for record in failed]
         yield "\n".join(filter(None, [mismatch(found), *lines]))
     if len(failed) < len(found):
         size = next(iter(found.values())).size
-        yield judge(found, states, size).whole_text
+        yield judge(found, states, size, silent).whole_text
     by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
     for rank, record in sorted(found.items()):
         if frames := stacks.main_thread(record.stacks):
@@ -158,14 +184,22 @@ def _failure(path: Path) -> str | None:
         ) from error
 
 
-def _reason(path: Path) -> str | None:
-    """Return a line about the end of a job in which no rank failed first, such as a lost host."""
+def _reason(path: Path, with_verdict: bool) -> str | None:
+    """Return a line about the end of a job in which no rank failed first, such as a lost host.
+
+    Args:
+        path: the description of the start.
+        with_verdict: whether to return a verdict on a stall, too. It is derived from the records
+            again if there are any.
+    """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         reason = str(content["reason"]) if content["failed"] else ""
+        # Earlier versions did not write this field.
+        is_verdict = bool(content.get("verdict", False))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if not reason or _VERDICT.match(reason) else f"The job failed: {reason}"
+    return None if not reason or (is_verdict and not with_verdict) else f"The job failed: {reason}"
 
 
 def _states(path: Path) -> dict[int, str]:
@@ -174,3 +208,11 @@ def _states(path: Path) -> dict[int, str]:
         return {int(rank): str(state) for rank, state in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def _silent(path: Path) -> list[str]:
+    """Return the sentences about hosts that did not answer; empty without a readable file."""
+    try:
+        return [str(sentence) for sentence in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError):
+        return []

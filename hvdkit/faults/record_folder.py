@@ -10,15 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
+from hvdkit.record_files import NOTE, RECORD, REQUEST, SAVED
 
-#: Ranks write a record when this file is touched.
-REQUEST = "request"
-#: A rank touches this file when it has saved a checkpoint (`hvdkit/core/progress.py`).
-SAVED = "saved"
-#: A rank that shuts Horovod down writes a note to this file (`hvdkit/core/departure.py`).
-NOTE, _NOTE = "shutdown-{}.json", re.compile(r"shutdown-(\d+)\.json")
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
+_NOTE = re.compile(NOTE.format(r"(\d+)"))
 
 
 class RecordFolder:
@@ -46,7 +42,7 @@ class RecordFolder:
         """Yield the records that were written since the last call."""
         if self._folder is None:
             return
-        for file in sorted(self._folder.path.glob("rank-*.json")):
+        for file in sorted(self._folder.path.glob(RECORD.format("*"))):
             # After an error the next call reads the file again.
             with contextlib.suppress(OSError):
                 facts = file.stat()

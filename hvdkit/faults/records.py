@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
+from hvdkit.record_files import RECORD
 
 #: The version of the format.
 VERSION = 1
 
-_FILE = re.compile(r"rank-(\d+)\.json")
+_FILE = re.compile(RECORD.format(r"(\d+)"))
 # Horovod's numbers of requests and data types (`common/message.h`).
 _OPERATIONS = (
     *("allreduce", "allgather", "broadcast", "join", "adasum", "alltoall", "barrier"),
@@ -62,6 +63,11 @@ class Record:
         pid: its process id.
         reason: why the record was written: `stall`, `request`, `signal` or `error`.
         time: when the record was written, in seconds since 1970.
+        offset: the time of day minus the monotonic clock, in seconds, when the record was written.
+            All times of the record have this offset. None in the record of an earlier engine,
+            whose times are those of the system's clock.
+        machine: the id of the running kernel, whose monotonic clock the rank reads. Empty if it is
+            not known.
         limit: the seconds that a collective may wait before the job ends; 0 for no limit.
         error: the error of the first collective that failed; empty if none did.
         failed: the name of that collective.
@@ -88,6 +94,23 @@ class Record:
     open: Sequence[Call] = ()
     done: Sequence[Call] = ()
     stacks: str = ""
+    offset: float | None = None
+    machine: str = ""
+
+    def shifted(self, seconds: float) -> Record:
+        """Return the record with later times."""
+
+        def later(call: Call) -> Call:
+            ended = None if call.ended is None else call.ended + seconds
+            return replace(call, enqueued=call.enqueued + seconds, ended=ended)
+
+        return replace(
+            self,
+            time=self.time + seconds,
+            open=[later(call) for call in self.open],
+            done=[later(call) for call in self.done],
+            offset=None if self.offset is None else self.offset + seconds,
+        )
 
     def label(self, name: str) -> str | None:
         """Return what a collective reduces, such as a bucket's parameters; None if not known."""
@@ -129,6 +152,9 @@ def parse(text: str) -> Record:
             open=[_call(call) for call in content["open"]],
             done=[_call(call) for call in content["done"]],
             stacks=str(content["stacks"]),
+            # Earlier engines did not write these fields.
+            offset=None if content.get("offset") is None else float(content["offset"]),
+            machine=str(content.get("machine", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HvdkitError(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.faults import stacks
+from hvdkit.faults.alignment import aligned
 from hvdkit.faults.records import Call, Record
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
@@ -108,14 +109,22 @@ class _Wait:
     missing: Sequence[int]
 
 
-def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> Verdict:
+def judge(
+    records: Mapping[int, Record],
+    states: Mapping[int, str],
+    size: int,
+    silent: Sequence[str] = (),
+) -> Verdict:
     """Return the verdict on a job without progress.
 
     Args:
         records: the records, by rank. A rank may have none.
         states: rank -> `STOPPED` or `ENDED`. Other ranks have no entry.
         size: the number of ranks of the job.
+        silent: for each host that did not answer the launcher for some time, a sentence. The
+            verdict contains the sentences if no rank with a record is missing.
     """
+    records = aligned(records)
     waits = _waits(records, states, size)
     if not waits:
         return Verdict(_without_wait(records, states, size))
@@ -135,6 +144,8 @@ def judge(records: Mapping[int, Record], states: Mapping[int, str], size: int) -
     lines += [_describe(r, records.get(r), states.get(r)) for r in wait.missing[:_SHOWN]]
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
+    if not any(rank in records for rank in wait.missing):
+        lines += silent
     deadlock = bool(incomplete) and _all_wait(records, states, size)
     # The ranks may have different limits. `join` has none, because other ranks train meanwhile.
     limits = [records[rank].limit for rank in wait.waiting if wait.call.operation != "join"]
@@ -204,7 +215,16 @@ def _first_line(wait: _Wait, records: Mapping[int, Record]) -> str:
 
 
 def _seconds_waited(wait: _Wait, records: Mapping[int, Record]) -> float:
-    return max(records[rank].time for rank in wait.waiting) - wait.call.enqueued
+    # The clocks of hosts differ, so each time is that of one record.
+    return max(
+        (
+            records[rank].time - call.enqueued
+            for rank in wait.waiting
+            for call in records[rank].open
+            if call.name == wait.call.name
+        ),
+        default=0.0,
+    )
 
 
 def describe_call(call: Call, record: Record) -> str:
@@ -293,6 +313,7 @@ def timeline(records: Mapping[int, Record], count: int = 20) -> list[str]:
         count: the number of collectives.
     """
     calls: dict[tuple[str, int], dict[int, Call]] = {}
+    records = aligned(records)
     for rank, record in records.items():
         for call in [*record.done, *record.open]:
             calls.setdefault((call.name, call.number), {})[rank] = call

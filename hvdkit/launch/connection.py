@@ -26,6 +26,8 @@ _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
 # The errors of a connection to a host that does not answer.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+# Seconds after which the missing answer to a heartbeat counts as a silence.
+_SILENCE_SECONDS = 1.0
 # The most bytes of a line that an error shows.
 _SHOWN_BYTES = 80
 #: The search paths of Python modules and of libraries.
@@ -41,6 +43,19 @@ class Event:
 
 
 Events = queue.Queue[Event]
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A time in which an agent did not answer a heartbeat.
+
+    Attributes:
+        seconds: its length.
+        ended_at: its end (`time.monotonic`); infinite if it has not ended.
+    """
+
+    seconds: float
+    ended_at: float
 
 
 class Connection:
@@ -72,6 +87,9 @@ class Connection:
         self._received = received
         self._events = events
         self._error: OSError | None = None
+        # The time of the heartbeat that the agent has not answered yet, and the last silence.
+        self._asked_at: float | None = None
+        self._silence: Silence | None = None
         self._disconnected = threading.Event()
         # A thread writes the messages: an agent that is stopped must not delay the launcher, and a
         # signal handler may send while the main thread does. None closes the agent's input.
@@ -102,7 +120,22 @@ class Connection:
     def send_heartbeat(self) -> None:
         """Send a heartbeat, but only after all earlier messages have been written."""
         if self._unsent.empty():
+            if self._asked_at is None and self.greeted:
+                self._asked_at = time.monotonic()
             self.send("heartbeat")
+
+    def silence(self, now: float) -> Silence | None:
+        """Return the current silence of the agent, or else its last one; None if there was none.
+
+        A silence is longer than a second.
+
+        Args:
+            now: the time (`time.monotonic`).
+        """
+        asked_at = self._asked_at
+        if asked_at is not None and not self.ended and now > asked_at + _SILENCE_SECONDS:
+            return Silence(now - asked_at, float("inf"))
+        return self._silence
 
     def disconnect(self) -> None:
         """Close the agent's input after the last message. The agent then ends its ranks and itself.
@@ -160,13 +193,18 @@ class Connection:
         self._put({"kind": "lost"})
 
     def _receive(self, message: Message) -> None:
+        now = time.monotonic()
+        if self._asked_at is not None and now > self._asked_at + _SILENCE_SECONDS:
+            self._silence = Silence(now - self._asked_at, now)
+        self._asked_at = None
         if message["kind"] == "alive":
-            self.silent_since = time.monotonic()
+            self.silent_since = now
             return
         answers = self.silent_since < float("inf")
         # `_put` waits while the queue is full. The agent is not silent during this time.
         self.silent_since = float("inf")
         self._put(message)
+        self._asked_at = None
         if answers:
             self.silent_since = time.monotonic()
 

@@ -192,6 +192,7 @@ class Failures:
         finished: Sequence[int],
         before: str = "",
         departed: Sequence[str] = (),
+        silent: Sequence[str] = (),
     ) -> str:
         """Return the report for the user.
 
@@ -200,6 +201,7 @@ class Failures:
             finished: the ranks that ended without an error.
             before: the verdict on the stall in which the ranks failed; empty if there was none.
             departed: for each rank that has called `hvd.shutdown()`, a sentence.
+            silent: for each host that did not answer the launcher for some time, a sentence.
         """
         first, *others = self._ordered()
         alike = self.suspects
@@ -222,7 +224,7 @@ class Failures:
             elif before and not finished and not stopped:
                 lines.append("Before it failed: " + before.replace("\n", " "))
             else:
-                lines.append(_without_cause(self._describe, finished, stopped))
+                lines.append(_without_cause(self._describe, finished, stopped, silent))
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
         similar = [f for f in others if f.kind < _LOST_PEER or first.kind == _LOST_PEER]
@@ -254,7 +256,10 @@ def _shut_down(departed: Sequence[str]) -> str:
 
 
 def _without_cause(
-    describe: Callable[[list[int]], str], finished: Sequence[int], stopped: Sequence[int]
+    describe: Callable[[list[int]], str],
+    finished: Sequence[int],
+    stopped: Sequence[int],
+    silent: Sequence[str],
 ) -> str:
     """Return the possible causes where every failure is a lost peer."""
     text = "Each rank that failed had lost a peer, and none reported why."
@@ -265,7 +270,7 @@ def _without_cause(
         )
     if stopped:
         text += f" {describe(list(stopped))} had made an orderly stop (exit status {RESUMABLE})."
-    return text
+    return " ".join([text, *silent])
 
 
 def tail_of(rank: int, tail: Sequence[str]) -> str:

@@ -24,6 +24,9 @@ from hvdkit.signals import handle_stop_signals, restore
 _POLL_SECONDS = 0.1
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
 _NOW_SECONDS = 1.0
+#: Seconds for which the launcher remembers that a host did not answer, and the most such hosts that
+#: a verdict names.
+_SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
 
@@ -59,6 +62,7 @@ class Outcome:
         saved: whether a checkpoint or a commit was saved.
         lost: the hosts that could not be reached any more.
         hosts_changed: whether the ranks have ended to be started on other hosts.
+        is_verdict: whether the report is a verdict on a stall.
     """
 
     status: int
@@ -69,6 +73,7 @@ class Outcome:
     lost: tuple[Host, ...] = ()
     hosts_changed: bool = False
     suspects: tuple[int, ...] = ()
+    is_verdict: bool = False
 
     def failing_host(self, plan: Plan) -> str | None:
         """Return the host on which the failure began; None if this is not known."""
@@ -132,6 +137,8 @@ class Job:
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
         self._problem = ""
+        # Whether the problem is a verdict on a stall.
+        self._stalled = False
         self._ended_by_launcher = 0
         self._finished: set[Connection] = set()
         self._stopped_by: signal.Signals | None = None
@@ -243,8 +250,10 @@ class Job:
             self._check_registered(now)
         self._check_silence(now)
         # A rank that the launcher ends has not ended by itself: a verdict would blame it for that.
-        if not self._ending and (verdict := self._stalls.check(now, self._statuses)) is not None:
-            self._on_stall(verdict)
+        if not self._ending:
+            verdict = self._stalls.check(now, self._statuses, self._silent_hosts(now))
+            if verdict is not None:
+                self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
@@ -277,6 +286,24 @@ class Job:
                     f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped"
                 )
 
+    def _silent_hosts(self, now: float) -> list[str]:
+        """Return a sentence for each host that did not answer in the last minute, longest first."""
+        found = []
+        for connection in self._agents.connections:
+            silence = connection.silence(now)
+            # While this process was stopped, it did not read answers.
+            earliest = max(now - _SILENT_SECONDS, self._resumed_at + 1)
+            if silence is not None and silence.ended_at >= earliest:
+                found.append((silence.seconds, silence.ended_at, connection.host.name))
+        sentences = []
+        for seconds, ended_at, host in sorted(found, reverse=True)[:_SILENT_SHOWN]:
+            if ended_at > now:
+                sentences.append(f"{host} has not answered the launcher for {seconds:.0f} s.")
+            else:
+                ago = f"until {now - ended_at:.0f} s ago"
+                sentences.append(f"{host} did not answer the launcher for {seconds:.0f} s, {ago}.")
+        return sentences
+
     def _ask_for_records(self) -> None:
         for connection in self._agents.connections:
             connection.send("record")
@@ -286,6 +313,7 @@ class Job:
         if self._ending:
             return
         if verdict.is_final:
+            self._stalled = True
             self._fail(verdict.whole_text)
         else:
             self._say(f"{verdict.text}\n{verdict.outlook}")
@@ -365,7 +393,9 @@ class Job:
         # After a stop signal, the ranks' statuses and a kill do not change the outcome.
         if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
             return self._ended_by(self._stopped_by, 128 + self._stopped_by)
-        return Outcome(1, self._problem, restartable=True) if self._problem else Outcome(0)
+        if not self._problem:
+            return Outcome(0)
+        return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
 
     def _failure(self) -> Outcome:
         if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
@@ -383,7 +413,8 @@ class Job:
         finished = [rank for rank, status in self._statuses.items() if status == 0]
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
-        report = self._failures.report(self._ended_by_launcher, finished, before, departed)
+        silent = self._silent_hosts(time.monotonic())
+        report = self._failures.report(self._ended_by_launcher, finished, before, departed, silent)
         report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
         return Outcome(

@@ -10,16 +10,17 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
-from hvdkit.faults.command import FOLDER, STATES
+from hvdkit.faults.command import FOLDER, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge
+from hvdkit.record_files import RECORD
 
 #: Seconds to wait for the records of all ranks.
 _ANSWER_SECONDS = 5.0
@@ -69,7 +70,7 @@ class Stalls:
             return  # written by another version of hvdkit
         self._records[record.rank] = record
         self._received[record.rank] = now
-        self._keep(f"rank-{record.rank}.json", text)
+        self._keep(RECORD.format(record.rank), text)
         known = (
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
         )
@@ -107,8 +108,16 @@ class Stalls:
         ]
         return verdict.text if failed else ""
 
-    def check(self, now: float, ended: Collection[int]) -> Verdict | None:
-        """Return a verdict when the ranks have answered, or when their time is over; else None."""
+    def check(
+        self, now: float, ended: Collection[int], silent_hosts: Sequence[str] = ()
+    ) -> Verdict | None:
+        """Return a verdict when the ranks have answered, or when their time is over; else None.
+
+        Args:
+            now: the time (`time.monotonic`).
+            ended: the ranks that have ended.
+            silent_hosts: for each host that did not answer the launcher for some time, a sentence.
+        """
         if now > self._confirm_at or now > self._expires_at:
             self._confirm_at = self._expires_at = float("inf")
             self._asked_at = now
@@ -126,7 +135,7 @@ class Stalls:
         # An older record of a silent rank does not say what the rank does now.
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
         states = self._states | dict.fromkeys(ended, ENDED)
-        verdict = judge(current, states, self._size)
+        verdict = judge(current, states, self._size, silent_hosts)
         if verdict.deadlock:
             # The ranks do not write their records at the same time. One rank may continue while
             # another rank writes. If two rounds give the same states, all ranks had them at the
@@ -144,6 +153,7 @@ class Stalls:
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
         self._keep(STATES, json.dumps(states))
+        self._keep(SILENT, json.dumps(list(silent_hosts)))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict
 

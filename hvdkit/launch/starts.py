@@ -42,6 +42,7 @@ class Start:
         failed: whether the job failed by itself. False after a stop on request.
         saved: whether a checkpoint was saved.
         hosts_changed: whether the ranks have ended to be started on other hosts.
+        verdict: whether `reason` is a verdict on a stall, which can be derived from the records.
     """
 
     command: tuple[str, ...]
@@ -56,6 +57,7 @@ class Start:
     failed: bool = False
     saved: bool = False
     hosts_changed: bool = False
+    verdict: bool = False
     version: int = field(default=VERSION, repr=False)
 
     @property
@@ -104,6 +106,7 @@ class Start:
             failed=outcome.restartable and not outcome.hosts_changed,
             saved=outcome.saved,
             hosts_changed=outcome.hosts_changed,
+            verdict=outcome.is_verdict,
         )
 
     def to_json(self) -> str:
@@ -144,6 +147,8 @@ def parse(text: str) -> Start:
             failed=bool(content["failed"]),
             saved=bool(content["saved"]),
             hosts_changed=bool(content["hosts_changed"]),
+            # Earlier versions did not write this field.
+            verdict=bool(content.get("verdict", False)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HvdkitError(f"not the description of a start ({error!r})") from error

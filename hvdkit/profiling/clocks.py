@@ -31,8 +31,8 @@ _WARM_UP = 2
 # By how much a rank is late: longer than the ranks need to leave a round.
 _LATE_SECONDS = 0.001
 
-#: The clock of this rank: nanoseconds since 1970, as in the engine's flight recorder.
-now = time.time_ns
+#: The clock of this rank in nanoseconds: monotonic, because the time of day may jump.
+now = time.monotonic_ns
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -54,6 +54,16 @@ class Offset:
     nanoseconds: float
     error: float
     time: float
+
+
+def time_of_day_offset() -> int:
+    """Return the nanoseconds since 1970, minus those of this rank's monotonic clock."""
+    offsets = []
+    for _ in range(5):
+        before, day, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        offsets.append((after - before, day - (before + after) // 2))
+    # Between two clocks, the thread may have to wait for the processor.
+    return min(offsets)[1]
 
 
 def measure(collectives: Collectives, name: str) -> list[Round]:

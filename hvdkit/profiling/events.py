@@ -85,9 +85,9 @@ def calls_between(record: Record, begin: int, end: int) -> list[Call]:
     A collective that began in this time belongs to the result even if it ended later.
 
     Args:
-        record: the record of a rank.
-        begin: nanoseconds since 1970.
-        end: nanoseconds since 1970.
+        record: the record of a rank, with times of the rank's clock.
+        begin: nanoseconds of the rank's clock.
+        end: nanoseconds of the rank's clock.
     """
     return sorted(
         (

@@ -140,6 +140,8 @@ class BaseProfile:
         self._generation = 0
         self._recording: _Recording | None = None
         self._timeline = Path()
+        # The time of day minus this rank's clock, in nanoseconds, when the timeline was started.
+        self._offset = 0
 
     # --- for scripts ----------------------------------------------------------------------------
 
@@ -336,7 +338,12 @@ class BaseProfile:
         if text is None:
             notes.append(_WITHOUT_RECORDER)
         else:
+            # The times of the record are times of day.
             record = parse(text)
+            offset = record.offset
+            record = record.shifted(
+                -(clocks.time_of_day_offset() / 1e9 if offset is None else offset)
+            )
             calls = events.calls_between(record, recording.began, ended)
             found += events.collective_events(rank, record, calls)
             if not events.is_complete(record, recording.began):
@@ -403,6 +410,7 @@ class BaseProfile:
     # --- Horovod's timeline, which only rank 0 writes -------------------------------------------
 
     def _start_timeline(self) -> None:
+        self._offset = clocks.time_of_day_offset()
         if self._collectives.rank or os.environ.get(timeline.VARIABLE) != timeline.DYNAMIC:
             return
         self._timeline = self._path.with_name(f".{self._path.name}.{os.getpid()}.timeline")
@@ -419,10 +427,10 @@ class BaseProfile:
         if self._collectives.rank or not value:
             return []
         if not self._timeline.name:
-            return timeline.read(Path(value), 0, began, ended)
+            return timeline.read(Path(value), 0, began, ended, self._offset)
         try:
             self._control.stop_timeline()  # writes all that is in memory
-            return timeline.read(self._timeline, 0, began, ended)
+            return timeline.read(self._timeline, 0, began, ended, self._offset)
         finally:
             self._stop_timeline()
 

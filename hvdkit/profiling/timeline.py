@@ -26,14 +26,16 @@ VARIABLE = "HOROVOD_TIMELINE"
 DYNAMIC = "DYNAMIC"
 
 
-def read(path: Path, rank: int, begin: int, end: int) -> list[Event]:
+def read(path: Path, rank: int, begin: int, end: int, offset: int) -> list[Event]:
     """Return the events of a timeline between two times.
 
     Args:
         path: the file.
         rank: the rank that wrote it.
-        begin: nanoseconds since 1970.
-        end: nanoseconds since 1970.
+        begin: nanoseconds of the rank's clock.
+        end: nanoseconds of the rank's clock.
+        offset: the nanoseconds since 1970, minus those of the rank's clock, when the timeline was
+            started.
 
     Raises:
         HvdkitError: the file cannot be read, or is not a timeline.
@@ -45,7 +47,7 @@ def read(path: Path, rank: int, begin: int, end: int) -> list[Event]:
             for event in content
             if "start_time_since_epoch_in_micros" in event.get("args", {})
         )
-        return _convert(content, rank, int(start) * 1000, begin, end)
+        return _convert(content, rank, int(start) * 1000 - offset, begin, end)
     except OSError as error:
         raise HvdkitError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:

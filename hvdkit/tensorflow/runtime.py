@@ -1,11 +1,14 @@
 """Start and stop Horovod in a TensorFlow process."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
-# Not public. No public function makes TensorFlow run an op without inputs again.
-from tensorflow.python.eager import context
+# Not public. No public function makes TensorFlow run an op without inputs again, or changes the
+# text of an error.
+from tensorflow.python.eager import context, core, execute
 
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
@@ -29,6 +32,45 @@ def _refuse_torchrun() -> NoReturn:
 
 
 _runtime = Runtime("tensorflow", tf.__version__, engine, mpi_ops, use_own_gpu, _refuse_torchrun)
+
+
+def _explain_errors() -> None:
+    """Let the error of a collective name the rank that has called `hvd.shutdown()`.
+
+    TensorFlow calls `core._status_to_exception` for the error of an op, and functions of `execute`
+    for a graph. Another version of TensorFlow may not have these functions.
+    """
+    explained_text = _runtime.departure.explained_text
+
+    def explain_op(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(convert)
+        def explained(status: Any) -> Any:
+            status.message = explained_text(str(status.message))
+            return convert(status)
+
+        return explained
+
+    def explain_graph(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def explained(*args: Any, **options: Any) -> Any:
+            try:
+                return run(*args, **options)
+            except tf.errors.OpError as error:
+                error._message = explained_text(str(error.message))
+                raise
+
+        return explained
+
+    for module, name, explain in (
+        (core, "_status_to_exception", explain_op),
+        (execute, "execute", explain_graph),
+        (execute, "execute_with_cancellation", explain_graph),
+    ):
+        if hasattr(module, name):
+            setattr(module, name, explain(getattr(module, name)))
+
+
+_explain_errors()
 
 shutdown = _runtime.shutdown
 host_collectives = _runtime.host_collectives

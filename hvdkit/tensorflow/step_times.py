@@ -15,13 +15,18 @@ from hvdkit.tensorflow.graphs import GraphValue
 # The first three of `SECTIONS`. The time of an update counts as `FORWARD` of the next step, because
 # a graph does not measure updates.
 _SECTIONS = (FORWARD, BACKWARD, WAIT)
+# The time of day counts as set if it has moved by more seconds than this, compared with the
+# monotonic clock, and by more than this part of the time. NTP moves it more slowly.
+_SET_SECONDS, _SET_PART = 0.05, 0.001
 
 
 class GraphTimes:
     """Measures the times of `hvdkit.core.stragglers` around the reductions of this process.
 
     Python does not run between the operations of a graph, so operations read the clock: once when
-    the first gradient exists, once when all gradients exist, and once when all are reduced.
+    the first gradient exists, once when all gradients exist, and once when all are reduced. This
+    clock is the time of day: TensorFlow has no operation for a monotonic clock. If the time of day
+    was set, `take` and `take_in_graph` return zeros, so that the rank is not compared this time.
     """
 
     def __init__(self) -> None:
@@ -33,6 +38,7 @@ class GraphTimes:
         # above.
         self._taken_in_graphs = GraphValue(tf.float64, [len(_SECTIONS)])
         self._taken = [0.0] * len(_SECTIONS)
+        self._day = _Day()
 
     def begin_reduction(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the times at which the first and the last gradient exist.
@@ -41,7 +47,7 @@ class GraphTimes:
             gradients: this rank's gradients, in the order of the variables; None if missing.
         """
         if tf.executing_eagerly():
-            return [time.time()] * 2
+            return [time.monotonic()] * 2
         tensors = tf.nest.flatten(
             [each for each in gradients if each is not None], expand_composites=True
         )
@@ -59,7 +65,7 @@ class GraphTimes:
             In a graph, a handle for `take_in_graph`.
         """
         if tf.executing_eagerly():
-            self._eager = _added(self._eager, [*begun, time.time()])
+            self._eager = _added(self._eager, [*begun, time.monotonic()])
             return None
         tensors = [each for each in reduced if each is not None]
         end = _clock_after(tf.nest.flatten(tensors, expand_composites=True))
@@ -71,6 +77,12 @@ class GraphTimes:
     def take_in_graph(self, handle: tf.Tensor) -> tf.Tensor:
         """Return the seconds in each of `_SECTIONS` since the last call, and count from 0 again."""
         values = self._graph.read(handle)
+
+        @tf.autograph.experimental.do_not_convert
+        def factor() -> float:
+            return 0.0 if self._day.was_set() else 1.0
+
+        values *= tf.ensure_shape(tf.py_function(factor, [], tf.float64), ())
         self._graph.assign(handle, tf.concat([tf.zeros_like(values[:-1]), values[-1:]], 0))
         taken = self._taken_in_graphs.handle()
         self._taken_in_graphs.assign(taken, self._taken_in_graphs.read(taken) + values[:-1])
@@ -78,11 +90,10 @@ class GraphTimes:
 
     def start(self) -> None:
         """Begin counting, unless the times are being counted."""
-        now = time.time()
         if not self._graph.numpy()[-1]:
-            self._graph.set([*self._graph.numpy()[:-1], now])
+            self._graph.set([*self._graph.numpy()[:-1], time.time()])
         if not self._eager[-1]:
-            self._eager[-1] = now
+            self._eager[-1] = time.monotonic()
 
     def stop(self) -> None:
         """Stop counting until the next reduction or `start`."""
@@ -94,7 +105,9 @@ class GraphTimes:
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, and count from 0 again."""
-        graph, eager = self._graph.numpy(), self._eager
+        graph, eager = self._graph.numpy().tolist(), self._eager
+        if self._day.was_set():
+            graph, eager = [0.0] * len(graph), [0.0] * len(eager)
         self._graph.set([0.0] * len(_SECTIONS) + [graph[-1]])
         self._eager = [0.0] * len(_SECTIONS) + [eager[-1]]
         spent = [float(graph[k] + eager[k]) for k in range(len(_SECTIONS))]
@@ -106,6 +119,31 @@ class GraphTimes:
         graphs: list[Any] = [self._graph.numpy(), self._taken_in_graphs.numpy()]
         parts = [*graphs, self._eager, self._taken]
         return {s: float(sum(part[k] for part in parts)) for k, s in enumerate(_SECTIONS)}
+
+
+class _Day:
+    """Finds out whether the time of day was set."""
+
+    def __init__(self) -> None:
+        self._since, self._offset = self._read()
+
+    def was_set(self) -> bool:
+        """Return whether the time of day was set since the last call."""
+        since, before = self._since, self._offset
+        self._since, self._offset = self._read()
+        limit = max(_SET_SECONDS, _SET_PART * (self._since - since))
+        return abs(self._offset - before) > limit
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        """Return the monotonic time, and the time of day minus it, in seconds."""
+        readings = []
+        for _ in range(3):
+            before, day, after = time.monotonic(), time.time(), time.monotonic()
+            readings.append((after - before, after, day - (before + after) / 2))
+        # Between two clocks, the thread may have to wait for the processor.
+        _, now, offset = min(readings)
+        return now, offset
 
 
 class PayloadBytes:

@@ -13,7 +13,7 @@ import tensorflow as tf
 import xxhash
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.consistency import RankMismatchError, name_ranks
 from hvdkit.tensorflow.graphs import GraphValue
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
@@ -31,8 +31,6 @@ _ERROR = 170
 # Relative to the largest element of a variable. Ranks on different processors may round a step
 # differently, by about 1e-7. Different initial values differ by about 1.
 _TOLERANCE = 1e-4
-# The number of elements of a variable that an error shows.
-_SHOWN = 3
 
 _ADVICE = (
     "Call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or after it. "
@@ -119,7 +117,7 @@ class ValueCheck:
         """Find the variables that differ by more than rounding; log or raise."""
         flat = [tf.reshape(_as_float(value), [-1]) for value in values]
         root = self._process_set.ranks[0]
-        differ = []
+        differ, largest_of, digests = [], [], []
         for k, own in enumerate(flat):
             first = mpi_ops.broadcast(
                 own,
@@ -129,36 +127,41 @@ class ValueCheck:
                 process_set=self._process_set,
             )
             finite = tf.math.is_finite(first)
-            broken = tf.reduce_any(tf.not_equal(finite, tf.math.is_finite(own)))
-            distance = tf.boolean_mask(tf.abs(own - first), finite)
-            largest = tf.boolean_mask(tf.abs(first), finite)
+            same = tf.equal(finite, tf.math.is_finite(own))
+            both = tf.logical_and(finite, same)
+            zeros = tf.zeros_like(own)
+            distance = tf.where(both, tf.abs(tf.where(both, own - first, zeros)), zeros)
+            distance = tf.where(same, distance, tf.constant(float("inf"), tf.float64))
+            largest = tf.where(finite, tf.abs(tf.where(finite, first, zeros)), zeros)
             limit = _TOLERANCE * tf.reduce_max(tf.concat([largest, [0.0]], 0))
             far = tf.reduce_max(tf.concat([distance, [0.0]], 0)) > limit
-            differ.append(tf.cast(tf.logical_or(broken, far), tf.int64))
+            differ.append(tf.cast(far, tf.int64))
+            largest_of.append(_largest(distance, own, first))
+            digests.append(tf.ensure_shape(tf.py_function(_digest, [values[k]], tf.int64), ()))
         anywhere = self._allreduce(tf.stack(differ), "differ", mpi_ops.Max)
-        shown = tf.stack([tf.pad(own, [[0, _SHOWN]])[:_SHOWN] for own in flat])
-        gathered = mpi_ops.allgather(
-            shown[None],
-            f"{self._prefix}.told",
-            ignore_name_scope=True,
-            process_set=self._process_set,
-        )
+        told = [
+            mpi_ops.allgather(
+                tf.stack(each)[None],
+                f"{self._prefix}.{name}",
+                ignore_name_scope=True,
+                process_set=self._process_set,
+            )
+            for name, each in (("told", largest_of), ("digests", digests))
+        ]
         ranks = list(self._process_set.ranks)
 
         @tf.autograph.experimental.do_not_convert
-        def report(count: tf.Tensor, anywhere: tf.Tensor, gathered: tf.Tensor) -> int:
+        def report(
+            count: tf.Tensor, anywhere: tf.Tensor, told: tf.Tensor, digests: tf.Tensor
+        ) -> int:
             differing = np.flatnonzero(anywhere.numpy())
             if not differing.size:
                 return 0
             index, reductions = int(differing[0]), int(count)
-            elements = "; ".join(
-                f"rank {rank}: {', '.join(f'{x:.6g}' for x in of_rank[index])}"
-                for rank, of_rank in zip(ranks, gathered.numpy(), strict=True)
-            )
+            where = _describe(ranks, told.numpy()[:, index], digests.numpy()[:, index])
             text = (
-                f"ranks have different values of {names[index]!r} (its first elements: "
-                f"{elements}) after {reductions} reductions of its gradient, and mean gradients "
-                f"never make them equal. {_ADVICE}"
+                f"ranks have different values of {names[index]!r} after {reductions} reductions of "
+                f"its gradient: {where}. Mean gradients never make them equal. {_ADVICE}"
             )
             if reductions >= _ERROR:
                 self._reset()
@@ -167,7 +170,7 @@ class ValueCheck:
                 _log.warning("%s This will be an error after %d reductions.", text, _ERROR)
             return 0
 
-        done = tf.py_function(report, [count, anywhere, gathered], tf.int32)
+        done = tf.py_function(report, [count, anywhere, *told], tf.int32)
         return tf.ensure_shape(done, ())
 
     def _reset(self) -> None:
@@ -202,3 +205,45 @@ def _as_float(value: tf.Tensor) -> tf.Tensor:
     if value.dtype.is_complex:
         value = tf.stack([tf.math.real(value), tf.math.imag(value)], -1)
     return tf.cast(value, tf.float64)
+
+
+def _largest(distance: tf.Tensor, own: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+    """Return the number of elements that differ, and the index and both values of the farthest."""
+    distance, own, first = (tf.concat([each, [0.0]], 0) for each in (distance, own, first))
+    index = tf.argmax(distance)
+    count = tf.math.count_nonzero(distance)
+    return tf.stack([*(tf.cast(n, tf.float64) for n in (count, index)), own[index], first[index]])
+
+
+def _describe(ranks: Sequence[int], told: np.ndarray, digests: np.ndarray) -> str:
+    """Return which ranks differ from the others, and in which element.
+
+    Args:
+        ranks: the ranks.
+        told: for each rank, the result of `_largest`, compared with the first rank.
+        digests: for each rank, a digest of its value.
+    """
+    alike: dict[int, list[int]] = {}
+    for place, digest in enumerate(digests.tolist()):
+        alike.setdefault(digest, []).append(place)
+    # Without a majority, the others are compared with the first rank.
+    majority = max(alike.values(), key=len)
+    if len(majority) <= len(ranks) // 2:
+        majority = alike[int(digests[0])]
+    usual = majority[0]
+    texts = []
+    for places in alike.values():
+        if places is majority:
+            continue
+        # All ranks were compared with the first one. If the first rank differs from the majority,
+        # the comparison of a rank of the majority describes the difference.
+        is_first = places[0] == 0
+        count, index, own, first = told[usual if is_first else places[0]]
+        value, other = (first, own) if is_first else (own, first)
+        base = ranks[usual if is_first else 0]
+        texts.append(
+            f"{name_ranks([ranks[place] for place in places])} differ{'s' * (len(places) == 1)} in "
+            f"{int(count):,} elements from rank {base}: element {int(index)} is {value:.6g}, and "
+            f"{other:.6g} on rank {base}"
+        )
+    return "; ".join(texts)

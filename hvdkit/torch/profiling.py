@@ -160,7 +160,7 @@ class Profiler:
 
 
 def _of_rank(recorded: list[Event], rank: int, difference: int) -> list[Event]:
-    """Return events with the process numbers of a rank and nanoseconds of the system's clock."""
+    """Return events with the process numbers of a rank and nanoseconds of the rank's clock."""
     processes: dict[int, int] = {}
     kept = []
     for event in recorded:

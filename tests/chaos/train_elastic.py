@@ -21,7 +21,9 @@ import hvdkit.torch as hvd
 SAMPLES = 301
 BATCH = 4
 #: Steps between two commits, and between two checkpoints.
-COMMIT, SAVE = 2, 10
+COMMIT, SAVE = 4, 7
+#: In steps that are a multiple of this number, the commit comes before the checkpoint.
+COMMIT_FIRST = 8
 
 
 def main() -> None:
@@ -63,13 +65,16 @@ def main() -> None:
             state.step += 1
             line = (os.getpid(), state.step, state.step, loss.item().hex(), time.monotonic())
             append(args.out / f"losses.{rank}", *line)
+            # In both orders, and between two commits: a checkpoint may be newer than the commit.
+            commits_first = state.step % COMMIT_FIRST == 0
+            if args.checkpoints and not commits_first:
+                checkpointer.maybe_save(state.step, 0)
             if state.step % COMMIT == 0:
                 state.commit()
                 if rank == 0:
                     append(args.out / "committed", state.step)
-                # After the commit: a restart may not go back to a step before a checkpoint.
-                if args.checkpoints:
-                    checkpointer.maybe_save(state.step, 0)
+            if args.checkpoints and commits_first:
+                checkpointer.maybe_save(state.step, 0)
 
     with checkpointer:
         restored = checkpointer.restore() if args.checkpoints else None

@@ -18,7 +18,7 @@ from hvdkit.faults.command import why
 from tests.chaos import faults, surroundings
 from tests.chaos.faults import Fault
 from tests.chaos.job import Job, lines_of
-from tests.chaos.settings import Setting
+from tests.chaos.settings import ELASTIC, Setting
 from tests.chaos.world import World, wait_until
 
 #: Within this time after a fault, a job must train again or end, on a machine where a job starts in
@@ -422,11 +422,15 @@ class Trial:
             self._problem(f"accuracy {found}: expected about {expected}")
 
     def _newest_step(self) -> int:
-        """Return the newest saved step; 0 without one, or if that is not known."""
+        """Return the newest saved step; 0 without one, or if that is not known.
+
+        For an elastic job, return the last committed step if it is older: the commit counts.
+        """
         if self.job.setting.store != "folder" or not os.path.isdir(self.job.checkpoints):
             return 0
         steps = Store(self.job.checkpoints).steps()
-        return steps[-1].step if steps else 0
+        newest = steps[-1].step if steps else 0
+        return min(newest, self.job.committed) if self.job.setting.started == ELASTIC else newest
 
     def _check_steps(self) -> None:
         """Check that all steps are whole, and that nothing else is left of a save."""

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdkit import record_files
 from hvdkit.checkpoint import background, calls, chunks, manager, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
@@ -25,6 +26,7 @@ from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Search, Store
+from hvdkit.core import progress
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import RESUMABLE, UsageError
 from tests.checkpoint.material import as_version_1, forge, remove, step_folder
@@ -817,6 +819,66 @@ def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
             assert saving.maybe_save(1) is False
 
     on_ranks(run)
+
+
+def test_a_commit_before_the_newest_checkpoint(place):
+    """An elastic job resumes from its last commit, which may be older than the checkpoint."""
+
+    def newest(collectives):
+        with make(collectives, place) as reading:
+            return reading.restore().step
+
+    def run(collectives):
+        with make(collectives, place, every_steps=5) as saving:
+            for step in range(1, 12):
+                saving.maybe_save(step)
+        with make(collectives, place, every_steps=5) as resumed:
+            assert resumed.restore().step == 10
+            resumed.state_replaced()
+            # The commit was made after step 3.
+            assert not resumed.maybe_save(4)
+            resumed.wait()
+            before = newest(collectives)
+            saved = [step for step in range(5, 8) if resumed.maybe_save(step)]
+            with pytest.raises(UsageError, match="after step 7"):
+                resumed.maybe_save(6)
+        return before, saved, newest(collectives)
+
+    assert on_ranks(run) == [(10, [5], 5)] * SIZE
+    assert steps(place) == [10, 5]
+
+
+@pytest.mark.parametrize("commit", [9, 10])
+def test_a_commit_after_the_newest_checkpoint(place, commit):
+    def run(collectives):
+        with make(collectives, place, every_steps=5) as saving:
+            saving.save(10)
+        with make(collectives, place, every_steps=5) as resumed:
+            resumed.restore()
+            resumed.state_replaced()
+            return [step for step in range(commit + 1, 17) if resumed.maybe_save(step)]
+
+    assert on_ranks(run) == [[15]] * SIZE
+
+
+def test_a_step_that_is_saved_again_is_no_progress(tmp_path, monkeypatch):
+    """Otherwise, a job that always fails at the same place is restarted forever."""
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+    told = tmp_path / record_files.SAVED
+
+    def run(collectives):
+        with make(collectives, tmp_path / "steps") as saving:
+            saving.restore()
+            saving.state_replaced()
+            found = []
+            for step in (4, 5, 4, 5, 6):
+                told.unlink(missing_ok=True)
+                saving.save(step, wait=True)
+                found.append(told.exists())
+        return found
+
+    assert on_ranks(run, size=1) == [[True, True, False, False, True]]
+    assert on_ranks(run, size=1) == [[False, False, False, False, False]]
 
 
 def test_a_step_that_is_not_a_number_on_one_rank_is_an_error_on_all_ranks(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit import record_files
 from hvdkit.core import progress
 from hvdkit.core.commits import CommitId, CommitStore
 from hvdkit.core.committer import Committer
@@ -160,6 +162,13 @@ class RankCollectives:
         buffer[:] = self.world.exchange(self.rank, buffer.copy())[root_rank]
 
 
+def resumed(committer):
+    """Return the path and content of the commit, in a list; [] without a commit."""
+    found = []
+    assert committer.resume(lambda path: found.append((path, path.read_bytes()))) == bool(found)
+    return found
+
+
 @pytest.fixture
 def world(tmp_path):
     folders = [tmp_path / f"host{i}" for i in range(3)]
@@ -173,10 +182,9 @@ def test_the_newest_commit_is_copied_to_the_hosts_that_lack_it(world):
     CommitStore([world.folders[1]], 0).write(CommitId(1, 3), writes(CONTENT))
 
     def work(committer, rank):
-        path = committer.resume()
-        content = path.read_bytes()
+        (path, content), *more = resumed(committer)
         committer.commit(writes(b"next"))
-        return path.parent == world.folders[rank] and content
+        return not more and path.parent == world.folders[rank] and content
 
     assert world.run(work, start=2) == [CONTENT] * 3
     for folder in world.folders:
@@ -188,19 +196,19 @@ def test_a_commit_counts_as_progress(world, monkeypatch, tmp_path):
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
 
     def work(committer, rank):
-        committer.resume()
-        assert not (tmp_path / progress.FILE).exists()
+        resumed(committer)
+        assert not (tmp_path / record_files.SAVED).exists()
         world.exchange(rank, None)
         committer.commit(writes(CONTENT))
-        return (tmp_path / progress.FILE).exists()
+        return (tmp_path / record_files.SAVED).exists()
 
     assert world.run(work, start=0) == [True] * 3
 
 
 def test_no_commit_at_all(world, caplog):
-    assert world.run(lambda committer, _: committer.resume()) == [None] * 3
+    assert world.run(lambda committer, _: resumed(committer)) == [[]] * 3
     assert not caplog.records
-    assert world.run(lambda committer, _: committer.resume(), committed=True) == [None] * 3
+    assert world.run(lambda committer, _: resumed(committer), committed=True) == [[]] * 3
     (record,) = caplog.records
     assert "every host that held a commit of the elastic state is lost" in record.getMessage()
 
@@ -224,9 +232,46 @@ def test_a_commit_that_one_host_cannot_store_raises_on_all_ranks(world):
 def test_a_copy_that_one_host_cannot_store_raises_on_all_ranks(world):
     CommitStore([world.folders[0]], 0).write(CommitId(0, 1), writes(CONTENT))
     (world.folders[2] / "0.draft").mkdir()
-    for error in world.run(lambda committer, _: committer.resume(), start=1):
+    for error in world.run(lambda committer, _: resumed(committer), start=1):
         assert isinstance(error, HvdkitError)
         assert "not copied to a new host: rank 2: IsADirectoryError" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("folder", "cannot be read: rank 1: FileNotFoundError"),
+        ("file to copy", "not copied to a new host: rank 1: (PermissionError|OSError)"),
+        ("load", "commit 3 of the elastic state was not restored: rank 1: EOFError. Put"),
+        ("save", "commit 4 of the elastic state was not stored: rank 1: MemoryError. Two"),
+    ],
+)
+def test_a_commit_that_one_rank_cannot_read_raises_on_all_ranks(world, monkeypatch, broken, said):
+    CommitStore([world.folders[1]], 0).write(CommitId(1, 3), writes(CONTENT))
+    if broken == "folder":
+        world.folders[1].rename(world.folders[1].with_name("gone"))
+    if broken == "file to copy":
+
+        def no_map(path, *_):
+            raise PermissionError(f"no access to {path}")
+
+        monkeypatch.setattr("hvdkit.core.committer.np.memmap", no_map)
+
+    def work(committer, rank):
+        def fails(_):
+            if (broken, rank) == ("load", 1):
+                raise EOFError
+
+        def saves():
+            if rank == 1:
+                raise MemoryError
+
+        committer.resume(fails)
+        committer.commit(writes(b"next"), saves)
+
+    for error in world.run(work, start=2):
+        assert isinstance(error, HvdkitError)
+        assert re.search(said, str(error))
 
 
 def test_a_change_that_one_host_knows_ends_all_ranks(world):

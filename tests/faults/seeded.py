@@ -62,10 +62,10 @@ print("trained", flush=True)
 """
 
 #: What the launcher says about a rank that does not call a collective.
-_STALL = r"Rank {rank} on \S+ has not called it: the rank is at "
-_IN_FAULT = _STALL + r"\S*train\.py:\d+ in (fault|<lambda>|hook|__getitem__): "
+STALL = r"Rank {rank} on \S+ has not called it: the rank is at "
+IN_FAULT = STALL + r"\S*train\.py:\d+ in (fault|<lambda>|hook|__getitem__): "
 _FAILED = r"rank {rank} on \S+ failed: "
-_EXIT_1 = _FAILED + r"exit status 1(.|\n)*"
+EXIT_1 = _FAILED + r"exit status 1(.|\n)*"
 _ENDED = r"rank {rank} on \S+ had ended without an error|Rank {rank}\b.*the process has ended"
 
 
@@ -84,6 +84,8 @@ class Case:
         instead_of_step: code before `optimizer.step()`.
         arguments: additional arguments of `hvdkit run`.
         env: additional environment variables of the job.
+        template: the training script, with places for the code above.
+        ranks: the number of ranks.
     """
 
     name: str
@@ -96,6 +98,8 @@ class Case:
     instead_of_step: str = ""
     arguments: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    template: str = SCRIPT
+    ranks: int = _RANKS
 
     def script(self, rank: int) -> str:
         """Return the training script in which `rank` has the fault."""
@@ -103,7 +107,7 @@ class Case:
         def block(code: str, indent: str) -> str:
             return textwrap.indent(code, indent).strip()
 
-        return SCRIPT.format(
+        return self.template.format(
             rank=rank,
             before_init=block(self.before_init, "    "),
             build=block(self.build, "    "),
@@ -121,47 +125,47 @@ def _mpi(case: Case) -> Case:
     )  # fmt: skip
 
 
-_SLEEPS = Case("sleeps in its data", _IN_FAULT, "time.sleep(100)")
+_SLEEPS = Case("sleeps in its data", IN_FAULT, "time.sleep(100)")
 _STOPPED = Case(
     "SIGSTOP", r"Rank {rank}\b.*the process is stopped", "os.kill(os.getpid(), signal.SIGSTOP)"
 )
 _KILLED = Case("SIGKILL", _FAILED + r"killed by signal 9", "os.kill(os.getpid(), signal.SIGKILL)")
-_RAISES = Case("raises an exception", _EXIT_1 + "no data", "raise ValueError('no data')")
+_RAISES = Case("raises an exception", EXIT_1 + "no data", "raise ValueError('no data')")
 _ENDS = Case("ends early with status 0", _ENDED, "sys.exit(0)")
 _ALONE = Case(
     "calls a collective alone",
     r"Rank {rank} (on \S+ )?.*'only on one rank'(.|\n)*a deadlock",
     "hvd.allreduce(torch.ones(3), name='only on one rank')",
 )
-_BIT = "on rank {rank} \\(host \\S+\\) differs in 1 of [\\d,]+ elements"
+BIT = "on rank {rank} \\(host \\S+\\) differs in 1 of [\\d,]+ elements"
 
 CASES: list[Case] = [
     _SLEEPS,
-    Case("loops", _IN_FAULT, "while True: pass"),
+    Case("loops", IN_FAULT, "while True: pass"),
     Case(
         "loops in C with the GIL held",
-        _IN_FAULT,
+        IN_FAULT,
         "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
     ),
     Case(
         "waits for a lock that it holds",
-        _IN_FAULT,
+        IN_FAULT,
         "lock = threading.Lock(); lock.acquire(); lock.acquire()",
     ),
-    Case("waits for an event", _IN_FAULT, "threading.Event().wait(100)"),
-    Case("reads from a socket", _IN_FAULT, "first, second = socket.socketpair(); first.recv(1)"),
-    Case("waits for a program", _IN_FAULT, "subprocess.run(['sleep', '100'])"),
-    Case("waits for a queue", _IN_FAULT, "import queue; queue.Queue().get()"),
-    Case("opens a pipe without a writer", _IN_FAULT, "os.mkfifo('pipe'); open('pipe')"),
+    Case("waits for an event", IN_FAULT, "threading.Event().wait(100)"),
+    Case("reads from a socket", IN_FAULT, "first, second = socket.socketpair(); first.recv(1)"),
+    Case("waits for a program", IN_FAULT, "subprocess.run(['sleep', '100'])"),
+    Case("waits for a queue", IN_FAULT, "import queue; queue.Queue().get()"),
+    Case("opens a pipe without a writer", IN_FAULT, "os.mkfifo('pipe'); open('pipe')"),
     Case(
         "waits for a file lock",
-        _IN_FAULT,
+        IN_FAULT,
         "import fcntl\nfirst, second = open('lock', 'w'), open('lock', 'w')\n"
         "fcntl.flock(first, fcntl.LOCK_EX); fcntl.flock(second, fcntl.LOCK_EX)",
     ),
     Case(
         "waits for a worker of a slow DataLoader",
-        _IN_FAULT,
+        IN_FAULT,
         "class Slow(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 1\n"
         "    def __getitem__(self, i): time.sleep(100)\n"
@@ -169,12 +173,12 @@ CASES: list[Case] = [
     ),
     Case(
         "sleeps in a hook of the backward pass",
-        _IN_FAULT,
+        IN_FAULT,
         "model[1].weight.register_hook(lambda gradient: time.sleep(100))",
     ),
     Case(
         "waits for a thread that never ends",
-        _IN_FAULT,
+        IN_FAULT,
         "thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)\n"
         "thread.start(); thread.join()",
     ),
@@ -188,23 +192,23 @@ CASES: list[Case] = [
     Case("SIGSEGV", _FAILED + r"killed by signal 11", "os.kill(os.getpid(), signal.SIGSEGV)"),
     Case("aborts", _FAILED + r"killed by signal 6", "os.abort()"),
     Case("SIGTERM", _FAILED + r"killed by signal 15", "os.kill(os.getpid(), signal.SIGTERM)"),
-    Case("allocates too much", _EXIT_1 + "memory", "torch.empty(1 << 50)"),
-    Case("recurses without end", _EXIT_1 + "RecursionError", "fault()"),
+    Case("allocates too much", EXIT_1 + "memory", "torch.empty(1 << 50)"),
+    Case("recurses without end", EXIT_1 + "RecursionError", "fault()"),
     Case(
         "has a limit of memory",
         _FAILED,
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\n"
         "x = bytearray(1 << 30)",
     ),
-    Case("reads a missing file", _EXIT_1 + "FileNotFoundError", "open('missing')"),
+    Case("reads a missing file", EXIT_1 + "FileNotFoundError", "open('missing')"),
     Case(
         "raises in a hook of the backward pass",
-        _EXIT_1 + "in the hook",
+        EXIT_1 + "in the hook",
         "def hook(gradient): raise ValueError('in the hook')\nmodel[1].weight.register_hook(hook)",
     ),
     Case(
         "raises in a worker of a DataLoader",
-        _EXIT_1 + "a broken sample",
+        EXIT_1 + "a broken sample",
         "class Broken(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 1\n"
         "    def __getitem__(self, i): raise ValueError('a broken sample')\n"
@@ -212,12 +216,12 @@ CASES: list[Case] = [
     ),
     Case(
         "flips a bit of a weight",
-        rf"after step 1\d: '1\.weight' {_BIT}",
+        rf"after step 1\d: '1\.weight' {BIT}",
         "model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 30",
     ),
     Case(
         "flips a bit of a bias",
-        rf"after step 1\d: '2\.bias' {_BIT}",
+        rf"after step 1\d: '2\.bias' {BIT}",
         "model[2].bias.data.view(torch.int32)[3] ^= 1 << 28",
     ),
     Case(
@@ -266,7 +270,7 @@ CASES: list[Case] = [
     ),
     Case(
         "does not add a process set",
-        r"waited \d+ s for add_process_set(.|\n)*" + _STALL + r".*time\.sleep",
+        r"waited \d+ s for add_process_set(.|\n)*" + STALL + r".*time\.sleep",
         options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",
         env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
     ),
@@ -303,7 +307,7 @@ CASES: list[Case] = [
         before_init="sys.exit(0)",
         arguments=("--start-timeout", "15"),
     ),
-    Case("raises before init", _EXIT_1 + "no module", before_init="raise ImportError('no module')"),
+    Case("raises before init", EXIT_1 + "no module", before_init="raise ImportError('no module')"),
     Case("dies before init", _FAILED + r"killed by signal 6", before_init="os.abort()"),
     Case("has a larger layer", r"rank {rank}\b.*0\.weight|0\.weight.*rank {rank}\b",
          build="hidden = 65"),
@@ -352,7 +356,7 @@ def run(case: Case, rank: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="hvdkit-seeded-") as name:
         script = Path(name) / "train.py"
         script.write_text(case.script(rank))
-        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(_RANKS), *case.arguments]
+        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(case.ranks), *case.arguments]
         done = subprocess.run(
             [*command, "--output-dir", f"{name}/runs", sys.executable, str(script)],
             env=dict(os.environ) | _ENV | {"TMPDIR": name} | case.env,
@@ -370,26 +374,26 @@ def run(case: Case, rank: int) -> Outcome:
 def run_all(cases: Sequence[Case]) -> list[Outcome]:
     """Run the cases, some at a time. Their ranks at fault take turns."""
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        ranks = [number % _RANKS for number in range(len(cases))]
+        ranks = [number % case.ranks for number, case in enumerate(cases)]
         return list(pool.map(run, cases, ranks))
 
 
-def main() -> int:
-    """Print a table of the cases."""
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    cases = [case for case in CASES if wanted in case.name]
+def main(every: Sequence[Case]) -> int:
+    """Print a table of those of the cases whose names contain the words of the command."""
+    wanted = " ".join(sys.argv[1:])
+    numbered = [(number, case) for number, case in enumerate(every) if wanted in case.name]
     count = 0
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        for outcome in pool.map(lambda c: run(c, CASES.index(c) % _RANKS), cases):
+        for outcome in pool.map(lambda each: run(each[1], each[0] % each[1].ranks), numbered):
             count += outcome.named
             mark = "named" if outcome.named else "NOT NAMED"
             print(f"| {outcome.case.name} | {outcome.rank} | {mark} | {outcome.status} |")
             if not outcome.named or wanted:
                 print(textwrap.indent(outcome.text[-3000:], "      "))
             sys.stdout.flush()
-    print(f"named in {count} of {len(cases)}")
-    return int(count < len(cases))
+    print(f"named in {count} of {len(numbered)}")
+    return int(count < len(numbered))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CASES))

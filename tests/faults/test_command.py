@@ -89,7 +89,7 @@ def test_a_lost_host_is_named(tmp_path, start):
 @pytest.mark.parametrize(
     "content",
     [
-        {"failed": True, "reason": "Ranks 0, 1 have waited 61 s for the allreduce 'loss'."},
+        {"failed": True, "reason": "Ranks 0, 1 have waited 61 s.", "verdict": True},
         {"failed": False, "reason": "ended by SIGINT"},
         {"failed": True},
         [],
@@ -99,6 +99,12 @@ def test_starts_without_another_cause(tmp_path, start, content):
     (start / "start.json").write_text(json.dumps(content))
     (start / "records" / "rank-0.json").write_text(json.dumps(RECORD))
     assert why(tmp_path).startswith("Rank 0 on host0: the allreduce 'loss'")
+
+
+def test_a_verdict_whose_records_are_missing(tmp_path, start):
+    content = {"failed": True, "reason": "Rank 0 has waited 61 s.", "verdict": True}
+    (start / "start.json").write_text(json.dumps(content))
+    assert why(tmp_path) == "The job failed: Rank 0 has waited 61 s."
 
 
 def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):

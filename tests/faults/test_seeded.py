@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults import seeded
+from tests.faults import seeded, seeded_keras
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 #: One of each kind: a verdict of a stall, a lost rank, a parameter.
@@ -28,9 +28,10 @@ def test_the_rank_at_fault_is_named(name):
 
 
 @pytest.mark.long
-def test_the_rank_at_fault_is_named_in_nearly_all_cases():
-    skip_where_unsupported(Configuration("torch", "mpi", 4))
-    outcomes = seeded.run_all(seeded.CASES)
+@pytest.mark.parametrize("framework", ["torch", "keras-tensorflow"])
+def test_the_rank_at_fault_is_named_in_nearly_all_cases(framework):
+    skip_where_unsupported(Configuration(framework, "mpi", 4))
+    outcomes = seeded.run_all({"torch": seeded.CASES}.get(framework, seeded_keras.CASES))
     assert len(outcomes) >= 40
     wrong = [f"{o.case.name}, rank {o.rank}: {o.text[-3000:]}" for o in outcomes if not o.named]
     assert len(wrong) <= (1 - _NAMED) * len(outcomes), "\n\n".join(wrong)

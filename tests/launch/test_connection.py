@@ -6,10 +6,12 @@ import queue
 import select
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 
+from hvdkit.launch import connection as connection_module
 from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, Event
@@ -135,6 +137,40 @@ def test_an_agent_that_does_not_read_does_not_delay_the_heartbeats_of_others():
             pool.connections, pool.unused = [], []
             os.read(stopped.agent_reads, 65536)  # with the defect, the pool waits for this
         assert found.startswith(heartbeats)
+
+
+def test_an_agent_that_does_not_answer_for_some_time(monkeypatch):
+    monkeypatch.setattr(connection_module, "_SILENCE_SECONDS", 0.2)
+    with a_connection() as connection:
+
+        def answer(kind):
+            before = connection.silent_since
+            os.write(connection.agent_writes, messages.encode(kind))
+            deadline = time.monotonic() + 20
+            while connection.silent_since == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        # No answer is expected before the greeting.
+        connection.send_heartbeat()
+        time.sleep(0.3)
+        assert connection.silence(time.monotonic()) is None
+        os.write(connection.agent_writes, messages.GREETING)
+        answer("alive")
+        connection.send_heartbeat()
+        answer("alive")
+        assert connection.silence(time.monotonic()) is None
+        current = None
+        while current is None:
+            # Not sent while the thread has not written the one before.
+            connection.send_heartbeat()
+            time.sleep(0.3)
+            current = connection.silence(time.monotonic())
+        assert current.seconds >= 0.2
+        assert current.ended_at == float("inf")
+        answer("alive")
+        last = connection.silence(time.monotonic())
+        assert last.seconds >= current.seconds
+        assert last.ended_at <= time.monotonic()
 
 
 def test_events_of_idle_agents_do_not_end_a_wait():

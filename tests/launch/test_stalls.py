@@ -2,6 +2,7 @@
 
 import json
 
+from hvdkit.faults.command import why
 from hvdkit.launch.stalls import Stalls
 
 WAITS = """Current thread 0x02 (most recent call first):
@@ -115,3 +116,15 @@ def test_a_text_that_is_no_record_is_ignored():
     job, asked = stalls()
     job.add("{", 100.0)
     assert not asked
+
+
+def test_a_host_that_did_not_answer_is_named(tmp_path):
+    """All ranks wait for the same collective, because the network does not transfer its data."""
+    job, _ = stalls(tmp_path)
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(record(0, "x"), 101.0)
+    job.add(record(1, "x"), 101.0)
+    sentence = "host1 did not answer the launcher for 8 s, until 1 s ago."
+    verdict = job.check(101.0, (), [sentence])
+    assert verdict.text.endswith(f"does not transfer its data.\n{sentence}")
+    assert sentence in why(tmp_path)

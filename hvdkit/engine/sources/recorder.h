@@ -32,7 +32,8 @@ namespace hvdkit {
 
 class Recorder {
  public:
-  using Clock = std::chrono::system_clock;
+  // Monotonic, because the time of day may jump. The clock of all processes of a machine.
+  using Clock = std::chrono::steady_clock;
 
   // Never destroyed: the background thread may outlive the static objects at the process's end.
   static Recorder& instance() {
@@ -160,7 +161,8 @@ class Recorder {
       struct stat facts;
       const uint64_t request = stat(request_.c_str(), &facts) == 0 ? stamp(facts) : 0;
       const char* reason = nullptr;
-      if (request > requested_) {
+      // Also an earlier time, after the machine's clock was set back.
+      if (request != requested_) {
         requested_ = request;
         reason = "request";
       } else if (stalled()) {
@@ -232,11 +234,15 @@ class Recorder {
     }
   }
 
+  // The times in the file are times of day, all with one offset to the monotonic clock.
   std::string json(const char* reason) {
+    const int64_t offset = offset_to_time_of_day();
     std::string text = "{\"version\": 1, \"rank\": " + std::to_string(rank_) +
                        ", \"size\": " + std::to_string(size_) + ", \"host\": " + quoted(host_) +
                        ", \"pid\": " + std::to_string(getpid()) + ", \"reason\": " + quoted(reason) +
-                       ", \"time\": " + seconds(Clock::now()) + ", \"limit\": " +
+                       ", \"time\": " + seconds(microseconds(Clock::now()) + offset) +
+                       ", \"offset\": " + seconds(offset) + ", \"machine\": " + quoted(machine()) +
+                       ", \"limit\": " +
                        std::to_string((long long)limit_) + ", \"error\": " + quoted(error_) +
                        ", \"failed\": " + quoted(failed_) + ", \"groups\": " +
                        groups_() + ",\n\"labels\": {";
@@ -254,7 +260,7 @@ class Recorder {
     text += "},\n\"open\": [";
     separator = "";
     for (auto& entry : open_) {
-      text += separator + json(entry.second);
+      text += separator + json(entry.second, offset);
       separator = ",\n ";
     }
     text += "],\n\"done\": [";
@@ -262,19 +268,21 @@ class Recorder {
     // The launcher of a large job reads the records of all ranks.
     const size_t most = size_ > kManyRanks ? kEntriesOfMany : kEntries;
     for (size_t i = ring_.size() - std::min(most, ring_.size()); i < ring_.size(); ++i) {
-      text += separator + json(ring_[(next_ + i) % ring_.size()]);
+      text += separator + json(ring_[(next_ + i) % ring_.size()], offset);
       separator = ",\n ";
     }
     return text + "],\n\"stacks\": " + quoted(new_stacks()) + "}\n";
   }
 
-  static std::string json(const Entry& entry) {
+  static std::string json(const Entry& entry, int64_t offset) {
     return "{\"name\": " + quoted(entry.name) + ", \"call\": " + std::to_string(entry.call) +
            ", \"operation\": " + std::to_string(entry.operation) +
            ", \"set\": " + std::to_string(entry.set) + ", \"dtype\": " + std::to_string(entry.dtype) +
            ", \"bytes\": " + std::to_string(entry.bytes) + ", \"enqueued\": " +
-           seconds(entry.enqueued) + ", \"ended\": " +
-           (entry.ended == Clock::time_point() ? "null" : seconds(entry.ended)) + "}";
+           seconds(microseconds(entry.enqueued) + offset) + ", \"ended\": " +
+           (entry.ended == Clock::time_point() ? "null"
+                                               : seconds(microseconds(entry.ended) + offset)) +
+           "}";
   }
 
   // What the signal handler has written since the last record, at most 100 kB.
@@ -287,9 +295,45 @@ class Recorder {
     return text;
   }
 
-  // Seconds since 1970, with microseconds.
-  static std::string seconds(Clock::time_point time) {
-    auto since = std::chrono::duration_cast<std::chrono::microseconds>(time.time_since_epoch()).count();
+  template <typename Time>
+  static int64_t microseconds(Time time) {
+    return std::chrono::duration_cast<std::chrono::microseconds>(time.time_since_epoch()).count();
+  }
+
+  // The microseconds since 1970, minus those of the monotonic clock.
+  static int64_t offset_to_time_of_day() {
+    int64_t offset = 0, shortest = INT64_MAX;
+    // Between two clocks, the thread may have to wait for the processor.
+    for (int i = 0; i < 5; ++i) {
+      const int64_t before = microseconds(Clock::now());
+      const int64_t now = microseconds(std::chrono::system_clock::now());
+      const int64_t after = microseconds(Clock::now());
+      if (after - before < shortest) {
+        shortest = after - before;
+        offset = now - (before + after) / 2;
+      }
+    }
+    return offset;
+  }
+
+  // The id of the running kernel, whose monotonic clock this process reads; empty if unknown.
+  static std::string machine() {
+    char text[64];
+    int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (file < 0) {
+      return "";
+    }
+    ssize_t got = read(file, text, sizeof text);
+    close(file);
+    std::string id(text, got > 0 ? (size_t)got : 0);
+    while (!id.empty() && id.back() == '\n') {
+      id.pop_back();
+    }
+    return id;
+  }
+
+  // Microseconds as seconds. Never negative: the offset is large.
+  static std::string seconds(int64_t since) {
     char text[40];
     std::snprintf(text, sizeof text, "%lld.%06lld", (long long)since / 1000000,
                   (long long)since % 1000000);

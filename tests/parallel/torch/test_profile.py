@@ -80,7 +80,7 @@ def clock_ahead(hvd, rank):
                 return json.dumps(record)
 
             patch.setattr(runtime.recorder, "read", shifted)
-            patch.setattr(clocks, "now", lambda: time.time_ns() + SHIFT)
+            patch.setattr(clocks, "now", lambda: time.monotonic_ns() + SHIFT)
         yield
 
 

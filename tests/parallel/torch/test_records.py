@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from hvdkit.faults.command import why
-from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
 SCRIPT = """
 import os, signal, sys, time
@@ -70,6 +71,24 @@ def test_a_rank_that_does_not_call_a_collective_is_named(tmp_path):
     assert "Ranks 0, 1, 3 have waited" in why(tmp_path / "runs")
 
 
+@pytest.mark.parametrize("seconds", [7200.0, pytest.param(-7200.0, marks=pytest.mark.long)])
+def test_the_time_of_day_is_set_during_a_stall(tmp_path, seconds):
+    library, offset = tmp_path / "clock.so", tmp_path / "offset"
+    source = REPOSITORY / "tests" / "chaos" / "clock.c"
+    command = ["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
+    subprocess.run(command, check=True, timeout=60)
+    offset.write_bytes(struct.pack("d", 0.0))
+    set_clock = f"open({str(offset)!r}, 'r+b').write(__import__('struct').pack('d', {seconds}))"
+    preloaded = {"LD_PRELOAD": str(library), "HVDKIT_CHAOS_CLOCK": str(offset)}
+    done = run(tmp_path, f"{set_clock}; time.sleep(5)", **preloaded)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Ranks 0, 2, 3 have waited [2-9] s for bucket", done.stderr), done.stderr
+    text = why(tmp_path / "runs")
+    assert re.search(r"Its last collective, .*, ended [2-9] s ago", text), text
+    delays = [int(delay) for delay in re.findall(r"\+(\d+) ms", text)]
+    assert max(delays) < 60_000
+
+
 def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     began = time.monotonic()
     fault = "hvd.allreduce(torch.ones(3), name='only on one rank')"
@@ -78,6 +97,8 @@ def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     assert done.returncode == 1
     assert "the allreduce 'only on one rank', 12 bytes of float32" in done.stderr
     assert "a deadlock" in done.stderr
+    assert json.loads((tmp_path / "runs" / "latest" / "start.json").read_text())["verdict"] is True
+    assert "The job failed" not in why(tmp_path / "runs")
 
 
 def test_a_rank_that_shuts_horovod_down_is_named(tmp_path):

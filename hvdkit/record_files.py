@@ -1,0 +1,16 @@
+"""The names of the files in the folder of HVDKIT_RECORD_DIR.
+
+The ranks (`hvdkit.core`) and the launcher (`hvdkit.faults`, `hvdkit.launch`) use the same folder.
+The engine knows two of the names, too (`engine/sources/recorder.h`).
+"""
+
+#: The record of a rank. The engine writes it.
+RECORD = "rank-{}.json"
+#: The stacks of a rank's threads. The file exists from `hvd.init()` on.
+STACKS = "rank-{}.stacks"
+#: All ranks write a record when this file is touched. The engine looks at it.
+REQUEST = "request"
+#: A rank touches this file when it has saved a checkpoint or a commit.
+SAVED = "saved"
+#: The note of a rank that has called `hvd.shutdown()`.
+NOTE = "shutdown-{}.json"
