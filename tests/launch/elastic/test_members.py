@@ -123,6 +123,7 @@ def test_too_few_slots_do_not_interrupt():
 
 def test_a_start_waits_for_enough_slots():
     with Watched(A) as watched:
+        watched.slots()
         with pytest.raises(HvdkitError, match=r"have 2 slots .*expected at least 3"):
             watched.members.wait_for(3, 0.5)
         watched.found = [A, B]
