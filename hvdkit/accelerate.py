@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
+from hvdkit.torch.optimizer import sync
 from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -130,15 +131,30 @@ class HvdkitAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """Context in which backward passes of a model do not reduce gradients."""
-        own = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
-            for prepared in self._optimizers:
-                optimizer = prepared.optimizer
-                if isinstance(optimizer, WrappedOptimizer) and any(
-                    id(p) in own for group in optimizer.param_groups for p in group["params"]
-                ):
-                    stack.enter_context(hvd.no_sync(optimizer))
+            for optimizer in self._optimizers_of(model):
+                stack.enter_context(hvd.no_sync(optimizer))
             yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context, within `no_sync`, in which backward passes of a model reduce gradients."""
+        with ExitStack() as stack:
+            for optimizer in self._optimizers_of(model):
+                stack.enter_context(sync(optimizer))
+            yield
+
+    def _optimizers_of(self, model: torch.nn.Module) -> list[WrappedOptimizer]:
+        """Return the wrapped optimizers that have parameters of a model."""
+        own = {id(p) for p in model.parameters()}
+        return [
+            prepared.optimizer
+            for prepared in self._optimizers
+            if isinstance(prepared.optimizer, WrappedOptimizer)
+            and any(
+                id(p) in own for group in prepared.optimizer.param_groups for p in group["params"]
+            )
+        ]
 
     @contextmanager
     def join_uneven_inputs(self, *_: Any, **__: Any) -> Iterator[None]:

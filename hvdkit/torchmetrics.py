@@ -9,17 +9,26 @@ Example:
     accuracy.compute()  # the accuracy over the samples of all ranks
 """
 
+import math
 from typing import Any, TypeVar
 
 import torch
 from torchmetrics import Metric
 
 import hvdkit.torch as hvd
+from hvdkit.errors import UsageError
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
+#: The largest number of dimensions of a state.
+_MOST_DIMENSIONS = 8
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
 
-def compute_over_ranks(module: Module) -> Module:
+
+def compute_over_ranks(module: Module, process_set: Any = None) -> Module:
     """Make all metrics of a module compute their value over the ranks of the job.
 
     All ranks must call `compute()` of such a metric, in the same order. Metrics with a
@@ -27,14 +36,18 @@ def compute_over_ranks(module: Module) -> Module:
 
     Args:
         module: a metric, a `MetricCollection`, or any module that has metrics.
+        process_set: a `hvd.ProcessSet`, to compute over its ranks only; None for all ranks. Only
+            the ranks of the process set may call `compute()`.
 
     Returns:
         `module`.
     """
     for metric in module.modules():
-        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+        if isinstance(metric, Metric) and metric.dist_sync_fn in (None, gather):
             metric.dist_sync_fn = gather
             metric.distributed_available_fn = _is_distributed
+            if process_set is not None:
+                metric.process_group = process_set
     return module
 
 
@@ -42,24 +55,64 @@ def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks: a `dist_sync_fn` for TorchMetrics. All ranks call it.
 
     Args:
-        tensor: a tensor, with the same number of dimensions on all ranks. The sizes may differ.
-        group: None, or a `hvd.ProcessSet`.
+        tensor: a tensor with the same dtype and number of dimensions on all ranks. The sizes may
+            differ. A rank without values may have another dtype and number of dimensions.
+        group: a `hvd.ProcessSet`; None for all ranks.
+
+    Raises:
+        UsageError: on every rank, if the tensors have different dtypes or numbers of dimensions;
+            on a rank that is not in the process set.
     """
     process_set = hvd.global_process_set if group is None else group
-    shape = torch.tensor(tensor.shape, dtype=torch.int64)
-    flat = tensor.detach().contiguous().reshape(-1)
-    with torch.no_grad():
-        shapes = hvd.allgather(
-            shape.unsqueeze(0), name="torchmetrics.shapes", process_set=process_set
+    if not process_set.included():
+        raise UsageError(
+            f"a metric of the process set with ranks {process_set.ranks} was computed on rank "
+            f"{hvd.rank()}: call compute() on the ranks of the process set only"
         )
+    with torch.no_grad():
+        described = hvd.allgather(
+            _describe(tensor), name="torchmetrics.shapes", process_set=process_set
+        ).tolist()
+        shapes = [row[2 : 2 + row[1]] for row in described]
+        dtype = _common_dtype(described, shapes)
+        flat = tensor.detach().to(dtype).contiguous().reshape(-1)
         values = hvd.allgather(flat, name="torchmetrics.values", process_set=process_set)
-    sizes = [int(each.prod()) for each in shapes]
-    parts = [
-        part.reshape(each.tolist()) for part, each in zip(values.split(sizes), shapes, strict=True)
-    ]
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = [part.reshape(shape) for part, shape in zip(values.split(sizes), shapes, strict=True)]
     # Keep the autograd graph of this rank's tensor, like the gather function of TorchMetrics.
-    parts[process_set.rank()] = tensor
+    parts[process_set.rank()] = tensor.to(dtype)
     return parts
+
+
+def _describe(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the dtype, the number of dimensions and the shape as one row of numbers."""
+    dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
+    shape = [*tensor.shape, *[0] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS]
+    return torch.tensor([[dtype, tensor.ndim, *shape]])
+
+
+def _common_dtype(described: list[list[int]], shapes: list[list[int]]) -> torch.dtype:
+    """Return the dtype of the tensors that have values.
+
+    Raises:
+        UsageError: on all ranks, if the tensors do not fit together.
+    """
+    if any(row[0] < 0 or row[1] > _MOST_DIMENSIONS for row in described):
+        raise UsageError(
+            f"a state of a metric is a complex tensor, or has more than {_MOST_DIMENSIONS} "
+            f"dimensions: expected numbers or booleans in at most {_MOST_DIMENSIONS} dimensions"
+        )
+    full = [tuple(row[:2]) for row, shape in zip(described, shapes, strict=True) if 0 not in shape]
+    if len(set(full)) > 1:
+        found = "; ".join(
+            f"rank {rank} has {_DTYPES[row[0]]} in {row[1]} dimensions"
+            for rank, row in enumerate(described)
+        )
+        raise UsageError(
+            f"the ranks have different states of a metric: {found}. Expected the same dtype and "
+            f"number of dimensions. Call update() with the same kinds of tensors on all ranks"
+        )
+    return _DTYPES[full[0][0] if full else described[0][0]]
 
 
 def _is_distributed() -> bool:

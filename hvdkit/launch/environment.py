@@ -155,10 +155,11 @@ def read_file(path: Path) -> list[str]:
 
 
 def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank.
+    """Return the variables that torchrun sets for a rank, and those that litdata reads.
 
-    Lightning, Accelerate and `torch.distributed.init_process_group()` read them. The user's own
-    MASTER_ADDR and MASTER_PORT (`-x`) take precedence; see `prepare.rank_messages`.
+    Lightning, Accelerate and `torch.distributed.init_process_group()` read torchrun's variables.
+    The user's own MASTER_ADDR and MASTER_PORT (`-x`) take precedence; see
+    `prepare.rank_messages`. Without GLOBAL_RANK, litdata reads the samples of rank 0 on all ranks.
 
     Args:
         plan: the job.
@@ -167,7 +168,11 @@ def torch_variables(plan: Plan, place: Place, address: str, port: int) -> dict[s
         port: a free port of that host.
     """
     node = str(plan.node(place.host))
+    # litdata divides WORLD_SIZE by NNODES, so it needs equally many ranks on all hosts.
+    even = len({len(plan.on(host)) for host in plan.hosts}) == 1
     return {
+        **({"NNODES": str(len(plan.hosts))} if even else {}),
+        "GLOBAL_RANK": str(place.rank),
         "RANK": str(place.rank),
         "WORLD_SIZE": str(plan.size),
         "LOCAL_RANK": str(place.local_rank),

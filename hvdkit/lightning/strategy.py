@@ -9,6 +9,7 @@ from lightning import pytorch as pl
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, IterableDataset
 
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
@@ -60,6 +61,9 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        # See `on_train_batch_start`.
+        self._checked_epoch: int | None = None
+        self._checks_every_batch = True
 
     @property
     def is_distributed(self) -> bool:
@@ -109,11 +113,40 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             each if isinstance(each, _MockOptimizer) else self.wrap(each, named) for each in plain
         ]
         self.optimizers = wrapped
+        # LearningRateMonitor looks up the optimizers of the schedulers.
+        for config in self.lr_scheduler_configs:
+            for old, new in zip(plain, wrapped, strict=True):
+                if config.scheduler.optimizer is old:
+                    config.scheduler.optimizer = new
 
     @property
     def _trainer(self) -> "pl.Trainer":
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    # --- collectives ----------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait until all ranks call it. Do not wait while the trainer handles an exception.
+
+        For example, a callback that saves a checkpoint when a rank fails calls the barrier. The
+        other ranks may still wait for the failed rank in a backward pass.
+        """
+        if not self._is_interrupted:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank `src`. While the trainer handles an exception, return `obj`."""
+        return obj if self._is_interrupted else super().broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or any rank) decide so; see `barrier` for exceptions."""
+        return decision if self._is_interrupted else super().reduce_boolean_decision(decision, all)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.interrupted
 
     # --- training -------------------------------------------------------------------------------
 
@@ -130,16 +163,21 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Check that all ranks have equally many batches.
 
-        If the data have a length, check once per epoch. Otherwise check at every batch.
+        Check at the first batch of each epoch. If a rank has an `IterableDataset`, check at every
+        batch: its length may be unknown or wrong.
 
         Raises:
             UsageError: on every rank, if they have different numbers of batches.
         """
-        batches = self._trainer.num_training_batches
-        if batch_idx and batches != float("inf"):
+        if self._checked_epoch == self._trainer.current_epoch and not self._checks_every_batch:
             return
+        batches = self._trainer.num_training_batches
         ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        of_ranks = hvd.allgather_object((batches, ends), name="lightning.batches")
+        every = not all(map(_has_samples, self._trainer.fit_loop._combined_loader.flattened))
+        answers = hvd.allgather_object((batches, ends, every), name="lightning.batches")
+        self._checked_epoch = self._trainer.current_epoch
+        self._checks_every_batch = any(every for _, _, every in answers)
+        of_ranks = [(batches, ends) for batches, ends, _ in answers]
         if len(set(of_ranks)) == 1:
             return
         if len({each for each, _ in of_ranks}) > 1:
@@ -159,6 +197,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Compute metrics over all ranks, also those that the module has created since `setup`."""
+        self._checked_epoch = None
         self._compute_metrics_over_ranks()
 
     def on_validation_start(self) -> None:
@@ -188,6 +227,11 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def _broadcast_buffers(self) -> None:
         assert self.lightning_module is not None
         broadcast_buffers(self.lightning_module)
+
+
+def _has_samples(loader: Any) -> bool:
+    """Return whether a loader reads numbered samples, so that its length is certain."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _check_separate(optimizers: list[torch.optim.Optimizer]) -> None:

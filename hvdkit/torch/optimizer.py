@@ -176,6 +176,16 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         own._no_sync = previous
 
 
+@contextmanager
+def sync(optimizer: WrappedOptimizer) -> Iterator[None]:
+    """Context, within `no_sync`, in which backward passes reduce the gradients nevertheless."""
+    previous, optimizer._no_sync = optimizer._no_sync, False
+    try:
+        yield
+    finally:
+        optimizer._no_sync = previous
+
+
 _trial_begun = False
 
 

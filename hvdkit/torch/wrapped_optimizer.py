@@ -424,8 +424,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             result = super().step()
         else:
             result = super().step(self._reducing(closure) if self._should_synchronize else closure)
-        # An LR scheduler that holds the plain optimizer checks whether it has stepped.
-        self._plain._opt_called = True  # type: ignore[attr-defined]
+        # An LR scheduler checks whether its optimizer, plain or wrapped, has stepped.
+        self._plain._opt_called = self._opt_called = True  # type: ignore[attr-defined]
         # A GradScaler calls a fused optimizer even if gradients are not finite. The optimizer then
         # skips the step.
         found = getattr(self, "found_inf", None)
@@ -440,6 +440,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     # Otherwise torch wraps this method to run step hooks. The plain class's step runs them already.
     step.hooked = True  # type: ignore[attr-defined]
+    # Otherwise an LR scheduler wraps this method to set `_opt_called`.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:

@@ -127,7 +127,8 @@ hvd.init()
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")
+names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
+         "GLOBAL_RANK", "NNODES")
 print(dist.get_rank() == hvd.rank(), dist.get_world_size(), total.item(),
       hvd.allreduce(total, op=hvd.Sum).item(), *(os.environ[name] for name in names))
 dist.destroy_process_group()
@@ -137,11 +138,11 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
 def test_torch_distributed_works_beside_horovod(launcher):
     skip_where_unsupported(Configuration("torch", launcher, 2))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": "5", "WORLD_SIZE": "9"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RANK": "5", "GLOBAL_RANK": "5", "NNODES": "9"}
     how = ("--launcher", launcher, "-np", "2")
     done = run(*how, sys.executable, "-c", TORCH_ENV, env=env)
     assert sorted(done.stdout.splitlines()) == [
-        f"[{rank}] True 2 2.0 4.0 {rank} 2 0 1 0" for rank in range(2)
+        f"[{rank}] True 2 2.0 4.0 {rank} 2 0 1 0 {rank} 1" for rank in range(2)
     ], done.stderr
 
 

@@ -94,3 +94,14 @@ def test_a_gpu_for_each_rank():
     assert environment.pinned_gpu(place(1), "4,GPU-abc") == {"CUDA_VISIBLE_DEVICES": "GPU-abc"}
     with pytest.raises(UsageError, match="a has CUDA_VISIBLE_DEVICES=4 and 2 ranks"):
         environment.pinned_gpu(place(1), "4")
+
+
+def test_hosts_with_different_numbers_of_ranks_have_no_nnodes():
+    """litdata divides the number of ranks by NNODES."""
+    even = make_plan(["x"], "/", [Host("a", 2), Host("b", 2)], 4)
+    uneven = make_plan(["x"], "/", [Host("a", 2), Host("b", 2)], 3)
+    nodes = [
+        environment.torch_variables(plan, plan.places[2], "127.0.0.1", 1).get("NNODES")
+        for plan in (even, uneven)
+    ]
+    assert nodes == ["2", None]

@@ -251,6 +251,15 @@ def test_imports_that_are_still_used_stay():
     assert "import hvdkit.torch as hvd\n" in after
 
 
+def test_parameters_that_no_rank_uses_keep_their_values():
+    """DDP leaves their gradients as None, so a weight decay does not change them."""
+    script = SETUP.replace("DDP(model)", "DDP(model, find_unused_parameters=args.unused)")
+    wrapped = "DistributedOptimizer(optimizer, model.named_parameters(){})"
+    after = migrated(script).after
+    assert wrapped.format(", find_unused_parameters=True") in after
+    assert wrapped.format("") in migrated(script.replace("args.unused", "False")).after
+
+
 def test_classes_of_torch_optim_that_are_no_optimizers():
     lines = (
         "average = torch.optim.swa_utils.AveragedModel(ddp_model.module)\n"

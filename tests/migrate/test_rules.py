@@ -303,7 +303,7 @@ def test_private_modules_of_tensorflow():
             "from tensorflow.python.keras.layers.core import Dense",
             "from tensorflow.keras.layers import Dense",
         ),
-        ("import tensorflow.python.keras.layers as L", "import tensorflow.keras.layers as L"),
+        ("import tensorflow.python.keras.layers as L", "from tensorflow.keras import layers as L"),
         ("from tensorflow.python import keras", "from tensorflow import keras"),
     ],
 )

@@ -90,6 +90,8 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
     for each in it.facts.optimizers:
         it.script.change(self.name, each.call, self.reason)
         names = [f"{each.model}.named_parameters()"] if each.is_whole else []
+        if _finds_unused(it, each.model):
+            names.append("find_unused_parameters=True")
         if not each.target:
             it.script.edit(each.call, _nested, it, names)
             continue
@@ -98,6 +100,18 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
         assert isinstance(assign, cst.SimpleStatementLine)
         assign = assign.with_deep_changes(assign.body[0], value=wrapped)
         it.script.insert(it.script.statement(each.call), it.with_ranks(assign))
+
+
+def _finds_unused(it: Conversion, model: str) -> bool:
+    """Return whether DDP leaves the gradients of parameters that no rank uses as None."""
+    wraps = [(facts.script, wrap) for facts in it.unit.facts for wrap in facts.wraps]
+    own = [
+        (script, wrap)
+        for script, wrap in wraps
+        if len(wraps) == 1 or model in (wrap.target, model_name(script, wrap.model))
+    ]
+    given = [(script, argument(wrap.call, "find_unused_parameters")) for script, wrap in own]
+    return any(each and script.source(each.value) != "False" for script, each in given)
 
 
 def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpression:

@@ -52,13 +52,19 @@ def python_keras(self: Rule[Script], script: Script) -> None:
             elif public not in PUBLIC and not public.startswith(("applications.", "datasets.")):
                 script.advise(self.name, node, f"{module} is private to Keras 2: replace it")
                 continue
-            elif isinstance(node, cst.Import) and alias.asname is None:
-                script.advise(self.name, node, f"use {package}.{public}".rstrip("."))
-                continue
-            elif isinstance(node, cst.ImportFrom):
-                script.set(node, module=dotted_name(f"{package}.{public}".rstrip(".")))
+            elif isinstance(node, cst.Import):
+                if alias.asname is None or len(node.names) > 1:
+                    script.advise(self.name, node, f"use {package}.{public}".rstrip("."))
+                    continue
+                # tensorflow.keras is an attribute that TensorFlow loads on first use.
+                start, _, leaf = f"{package}.{public}".rstrip(".").rpartition(".")
+                given = alias.evaluated_alias
+                name = leaf if leaf == given else f"{leaf} as {given}"
+                new = cst.parse_statement(f"from {start} import {name}")
+                assert isinstance(new, cst.SimpleStatementLine)
+                script.put(node, new.body[0])
             else:
-                script.set(alias, name=dotted_name(f"{package}.{public}".rstrip(".")))
+                script.set(node, module=dotted_name(f"{package}.{public}".rstrip(".")))
             script.change(self.name, node, self.reason)
 
 

@@ -199,6 +199,23 @@ def test_a_saved_state_is_loaded(hvd):
         assert_same_on_all_ranks(hvd, model)
 
 
+def test_a_reduction_within_no_sync(hvd):
+    with processes(hvd):
+        from hvdkit.accelerate import HvdkitAccelerator
+
+        accelerator = HvdkitAccelerator(cpu=True)
+        model = nn.Linear(2, 1, bias=False)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with accelerator.no_sync(model):
+            accelerator.backward(model(torch.full((1, 2), 1.0 + hvd.rank())).sum())
+            assert model.weight.grad.tolist() == [[1.0 + hvd.rank()] * 2]
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+        mean = sum(1.0 + rank for rank in range(hvd.size())) / hvd.size() + 1.0
+        assert model.weight.grad.tolist() == [[mean] * 2]
+        optimizer.step()
+
+
 def test_what_cannot_be_right_is_refused(hvd):
     with processes(hvd):
         from accelerate import Accelerator, DistributedDataParallelKwargs

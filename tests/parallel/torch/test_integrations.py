@@ -78,14 +78,24 @@ def words(lines):
 @pytest.mark.long
 def test_a_rank_that_fails_in_a_trainer_ends_the_job(tmp_path):
     require("trainer")
-    script = scripts()["trainer"][0].replace(
-        "        inputs, targets = batch\n",
-        "        inputs, targets = batch\n"
-        "        if self.trainer.global_rank == 1 and index == 3:\n"
-        "            raise ValueError('no such word')\n",
-        1,
+    script = (
+        scripts()["trainer"][0]
+        .replace(
+            "        inputs, targets = batch\n",
+            "        inputs, targets = batch\n"
+            "        if self.trainer.global_rank == 1 and index == 3:\n"
+            "            raise ValueError('no such word')\n",
+            1,
+        )
+        .replace(
+            "    logger=False,\n",
+            "    logger=False,\n"
+            "    callbacks=[L.pytorch.callbacks.OnExceptionCheckpoint('.', 'failed')],\n",
+        )
     )
     result = run(tmp_path, script)
     assert result.returncode == 1
+    # Rank 0 saves when it notices the failure, and does not wait for rank 1.
+    assert (tmp_path / "failed.ckpt").exists(), result.stderr
     assert "rank 1 on localhost failed" in result.stderr
     assert "ValueError: no such word" in result.stderr

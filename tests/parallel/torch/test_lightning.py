@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import warnings
 
 import pytest
 import torch
@@ -271,14 +272,17 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["sized", "stream"])
+@pytest.mark.parametrize("kind", ["sized", "stream", "limited stream", "wrong length"])
 def test_different_numbers_of_batches_raise_on_all_ranks(hvd, kind):
     L = lightning()
     from hvdkit.lightning import HvdkitStrategy
 
     count = 3 + hvd.rank()
     data = torch.ones(count, 2) if kind == "sized" else Stream(count)
-    trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False)
+    if kind == "wrong length":
+        data = type("Sized", (Stream,), {"__len__": lambda self: 9})(count)
+    limit = {"limit_train_batches": 9} if kind == "limited stream" else {}
+    trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False, **limit)
     with pytest.raises(UsageError, match="different numbers of batches") as caught:
         trainer.fit(one_layer(L), DataLoader(data, 1))
     assert_raised_on_all_ranks(hvd, caught)
@@ -381,6 +385,24 @@ def test_a_checkpoint_is_written_once_and_resumed(hvd):
     hvd.barrier()
     resumed = fit(4, os.path.join(folder, "epoch=1.ckpt"))
     torch.testing.assert_close(flat(resumed), flat(whole), rtol=0, atol=0)
+
+
+def test_a_scheduler_has_the_wrapped_optimizer(hvd):
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    model = one_layer(L, configure_optimizers=configure_optimizers)
+    trainer = make_trainer(L, HvdkitStrategy(), max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*")
+        trainer.fit(model, DataLoader(torch.ones(4, 2), 2))
+    (config,) = trainer.lr_scheduler_configs
+    assert config.scheduler.optimizer is trainer.optimizers[0]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.025
 
 
 def test_what_cannot_be_right_is_refused(hvd):

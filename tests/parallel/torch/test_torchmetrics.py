@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from hvdkit.errors import UsageError
+from tests.parallel.torch.oracle import assert_raised_on_all_ranks
+
 
 def torchmetrics():
     """Return the package; skip the test without it."""
@@ -66,7 +69,54 @@ def test_a_rank_without_samples_and_a_metric_with_its_own_function(hvd):
         cat.update(torch.tensor([1.0, 2.0]))
     assert cat.compute().tolist() == [1.0, 2.0] * (hvd.size() - 1)
 
+    # Two states without values: other dtypes, and fewer dimensions, than those of the other ranks.
+    auroc = compute_over_ranks(package.classification.MulticlassAUROC(4))
+    if hvd.rank():
+        auroc.update(*samples(hvd.rank()))
+    reference = package.classification.MulticlassAUROC(4)
+    for rank in range(1, hvd.size()):
+        reference.update(*samples(rank))
+    torch.testing.assert_close(auroc.compute(), reference.compute())
+
     own = package.SumMetric(dist_sync_fn=lambda tensor, group=None: [tensor, tensor])
     own.distributed_available_fn = lambda: True
     own.update(1.0)
     assert compute_over_ranks(own).compute() == 2.0
+
+
+def test_metrics_over_the_ranks_of_a_process_set(hvd):
+    package = torchmetrics()
+    from hvdkit.torchmetrics import compute_over_ranks, gather
+
+    last = hvd.add_process_set([hvd.size() - 1])
+    both = hvd.add_process_set(list(range(hvd.size() - 1))) if hvd.size() > 2 else None
+    try:
+        for process_set in filter(None, (last, both)):
+            metric = compute_over_ranks(package.SumMetric(), process_set)
+            metric.update(hvd.rank() + 1.0)
+            metric = copy.deepcopy(metric)
+            if process_set.included():
+                assert metric.compute() == sum(rank + 1.0 for rank in process_set.ranks)
+            else:
+                with pytest.raises(UsageError, match=f"on rank {hvd.rank()}"):
+                    metric.compute()
+    finally:
+        hvd.remove_process_set(last)
+        if both:
+            hvd.remove_process_set(both)
+    # A metric that was made with the function.
+    metric = compute_over_ranks(package.SumMetric(dist_sync_fn=gather))
+    metric.update(1.0)
+    assert metric.compute() == hvd.size()
+
+
+def test_different_states_raise_on_all_ranks(hvd):
+    package = torchmetrics()
+    from hvdkit.torchmetrics import compute_over_ranks
+
+    metric = compute_over_ranks(package.CatMetric())
+    metric.value.append(torch.ones(2, dtype=torch.float64 if hvd.rank() else torch.float32))
+    metric._update_count = 1
+    with pytest.raises(UsageError, match="different states") as caught:
+        metric.compute()
+    assert_raised_on_all_ranks(hvd, caught)
