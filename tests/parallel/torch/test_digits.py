@@ -109,10 +109,11 @@ def test_runs_under_plain_horovodrun(controller):
     assert re.search(r"2 ranks(.|\n)*accuracy=0\.\d{4}", done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--resume"], "--resume needs --checkpoint-dir", marks=pytest.mark.long),
+        (["--resume"], "--resume needs --checkpoint-dir"),
         (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "--checkpoint-every 0"),
     ],
 )

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from hvdkit.faults.command import why
+from tests.alone import run_alone
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
 SCRIPT = """
@@ -144,7 +145,6 @@ def test_a_timeout_that_is_no_number(tmp_path):
 
 def test_records_without_the_launcher(tmp_path):
     """A folder of the user's own, for ranks that mpirun or horovodrun starts."""
-    skip_where_unsupported(Configuration("torch", "gloo", 1))
     code = """
 import os, signal, time
 import torch, hvdkit.torch as hvd
@@ -157,8 +157,7 @@ for _ in range(100):
     time.sleep(0.1)
 hvd.shutdown()
 """
-    env = dict(os.environ) | {"HVDKIT_RECORD_DIR": str(tmp_path / "records")}
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True)
+    run_alone(code, HVDKIT_RECORD_DIR=str(tmp_path / "records"))
     record = json.loads((tmp_path / "records" / "rank-0.json").read_text())
     assert record["reason"] == "signal"
     assert [call["name"] for call in record["done"]][-1:] == ["allreduce.x"]
@@ -168,7 +167,6 @@ hvd.shutdown()
 @pytest.mark.long
 def test_a_record_for_a_profile(tmp_path):
     """`Recorder.read` returns it; afterwards records go to the folder as before."""
-    skip_where_unsupported(Configuration("torch", "gloo", 1))
     code = """
 import json, os, time
 import torch, hvdkit.torch as hvd
@@ -187,8 +185,7 @@ for _ in range(100):
 hvd.shutdown()
 assert runtime.recorder.read(0)
 """
-    env = dict(os.environ) | {"HVDKIT_RECORD_DIR": str(tmp_path / "records")}
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True)
+    run_alone(code, HVDKIT_RECORD_DIR=str(tmp_path / "records"))
     record = json.loads((tmp_path / "records" / "rank-0.json").read_text())
     assert record["reason"] == "request"
     assert "Current thread" in record["stacks"]
