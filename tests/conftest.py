@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(config, items):
 def _is_long_with_its_parameter(item):
     marker = item.get_closest_marker("long_with")
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    # The parameter `rank_pool` is a job.
-    values = [getattr(value, "framework", value) for value in parameters]
-    return marker is not None and any(value in marker.args for value in values)
+    # The parameter `rank_pool` is a job, with a framework.
+    frameworks = [each.framework for each in parameters if hasattr(each, "framework")]
+    return marker is not None and any(value in marker.args for value in [*parameters, *frameworks])
 
 
 def _new_children(before):
