@@ -1,5 +1,6 @@
 """Hooks and fixtures of all tests: fail a test that leaks, and skip slow tests without --long."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,6 +8,8 @@ import time
 
 import psutil
 import pytest
+
+from tests.parallel import fork_server
 
 _GRACE_SECONDS = 5.0
 # Environment variables of processes that live for the whole session: ranks of a pool, servers.
@@ -37,50 +40,67 @@ def pytest_collection_modifyitems(config, items):
 def _is_long_with_its_parameter(item):
     marker = item.get_closest_marker("long_with")
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return marker is not None and any(value in marker.args for value in parameters)
+    # The parameter `rank_pool` is a job, with a framework.
+    frameworks = [each.framework for each in parameters if hasattr(each, "framework")]
+    return marker is not None and any(value in marker.args for value in [*parameters, *frameworks])
 
 
-def _unmarked_children():
-    """Return the child processes, except those that live for the whole session."""
+def _new_children(before):
+    """Return the descendants of this process that are not among the process IDs `before`.
+
+    Those that live for the whole session are left out. `psutil.Process.children` would read the
+    parent of each process of the machine, which takes longer than most tests.
+    """
     children = set()
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if child.status() != psutil.STATUS_ZOMBIE and not _KEPT_MARKS & child.environ().keys():
+    for pid in set(psutil.pids()) - before:
+        with contextlib.suppress(psutil.Error):  # the process has ended meanwhile
+            child = psutil.Process(pid)
+            if (
+                any(parent.pid == os.getpid() for parent in child.parents())
+                and child.status() != psutil.STATUS_ZOMBIE
+                and not _lives_for_the_session(child)
+            ):
                 children.add(child)
-        except psutil.Error:
-            continue  # the process has ended meanwhile
     return children
+
+
+def _lives_for_the_session(child):
+    environment = child.environ()
+    # The forks of a fork server have its environment.
+    is_fork_server = fork_server.MARK in environment and child.ppid() == os.getpid()
+    return is_fork_server or bool(_KEPT_MARKS & environment.keys())
 
 
 def _threads():
     return {t for t in threading.enumerate() if not t.name.startswith(_KEPT_THREADS)}
 
 
-def _new(look, before):
-    """Return the results of `look` that are not in `before`, after a grace period."""
+def _left(look):
+    """Return what `look` finds after a grace period."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    while (new := look() - before) and time.monotonic() < deadline:
+    while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return new
+    return left
 
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
     """Fail a test that changes the environment, or leaves a thread or a process running."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
-    threads, children, folder = _threads(), _unmarked_children(), os.getcwd()
+    threads, pids, folder = _threads(), set(psutil.pids()), os.getcwd()
     yield
     after = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
     changed = {k for k in environment.keys() | after.keys() if environment.get(k) != after.get(k)}
     assert not changed, f"environment variables changed: {sorted(changed)}"
     assert os.getcwd() == folder, "the working directory was changed"
-    assert not _new(_threads, threads), "threads were left running"
-    assert not _new(_unmarked_children, children), "processes were left running"
+    assert not _left(lambda: _threads() - threads), "threads were left running"
+    assert not _left(lambda: _new_children(pids)), "processes were left running"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_ranks_are_left():
     """Fail a session that leaves a rank of a pool running."""
     yield
-    left = _new(lambda: set(psutil.Process().children(recursive=True)), set())
+    fork_server.stop_servers()
+    left = _left(lambda: psutil.Process().children(recursive=True))
     assert not left, f"processes were left running: {left}"

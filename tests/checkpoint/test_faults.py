@@ -72,9 +72,8 @@ def test_a_writer_killed_before_any_system_call_loses_nothing(tmp_path, step):
 @pytest.mark.parametrize(
     "number",
     [
-        errno.EIO,
         errno.ENOSPC,
-        *(pytest.param(n, marks=pytest.mark.long) for n in (errno.EROFS, errno.ESTALE)),
+        *(pytest.param(n, marks=pytest.mark.long) for n in (errno.EIO, errno.EROFS, errno.ESTALE)),
     ],
 )
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from_then_on"])

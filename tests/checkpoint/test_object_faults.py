@@ -50,7 +50,10 @@ def through(proxy, place, **settings):
     return Store(str(place), storage_options={"endpoint_url": proxy.address}, **settings)
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "cut", "lost"])
+@pytest.mark.parametrize(
+    "fault",
+    ["500", "lost", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("503", "cut"))],
+)
 def test_every_request_may_fail_once(on_s3, s3_proxy, monkeypatch, fault):
     monkeypatch.setattr(bucket, "FIRST_PAUSE_SECONDS", 0.01)
     save(on_s3, 1, 2, keep_last=2)
@@ -97,7 +100,7 @@ class Outage:
 
 
 def test_the_server_may_fail_from_any_request_on(on_s3, s3_proxy, quick, request):
-    for number in itertools.count(1, 1 if request.config.getoption("--long") else 4):
+    for number in itertools.count(1, 1 if request.config.getoption("--long") else 7):
         place = on_s3 / str(number)
         save(place, 1, 2, keep_last=2)
         store = through(s3_proxy, place, keep_last=2)

@@ -12,6 +12,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -157,10 +158,11 @@ def check(place, jobs, log):
     assert leftovers(place) == []
 
 
+@pytest.mark.long_with("s3")
 def test_sequences_of_jobs(tmp_path, place, request):
     long = request.config.getoption("--long")
     in_a_folder = isinstance(place, Path)
-    examples = (1500 if long else 25) if in_a_folder else (100 if long else 2)
+    examples = (1500 if long else 25) if in_a_folder else 100
     numbers = itertools.count()
 
     @settings(

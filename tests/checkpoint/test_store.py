@@ -179,11 +179,16 @@ def test_the_outline_goes_to_other_ranks_as_bytes(place):
     ("settings", "steps"),
     [
         ({}, [4, 5, 6]),
-        ({"keep_last": 1}, [6]),
-        ({"keep_last": None}, [1, 2, 3, 4, 5, 6]),
         ({"keep_last": 1, "keep_best": KeepBest("loss")}, [2, 6]),
-        ({"keep_last": 1, "keep_every": 2}, [2, 4, 6]),
-        ({"keep_last": 2, "keep_best": [KeepBest("loss", "max", 2)]}, [1, 3, 5, 6]),
+        *(
+            pytest.param(*each, marks=pytest.mark.long_with("s3"))
+            for each in [
+                ({"keep_last": 1}, [6]),
+                ({"keep_last": None}, [1, 2, 3, 4, 5, 6]),
+                ({"keep_last": 1, "keep_every": 2}, [2, 4, 6]),
+                ({"keep_last": 2, "keep_best": [KeepBest("loss", "max", 2)]}, [1, 3, 5, 6]),
+            ]
+        ),
     ],
 )
 def test_retention(place, settings, steps):
@@ -326,7 +331,8 @@ def test_a_run_whose_newest_manifest_cannot_be_read_is_not_continued(tmp_path, m
     save(tmp_path, 3)
 
 
-@pytest.mark.parametrize("links", [True, False])
+# Only a folder has links.
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.long_with("s3"))])
 def test_continuing_from_an_older_step_begins_a_run_with_it(place, monkeypatch, links):
     store = save(place, 1, 2, 3)
     with store.newest_good(2) as opened:

@@ -211,7 +211,7 @@ DRIFTING = {
 }
 
 
-@pytest.mark.parametrize("count", [4, 64])
+@pytest.mark.parametrize("count", [4, pytest.param(64, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", DRIFTING)
 def test_the_error_of_float16_is_bounded_while_magnitudes_change(name, count):
     rng = np.random.default_rng(count)

@@ -318,7 +318,7 @@ def run_examples(count, monkeypatch):
 
 
 def test_sequences_of_steps_give_what_one_process_gets_or_one_error_on_all_ranks(monkeypatch):
-    ends = run_examples(300, monkeypatch)
+    ends = run_examples(120, monkeypatch)
     assert ends.keys() == {None, "PassesDiffer", "BackwardFailed"}, ends
 
 

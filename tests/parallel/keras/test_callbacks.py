@@ -127,6 +127,7 @@ def test_a_model_that_fit_builds_is_broadcast_after_the_first_batch(hvd):
     same_everywhere(contents(model.weights))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_callback_broadcasts_each_model_that_it_is_passed_for(hvd):
     import keras
 
@@ -144,6 +145,7 @@ def test_a_callback_broadcasts_each_model_that_it_is_passed_for(hvd):
         same_everywhere(contents(model.weights))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_without_a_broadcast_weights_differ(hvd):
     import keras
 
@@ -153,6 +155,7 @@ def test_without_a_broadcast_weights_differ(hvd):
     assert len({str(weights) for weights in of_every_rank(contents(model.weights))}) == hvd.size()
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_seeds_are_not_broadcast(hvd):
     import keras
 
@@ -165,6 +168,7 @@ def test_seeds_are_not_broadcast(hvd):
     same_everywhere(contents(model.weights))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_local_variables_are_not_broadcast(hvd):
     model = classifier(distributed(hvd), seed=hvd.rank())
     kernel, framework_bias = model.layers[0].kernel, model.layers[0].bias.value
@@ -177,6 +181,7 @@ def test_local_variables_are_not_broadcast(hvd):
     same_everywhere(contents(model.layers[1].weights))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_the_loss_scale_is_broadcast(hvd):
     import keras
 
@@ -190,6 +195,7 @@ def test_the_loss_scale_is_broadcast(hvd):
     same_everywhere(contents([*model.weights, *optimizer.variables]))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_warmup_rates_and_momentum_correction(hvd):
     import keras
 
@@ -253,6 +259,7 @@ def test_warmup_with_steps_per_execution(hvd, together):
     assert history["lr"] == pytest.approx([half, 0.2, 0.2])
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_best_model_checkpoint_is_written_once(hvd):
     from hvdkit.errors import UsageError
 
@@ -439,6 +446,7 @@ def test_collectives_on_values(hvd):
         hvd.broadcast_global_variables(0)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_elastic_state_sync_save_and_restore(hvd):
     import keras
 
@@ -464,6 +472,7 @@ def test_elastic_state_sync_save_and_restore(hvd):
     assert state.epoch == 11
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_commits_after_batches_and_epochs(hvd):
     class State:
         commits = 0
@@ -477,6 +486,7 @@ def test_commits_after_batches_and_epochs(hvd):
     assert state.commits == 2 * STEPS // 2 + 2
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_metrics_of_a_bfloat16_model(hvd):
     import keras
 

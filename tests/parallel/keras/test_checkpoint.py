@@ -338,6 +338,7 @@ def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
     ("fraction", "later", "batches"),
     [pytest.param(1, 2, 3, marks=pytest.mark.long), (2, 1, 1)],
 )
+@pytest.mark.long_with("keras-tensorflow")
 def test_resume_with_another_number_of_ranks(hvd, fraction, later, batches):
     """Half of the ranks resume what all have saved; all resume what half saved after one batch."""
     import keras

@@ -11,7 +11,7 @@ from tests.parallel.keras.job import of_every_rank, same_everywhere
 COUNT = 13
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize("tail", [pytest.param("drop", marks=pytest.mark.long), "pad"])
 def test_weighted_metrics_count_every_element_once(hvd, tail):
     import keras
 
@@ -106,6 +106,7 @@ def test_arrays_of_a_resumable_sampler(hvd, drop_last):
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_fit_on_arrays_of_a_resumable_sampler(hvd):
     import keras
 
@@ -129,6 +130,7 @@ def test_arrays_with_another_number_of_rows_are_refused(hvd):
         hvd.ResumableSampler(len(x), 4).arrays((x, y[1:]))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_fit_on_shares_of_arrays_equals_fit_on_all_rows(hvd):
     import keras
 
@@ -163,7 +165,9 @@ def batches_of(x, y, size):
     return Batches()
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize(
+    "tail", [pytest.param("drop", marks=pytest.mark.long_with("keras-tensorflow")), "pad"]
+)
 def test_shares_of_a_py_dataset(hvd, tail):
     count = 4 * hvd.size() + 1
     x, y = numbered(2 * count)

@@ -8,6 +8,8 @@ from keras.optimizers import LossScaleOptimizer
 from tests.parallel.keras import oracle
 
 INITIAL = 2.0**10
+# Tracing takes long.
+SLOW = pytest.mark.long_with("keras-tensorflow")
 
 
 def batches(hvd, poisoned):
@@ -40,7 +42,10 @@ def fit(model, inputs, targets):
     )
 
 
-@pytest.mark.parametrize("wraps", ["compile", "user inside", "user outside"])
+@pytest.mark.parametrize(
+    "wraps",
+    ["compile", *(pytest.param(f"user {where}", marks=SLOW) for where in ("inside", "outside"))],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(hvd, wraps):
     inputs, targets = batches(hvd, poisoned=[3, 6])
     with oracle.dtype_policy("mixed_float16"):
@@ -72,7 +77,7 @@ def test_loss_scaling_in_a_custom_loop(hvd):
     check(hvd, optimizer, model, skipped=2)
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("compression", ["fp16", pytest.param("bf16", marks=SLOW)])
 def test_infinities_pass_through_16_bit_wire_formats(hvd, compression):
     inputs, targets = batches(hvd, poisoned=[4])
     with oracle.dtype_policy("mixed_float16"):
@@ -83,6 +88,7 @@ def test_infinities_pass_through_16_bit_wire_formats(hvd, compression):
     check(hvd, model.optimizer, model, skipped=1)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_an_accumulation_window_with_an_infinity_is_skipped(hvd):
     inputs, targets = batches(hvd, poisoned=[3])
     with oracle.dtype_policy("mixed_float16"):
@@ -96,7 +102,7 @@ def test_an_accumulation_window_with_an_infinity_is_skipped(hvd):
 @pytest.mark.parametrize(
     "policy", ["mixed_bfloat16", pytest.param("bfloat16", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("compression", ["none", "bf16"])
+@pytest.mark.parametrize("compression", [pytest.param("none", marks=SLOW), "bf16"])
 def test_bfloat16(hvd, policy, compression):
     inputs, targets = batches(hvd, poisoned=[])
     with oracle.dtype_policy(policy):

@@ -89,6 +89,7 @@ def test_all_ranks_skip_the_update(hvd, passes):
     assert all("All ranks skip this step." in line for line in lines)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_one_rank(hvd):
     own = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     try:

@@ -58,7 +58,6 @@ model = keras.models.load_model(sys.argv[1])
 print(json.dumps([
     model.optimizer.__class__.__name__,
     int(model.optimizer.iterations),
-    [float(abs(v.numpy()).sum()) for v in model.optimizer.variables],
     "hvdkit" in sys.modules or "horovod" in sys.modules,
 ]))
 """
@@ -76,14 +75,19 @@ def test_a_saved_model_loads_with_and_without_hvdkit(hvd, name):
             config = json.loads(zipfile.ZipFile(path).read("config.json"))
             assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
             assert "hvdkit" not in json.dumps(config)
-        command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-        kind, iterations, sums, loaded = json.loads(done.stdout.splitlines()[-1])
-        assert (kind, iterations, loaded) == ("Adam", 3, False)
-        own = [float(abs(v.numpy()).sum()) for v in model.optimizer.variables]
+        own = [v.numpy() for v in model.optimizer.variables]
+        plain = keras.models.load_model(path).optimizer
+        assert distribution_of(plain) is None
+        assert (plain.__class__.__name__, int(plain.iterations)) == ("Adam", 3)
         # Keras does not build the optimizer of an HDF5 file before its first use.
-        assert len(sums) == len(own) or name.endswith(".h5")
-        np.testing.assert_allclose(sums, own[: len(sums)], rtol=1e-6)
+        assert len(plain.variables) == len(own) or name.endswith(".h5")
+        for variable, expected in zip(plain.variables, own, strict=False):
+            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+        if name.endswith(".h5"):
+            # In a process that does not import hvdkit, which takes long.
+            command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+            assert json.loads(done.stdout.splitlines()[-1]) == ["Adam", 3, False]
     wait_for_all(hvd)
     loaded = hvd.load_model(path, compression="bf16")
     assert distribution_of(loaded.optimizer) is not None
@@ -178,6 +182,7 @@ def test_a_variable_without_a_gradient_is_unchanged(hvd):
         np.testing.assert_allclose(weight, old - mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_two_optimizers_at_once(hvd):
     first, second = oracle.dense_model(), oracle.dense_model()
     optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2)]

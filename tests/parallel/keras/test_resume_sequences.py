@@ -13,7 +13,7 @@ from tests.parallel.keras.test_checkpoint import Interrupted, interrupt_after
 
 EPOCHS = 2
 # Number of sequences without and with --long.
-_SHORT, _LONG = 4, 200
+_SHORT, _LONG = 2, 200
 
 
 def epochs_left(hvd, sampler, epoch, consumed, ranks, rank):

@@ -41,6 +41,7 @@ def close(found, expected):
         assert found[name] == pytest.approx(value, rel=1e-5), name
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_metrics_are_those_of_one_process_with_all_data(hvd):
     model = classifier(distributed(hvd), kinds_of_metrics())
     history = fit(hvd, model, validation_data=samples(hvd.rank(), 1)).history
@@ -58,6 +59,7 @@ def test_metrics_are_those_of_one_process_with_all_data(hvd):
     assert len(wrong & {"loss", "accuracy", "auc", "precision", "rmse", "r2"}) >= 4
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_all_callbacks_read_reduced_logs(hvd):
     import keras
 
@@ -88,7 +90,6 @@ def test_all_callbacks_read_reduced_logs(hvd):
     }
 
 
-@pytest.mark.long_with("keras-tensorflow")
 def test_training_metrics_without_validation_are_reduced(hvd):
     history = fit(hvd, classifier(distributed(hvd)), epochs=2).history
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
@@ -301,7 +302,9 @@ def test_only_rank_0_prints_the_progress_bar(hvd):
         assert set(lengths[1:]) == {0}
 
 
-@pytest.mark.parametrize("raising", [False, True])
+@pytest.mark.parametrize(
+    "raising", [False, pytest.param(True, marks=pytest.mark.long_with("keras-tensorflow"))]
+)
 def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
     import keras
 
@@ -345,6 +348,7 @@ def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
     assert same_everywhere(len(history["loss"])) == 2
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
     import keras
 

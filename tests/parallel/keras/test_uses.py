@@ -103,6 +103,7 @@ def test_an_embedding_in_a_local_layer(hvd):
     same_everywhere(kernel.tolist())
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_layer_without_gradients_on_some_ranks(hvd):
     """An eager model uses a layer depending on the data. The reference uses a mask."""
     import keras
@@ -345,6 +346,7 @@ def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
     assert same_everywhere(weights_of(model)) == weights_of(expected)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("validation", [pytest.param(False, marks=pytest.mark.long), True])
 def test_moving_statistics_are_averaged(hvd, validation):
     """The statistics of a local layer are not averaged."""
@@ -394,6 +396,7 @@ def test_moving_statistics_are_averaged(hvd, validation):
     assert len(same_everywhere(seen)) == (2 if validation else 0)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
     """With a plain optimizer and a callback that reduces metrics."""
     import keras
@@ -446,6 +449,7 @@ def test_check_values_allows_rounding(hvd):
             check_values(group, pairs)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_plain_optimizer_logs_one_warning(hvd):
     from hvdkit.keras import coordination
 
@@ -459,6 +463,7 @@ def test_a_plain_optimizer_logs_one_warning(hvd):
     assert all("each of 2 ranks" in message for message in messages)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_local_fit_on_one_rank(hvd):
     model = classifier("sgd")
     if hvd.rank() == 0:
@@ -480,7 +485,10 @@ def test_wrapping_an_optimizer_after_a_fit(hvd):
     same_everywhere(weights_of(model))
 
 
-@pytest.mark.parametrize("kind", ["two optimizers", "tape"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("two optimizers", marks=pytest.mark.long_with("keras-tensorflow")), "tape"],
+)
 def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
     """One rank writes files, all ranks stop together, and metrics are reduced."""
     import keras

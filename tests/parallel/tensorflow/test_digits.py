@@ -61,10 +61,11 @@ def test_accuracy_is_the_same_on_one_two_and_four_ranks(name, framework):
     assert max(found.values()) - min(found.values()) <= 0.015, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        pytest.param("tensorflow_digits", ["--epochs", "0"], marks=pytest.mark.long),
+        ("tensorflow_digits", ["--epochs", "0"]),
         ("keras_digits", ["--batch-size", "100000"]),
     ],
 )

@@ -42,9 +42,23 @@ def backward(hvd, model, number, scale=lambda loss: loss):
 
 
 @pytest.mark.parametrize(
-    ("scaled", "clip"), [(False, None), (False, 0.1), (True, None), (True, 0.1)]
+    ("kind", "scaled", "clip"),
+    [
+        ("sgd", False, 0.1),
+        ("adamw", True, 0.1),
+        ("sgd", True, None),
+        ("adamw", False, None),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                ("adamw", False, 0.1),
+                ("sgd", True, 0.1),
+                ("adamw", True, None),
+                ("sgd", False, None),
+            ]
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_calls_after_every_pass_and_after_the_last_only_are_the_same(hvd, kind, clip, scaled):
     models = {}
     for when in (EVERY_PASS, LAST_PASS):

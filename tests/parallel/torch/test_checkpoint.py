@@ -159,8 +159,16 @@ def test_a_resumed_training_equals_an_uninterrupted_one(hvd, optimizer):
         again.checkpointer.close()
 
 
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("compression", "accumulation"),
+    [
+        ("fp16", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("fp16", 1), ("bf16", 1), ("bf16", 3)]
+        ),
+    ],
+)
 def test_a_resumed_training_has_the_same_buckets_and_scales(hvd, compression, accumulation):
     with shared_folder(hvd) as folder:
         how = {"compression": compression, "accumulation_steps": accumulation}

@@ -244,8 +244,14 @@ def interrupted(hvd, make, folder, saves, beyond):
     return seen
 
 
+# Workers take long to start.
+SLOW = ("shuffled, workers", "lines, workers")
+
+
 @needs_torchdata
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.long if k in SLOW else ()) for k in LOADERS]
+)
 def test_a_loader_with_a_state_resumes_at_any_batch(hvd, kind):
     make = LOADERS[kind]
     expected = undisturbed(hvd, make)

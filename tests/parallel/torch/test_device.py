@@ -68,7 +68,9 @@ def weights_after_training(hvd, compression):
     return torch.cat(flat).cpu()
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "compression", ["none", "fp16", pytest.param("bf16", marks=pytest.mark.long)]
+)
 def test_late_packing_and_unpacking_change_no_bit(hvd, compression):
     from hvdkit.torch.backend import TorchMemory
 

@@ -55,10 +55,8 @@ def test_accuracy_is_the_same_on_one_two_and_four_ranks():
     assert max(found.values()) - min(found.values()) <= 0.01, found
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [pytest.param(["--epochs", "0"], marks=pytest.mark.long), ["--batch-size", "100000"]],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--batch-size", "100000"]])
 def test_impossible_arguments_are_refused(arguments):
     done = run_plain(sys.executable, EXAMPLE, *arguments)
     assert done.returncode == 2
@@ -93,26 +91,32 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path):
 
 
 @pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
-def test_runs_under_plain_horovodrun(controller):
+def test_runs_under_plain_horovodrun(controller, tmp_path):
     engine = installed()
     if controller == "mpi" and (engine is None or "mpi" not in (engine.controllers or ())):
         # A stock Horovod starts Open MPI 5 with options that Open MPI no longer has.
         pytest.skip("needs a Horovod that `hvdkit build` has built with MPI")
     horovodrun = str(Path(sys.executable).parent / "horovodrun")
+    script = tmp_path / "reduce.py"
+    script.write_text(
+        "import torch, hvdkit.torch as hvd\nhvd.init()\n"
+        "print('sum', hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum).item())\n"
+    )
     done = run_plain(
-        *(horovodrun, f"--{controller}", "-np", "2", sys.executable, EXAMPLE, "--epochs", "2"),
+        *(horovodrun, f"--{controller}", "-np", "2", sys.executable, str(script)),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         # As if a rank of another job runs horovodrun. It must not use that job's rendezvous.
         HVDKIT_RENDEZVOUS_KEY="0123",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"2 ranks(.|\n)*accuracy=0\.\d{4}", done.stdout)
+    assert done.stdout.count("sum 3.0") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--resume"], "--resume needs --checkpoint-dir", marks=pytest.mark.long),
+        (["--resume"], "--resume needs --checkpoint-dir"),
         (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "--checkpoint-every 0"),
     ],
 )

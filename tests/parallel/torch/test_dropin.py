@@ -41,10 +41,13 @@ def step_with_own_data(hvd, model, optimizer, step):
 
 @pytest.mark.device
 @pytest.mark.parametrize(
-    ("compression", "predivide"),
-    [("none", 1.0), ("none", 0.5), ("fp16", 2.0), ("bf16", 2.0)],
+    ("groups", "compression", "predivide"),
+    [
+        pytest.param(groups, *wire, marks=() if (i + j) % 4 == 0 else pytest.mark.long)
+        for i, groups in enumerate(["one", "hundred", "num_groups", "lists", "some"])
+        for j, wire in enumerate([("none", 1.0), ("none", 0.5), ("fp16", 2.0), ("bf16", 2.0)])
+    ],
 )
-@pytest.mark.parametrize("groups", ["one", "hundred", "num_groups", "lists", "some"])
 def test_groups_change_nothing_but_the_buckets(hvd, groups, predivide, compression):
     model = small_model()
     layers = [list(layer.parameters()) for layer in model[::2]]

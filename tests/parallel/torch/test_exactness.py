@@ -41,10 +41,22 @@ ALGORITHMS = {
 }
 if hasattr(optim, "Adafactor"):
     ALGORITHMS["adafactor"] = partial(optim.Adafactor, lr=0.02)
+# One for each way of computing a step, and of keeping state.
+FEW = ("sgd foreach", "sgd fused", "adamw foreach", "adamw tensor lr", "adagrad", "rprop")
 
 
-@pytest.mark.parametrize(("passes", "clip"), [(1, None), (1, 0.1), (3, 0.1)])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "passes", "clip"),
+    [
+        ("sgd", 1, None),
+        ("adamw", 1, 0.1),
+        ("sgd", 3, 0.1),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("adamw", 1, None), ("sgd", 1, 0.1), ("adamw", 3, 0.1)]
+        ),
+    ],
+)
 def test_float64(hvd, kind, passes, clip):
     model, reference = trained(
         hvd, OPTIMIZERS[kind], passes=passes, clip=clip, steps=20, bucket_bytes=400
@@ -53,7 +65,10 @@ def test_float64(hvd, kind, passes, clip):
     assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [*FEW, *(pytest.param(a, marks=pytest.mark.long) for a in ALGORITHMS if a not in FEW)],
+)
 def test_every_optimizer_of_torch(hvd, algorithm):
     # Some optimizers check their parameters' device in the constructor, others in the first step.
     parameter = nn.Parameter(torch.zeros(1, device=DEVICE))
@@ -69,7 +84,7 @@ def test_every_optimizer_of_torch(hvd, algorithm):
     assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_float32(hvd, kind, passes):
     model, reference = trained(
@@ -123,13 +138,18 @@ def words_of(rank, step):
     ("kind", "as_dense", "passes"),
     [
         ("sgd", False, 1),
-        ("sgd", False, 3),
-        ("sgd", True, 1),
         ("momentum", False, 3),
         ("momentum", True, 3),
         ("sparse adam", False, 1),
-        ("sparse adam", False, 3),
-        ("adagrad", False, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                ("sgd", False, 3),
+                ("sgd", True, 1),
+                ("sparse adam", False, 3),
+                ("adagrad", False, 1),
+            ]
+        ),
     ],
 )
 def test_sparse_embedding(hvd, kind, as_dense, passes):
@@ -208,7 +228,9 @@ WIRES = {"none": 1e-12, "fp16": 2**-7, "bf16": 2**-4}
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [(torch.float32, 1), (torch.float64, 3)], ids=str)
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "compression", [pytest.param("none", marks=pytest.mark.long), "fp16", "bf16"]
+)
 def test_wire_formats(hvd, compression, dtype, passes):
     model = small_model(dtype)
     before = copy.deepcopy(model)
@@ -226,8 +248,14 @@ def test_wire_formats(hvd, compression, dtype, passes):
     assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize(
+    ("cut", "clip"),
+    [
+        (1, 0.1),
+        (2, None),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, None), (2, 0.1)]),
+    ],
+)
 def test_windows_that_are_cut_short(hvd, cut, clip):
     """The last accumulation window of each epoch has `cut` of three passes."""
     model = small_model()

@@ -146,7 +146,9 @@ def assert_equal_state(own, expected):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("has_state", ["root only", "all but root", "all"])
+@pytest.mark.parametrize(
+    "has_state", ["root only", "all but root", pytest.param("all", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_broadcast_optimizer_state(hvd, kind, has_state, wrapped):
     torch.manual_seed(hvd.rank())

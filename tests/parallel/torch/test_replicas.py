@@ -261,8 +261,18 @@ def saving(hvd, folder, **options):
     return model, optimizer, checkpointer, until
 
 
-@pytest.mark.parametrize("kind", ["parameter", "exp_avg", "lr"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "kind"),
+    [
+        (0, "parameter"),
+        (1, "exp_avg"),
+        (1, "lr"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [(0, "exp_avg"), (0, "lr"), (1, "parameter")]
+        ),
+    ],
+)
 def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank, kind):
     """The checkpoint is that of rank 0, and a restart would resume from it."""
     with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):

@@ -45,11 +45,11 @@ _SEVERAL = st.builds(
 
 #: Name -> settings, and the number of sequences in the short and in the long form.
 SEARCHES = {
-    "plain": (_SETTINGS, 40, 1200),
-    "windows": (_WINDOWS, 12, 200),
-    "members": (_MEMBERS, 10, 100),
-    "several": (_SEVERAL, 20, 1200),
-    "compiled": (_COMPILED, 3, 40),
+    "plain": (_SETTINGS, 20, 1200),
+    "windows": (_WINDOWS, 10, 200),
+    "members": (_MEMBERS, 8, 100),
+    "several": (_SEVERAL, 10, 1200),
+    "compiled": (_COMPILED, 2, 40),
 }
 
 

@@ -36,11 +36,16 @@ def barrier(hvd, loss):
 @pytest.mark.parametrize(
     ("where", "collective"),
     [
-        ("data and forward", None),
         ("backward", None),
         ("data and forward", averaged_loss),
-        ("data and forward", barrier),
-        ("backward", barrier),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [
+                ("data and forward", None),
+                ("data and forward", barrier),
+                ("backward", barrier),
+            ]
+        ),
     ],
 )
 def test_a_slow_rank_is_named(hvd, where, collective):
