@@ -236,7 +236,8 @@ def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:
         "--slots-per-host",
         type=int,
         metavar="N",
-        help="the slots of a host that --host-discovery-script prints without a number (default: 1)",
+        help="the slots of a host that --host-discovery-script prints without a number "
+        "(default: 1)",
     )
     elastic.add_argument(
         "--elastic-timeout",
