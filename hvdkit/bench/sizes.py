@@ -4,7 +4,7 @@ import re
 
 from hvdkit.errors import UsageError
 
-# As for GNU dd, and `8M` as for nccl-tests.
+# Units of GNU dd: KB is 1000, K and KiB are 1024. For nccl-tests, too, 8M is 8 MiB.
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _UNITS |= {f"{unit}ib": _UNITS[unit] for unit in "kmgt"}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -99,7 +99,8 @@ class Software:
 
         Args:
             needs: what the variant needs.
-            controllers: the controllers that are possible at the place of the ranks.
+            controllers: the controllers that work where the ranks run; `--two-hosts` may exclude
+                one.
         """
         for module in needs.modules:
             if (reason := missing_module(module)) is not None:

@@ -197,8 +197,8 @@ class ShardedItem:
 class Gather:
     """Gathers the rows of all ranks on the first rank.
 
-    The constructor makes all copies and allocates all memory, so that only the network can fail
-    once the ranks have agreed to gather.
+    The constructor allocates the whole tensors, and copies rows that are not in host memory. Once
+    the ranks have agreed to gather, only the network can fail, apart from small buffers.
 
     Args:
         rows: name -> this rank's rows, in the same order on all ranks.
@@ -367,7 +367,7 @@ def _layout_problem(ranks: Sequence[int], layouts: Sequence[Layout]) -> str | No
             if first != end and count:
                 return (
                     f"sharded[{name!r}] of rank {rank} begins at row {first}: expected row {end}, "
-                    f"because the ranks before it end there"
+                    f"because the rows of the other ranks before it end there"
                 )
             end += count
         if end != shape[0]:

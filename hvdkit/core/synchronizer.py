@@ -272,7 +272,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         self.wait()
 
     def complete_deferred(self) -> None:
-        """Complete the deferred requests of the last round. Every rank has started them."""
+        """Complete the requests of the last round whose results only this round needs.
+
+        Every rank has started them."""
         if self._deferred is None:
             return
         generation, waiting, result = self._deferred

@@ -64,6 +64,6 @@ class ProfileCallback(LastCallback):
         self._profile.step()
 
     def fit_ends(self) -> None:
-        """Write the trace if `fit` ends before `wait + steps` batches; then a collective."""
+        """If `fit` ends before `wait + steps` batches, write the trace. This is a collective."""
         assert self._profile is not None
         self._profile.__exit__(None, None, None)

@@ -27,7 +27,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--num-proc",
         type=_count,
         metavar="N",
-        help="number of ranks (default, also of `auto`: one per slot of the hosts or allocation. "
+        help="number of ranks, or `auto` (the default): one per slot of the hosts or allocation. "
         "Without hosts: one per GPU of this machine, or one without GPUs)",
     )
     verb.add_argument(
@@ -223,7 +223,7 @@ def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:
         "--elastic",
         action="store_true",
         help="start the ranks again, from the last state.commit(), after a failure and when the "
-        "hosts of the script or the hostfile have changed",
+        "hosts of --host-discovery-script or --hostfile have changed",
     )
     elastic.add_argument(
         "--max-np",
@@ -236,7 +236,8 @@ def _add_elastic_arguments(verb: argparse.ArgumentParser) -> None:
         "--slots-per-host",
         type=int,
         metavar="N",
-        help="the slots of a host that the script prints without a number (default: 1)",
+        help="the slots of a host that --host-discovery-script prints without a number "
+        "(default: 1)",
     )
     elastic.add_argument(
         "--elastic-timeout",

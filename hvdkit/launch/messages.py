@@ -38,7 +38,7 @@ From the agent:
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
     alive      {}                            the first message, and the answer to `heartbeat`. Not
-                                             from agents of `--nodes`, whose terminal may be stopped
+                                             from agents of `--nodes`, which users may suspend
     failed     {reason}                      the agent cannot continue
     done       {stays}                       no process of the job is left on this host; and
                                              whether the agent waits for the next `task`

@@ -237,8 +237,9 @@ def _by_reached_address(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface
         if interface is None:
             lists = "; ".join(f"{other}: {_listed(hosts[other])}" for other in hosts)
             raise HvdkitError(
-                f"no network connects the hosts ({lists}). Choose one with --network 10.0.0.0/8 or "
-                "--network HOST=INTERFACE,HOST=INTERFACE."
+                f"no network connects the hosts, as far as hvdkit can see ({lists}). If there is "
+                "one, give --network with a subnet, such as 10.0.0.0/8, or an interface for each "
+                "host: --network HOST=INTERFACE,HOST=INTERFACE"
             )
         chosen[name] = interface
     return chosen

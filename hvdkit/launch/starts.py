@@ -129,8 +129,8 @@ def parse(text: str) -> Start:
         content: dict[str, Any] = json.loads(text)
         if content["version"] > VERSION:
             raise HvdkitError(
-                f"the description of a start has version {content['version']}; expected {VERSION}. "
-                f"Update hvdkit"
+                f"the description of a start (start.json) has version {content['version']}; "
+                f"expected at most {VERSION}. Update hvdkit"
             )
         ended, status = content["ended"], content["status"]
         host, pid, born = str(content["launcher"]).rsplit(" ", 2)

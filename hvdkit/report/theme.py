@@ -29,8 +29,8 @@ class Theme:
     """Colours.
 
     Attributes:
-        text: of text and axes.
-        muted: of what is less important.
+        text: of text.
+        muted: of axes and less important text.
         grid: of the grid.
         background: behind the chart.
         alarm: of restarts and NaN.
@@ -101,7 +101,7 @@ def check_installed() -> None:
 
 
 def svg(chart: Chart, number: int) -> str:
-    """Return a chart as an `svg` element for a page, whose ids begin with `number`."""
+    """Return a chart as an `svg` element for a page. Its ids begin with `c` and `number`."""
     file = io.StringIO()
     _save(chart, _STAND_INS, file, "svg")
     text = file.getvalue()

@@ -14,7 +14,7 @@ from hvdkit.torch.autotune import fingerprint, formats_of, make_tuner
 from hvdkit.torch.noise_scale import GradientNoiseScale
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# The weight of earlier measurements: the mean of a trial is that of all its steps.
+# The decay of the moving average. Almost 1, so all steps of a trial have the same weight.
 _DECAY = 1 - 1e-9
 #: Measured steps in each block, whose means show the error of the noise scale.
 _BLOCK = 10
@@ -36,7 +36,7 @@ class Trial:
         self._fingerprint = ""
         self._noise: GradientNoiseScale | None = None
         self._noise_problem = ""
-        # The sums of the estimates at the end of each block.
+        # At the end of each block: the sum of the estimates of all steps so far.
         self._sums: list[Estimate] = []
         trial.report_at_exit(self._rank, lambda: self._steps)
         if plan.turns:

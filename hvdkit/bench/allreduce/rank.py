@@ -122,6 +122,6 @@ class AllreduceRank:
 
 
 def numpy_dtype(case: Case) -> np.dtype:
-    """Return the dtype of the case. NumPy has no bfloat16."""
+    """Return the dtype of the case, which is not bfloat16: NumPy has none."""
     assert case.dtype in DTYPES
     return np.dtype(case.dtype)

@@ -2,7 +2,7 @@
 
 DIR/step-000000001200/    one step, made visible by one rename
     manifest.json         step, epoch, world size, versions, size and hash of each file
-    state.json            the trees, with marks where tensors are
+    state.json            the nested state, with a mark in place of each tensor
     ranks.jsonl           the state of each rank, a line for each
     PART.safetensors      the tensors of a part
 DIR/damaged-step-…        a damaged step in quarantine
@@ -259,7 +259,7 @@ class PosixWriter:
                 _log.warning("%s could not be deleted: %s", self._path / name, error.strerror)
 
     def settle(self, name: str) -> str:
-        """Remove the counter from the name of a step, if the name without it is free now."""
+        """Remove a suffix such as -2 from the name of a step, if the plain name is free now."""
         try:
             settled = listing.settled_name(name, disk.names(self._folder))
             if len(settled) >= len(name):

@@ -68,8 +68,8 @@ def node_rank(given: int | None, nodes: int, env: Mapping[str, str]) -> int:
         if not source:
             raise UsageError(
                 f"--nodes is {nodes}, and the number of this node is not known "
-                f"({', '.join(_RANK_VARIABLES)} are not set). Give --node-rank, from 0 to "
-                f"{nodes - 1}"
+                f"({', '.join(_RANK_VARIABLES)} are not set to a number). Give --node-rank, from 0 "
+                f"to {nodes - 1}"
             )
         number = int(env[source])
     if not 0 <= number < nodes:

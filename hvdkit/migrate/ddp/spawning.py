@@ -48,7 +48,8 @@ def can_spawn(facts: Facts, call: cst.Call) -> bool:
         if isinstance(each, cst.FunctionDef)
     }
     if parts[0] not in functions:
-        return len(facts.spawns) == 1 and "." not in parts[0]  # a parameter
+        # A parameter of the function around it.
+        return len(facts.spawns) == 1 and "." not in parts[0]
     todo, seen = [parts[0]], set()
     while todo:
         name = todo.pop()

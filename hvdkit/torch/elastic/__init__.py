@@ -1,4 +1,4 @@
-"""Horovod's elastic training, with this package's `init`, optimizer and broadcasts.
+"""Horovod's elastic API, with this package's `init`, optimizer and broadcasts.
 
 `hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
 `hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
@@ -25,7 +25,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     The function begins with the state of the last commit, equal on all ranks. In a job of
     `hvdkit run --elastic`, a failure or a change of the hosts ends all ranks, and the script is
-    started again. In another job, the function is called once.
+    started again. Under `horovodrun`, Horovod's elastic training calls it. In
+    another job, the function is called once.
 
     Example:
         @hvd.elastic.run

@@ -36,7 +36,7 @@ def dump(*documents: Document) -> str:
 
 
 def below(path: KeyPath, comments: Comments) -> Comments:
-    """Return comments on an object as comments on the document that has it at `path`."""
+    """Return the comments with `path` in front of each key, for a document with the object."""
     return {(*path, *key): comment for key, comment in comments.items()}
 
 
