@@ -10,6 +10,7 @@ Example:
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -74,7 +75,7 @@ def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
             _describe(tensor), name="torchmetrics.shapes", process_set=process_set
         ).tolist()
         shapes = [row[2 : 2 + row[1]] for row in described]
-        dtype = _common_dtype(described, shapes)
+        dtype = _common_dtype(described, shapes, process_set.ranks)
         flat = tensor.detach().to(dtype).contiguous().reshape(-1)
         values = hvd.allgather(flat, name="torchmetrics.values", process_set=process_set)
     sizes = [math.prod(shape) for shape in shapes]
@@ -91,7 +92,9 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor([[dtype, tensor.ndim, *shape]])
 
 
-def _common_dtype(described: list[list[int]], shapes: list[list[int]]) -> torch.dtype:
+def _common_dtype(
+    described: list[list[int]], shapes: list[list[int]], ranks: Sequence[int]
+) -> torch.dtype:
     """Return the dtype of the tensors that have values.
 
     Raises:
@@ -106,7 +109,8 @@ def _common_dtype(described: list[list[int]], shapes: list[list[int]]) -> torch.
     if len(set(full)) > 1:
         found = "; ".join(
             f"rank {rank} has {_DTYPES[row[0]]} in {row[1]} dimensions"
-            for rank, row in enumerate(described)
+            for rank, row, shape in zip(ranks, described, shapes, strict=True)
+            if 0 not in shape
         )
         raise UsageError(
             f"the ranks have different states of a metric: {found}. Expected the same dtype and "

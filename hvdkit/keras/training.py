@@ -311,6 +311,8 @@ def _add_trial(callback_list: Any) -> None:
     global _trial
     if (requested := TrialPlan.requested()) is None or not backend.hvd.is_initialized():
         return
+    if _local.get():
+        return  # the ranks end a trial together
     from hvdkit.keras.trial import TrialCallback  # it is a `LastCallback`
 
     _trial = _trial or TrialCallback(requested)

@@ -288,15 +288,18 @@ class Job:
 
     def _silent_hosts(self, now: float) -> list[str]:
         """Return a sentence for each host that did not answer in the last minute, longest first."""
-        found = []
+        found: dict[str, tuple[float, float]] = {}
         for connection in self._agents.connections:
             silence = connection.silence(now)
             # While this process was stopped, it did not read answers.
             earliest = max(now - _SILENT_SECONDS, self._resumed_at + 1)
             if silence is not None and silence.ended_at >= earliest:
-                found.append((silence.seconds, silence.ended_at, connection.host.name))
+                # A host may have an agent for each rank.
+                host, times = connection.host.name, (silence.seconds, silence.ended_at)
+                found[host] = max(times, found.get(host, times))
         sentences = []
-        for seconds, ended_at, host in sorted(found, reverse=True)[:_SILENT_SHOWN]:
+        longest = sorted(found.items(), key=lambda each: each[1], reverse=True)
+        for host, (seconds, ended_at) in longest[:_SILENT_SHOWN]:
             if ended_at > now:
                 sentences.append(f"{host} has not answered the launcher for {seconds:.0f} s.")
             else:

@@ -191,7 +191,8 @@ def broadcast_optimizer_state(
 
 
 def _check_broadcastable(optimizer: Any) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    # Some libraries have optimizers that are no subclass of torch's.
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state_dict")):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected a torch optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(

@@ -166,6 +166,8 @@ class OptimizerGradients:
         for p in added:
             self._unplanned.pop(p, None)
             self._owner._register_hooks(p, self._numbers[p])
+            if self._numbers[p] in self._unreduced:
+                self.check_finite(self._numbers[p])
         return True
 
     def hook_unplanned_parameters(self) -> None:

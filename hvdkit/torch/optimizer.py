@@ -121,7 +121,8 @@ def DistributedOptimizer(
     named = None if named_parameters is None else list(named_parameters)
     names = _parameter_names(optimizer, named)
     for parameter, name in names.items():
-        check_has_memory(parameter, f"the parameter {name!r}")
+        if parameter.requires_grad:  # other parameters are not reduced
+            check_has_memory(parameter, f"the parameter {name!r}")
     check_not_reduced((name, p) for p, name in names.items())
     if op == mpi_ops.Adasum:
         check_adasum(wire_format(compression))

@@ -44,7 +44,7 @@ from hvdkit.torch import hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
-from hvdkit.torch.plain_tensors import is_plain
+from hvdkit.torch.plain_tensors import check_has_memory, is_plain
 from hvdkit.torch.replicas import TorchReplicas
 from hvdkit.torch.wrapped_modules import check_not_reduced
 
@@ -608,7 +608,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         If its parameters have gradients already, the next reduction reduces these, too.
         """
         super().add_param_group(param_group)
-        self._gradients.plan_new_parameters(with_gradients=True)
+        try:
+            for p in self.param_groups[-1]["params"]:
+                check_has_memory(p, "a parameter of the new group")
+        except UsageError:
+            self.param_groups.pop()
+            raise
+        # On one rank, only accumulation windows reduce.
+        reduces = not self._collectives.single_rank or self._window.size > 1
+        self._gradients.plan_new_parameters(with_gradients=reduces)
         self._gradients.hook_unplanned_parameters()
         # The passes of this step may be reduced already. The step must then reduce on all ranks,
         # although only some of them may have such gradients.

@@ -29,6 +29,26 @@ def test_one_rank_trains_as_without_it(hvd):
     assert torch.equal(model.weight, reference.weight)
 
 
+def test_a_group_with_gradients_is_added_on_one_rank(hvd, tmp_path):
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(sgd(first), first.named_parameters())
+    (first(torch.ones(4, 3)) + second(torch.ones(4, 3))).sum().backward()
+    optimizer.add_param_group({"params": second.parameters(), "lr": 0.01})
+    optimizer.step()
+    first.zero_grad()
+    second.zero_grad()
+    with hvd.Checkpointer(tmp_path, model=first, optimizer=optimizer) as checkpointer:
+        checkpointer.save(1)
+
+
+def test_a_group_whose_parameters_have_no_memory_is_refused(hvd):
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    with pytest.raises(UsageError, match="a parameter of the new group is not initialised"):
+        optimizer.add_param_group({"params": nn.LazyLinear(2).parameters()})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_state_loaded_before_wrapping_is_kept(hvd):
     model = nn.Linear(3, 2)
     plain = sgd(model)

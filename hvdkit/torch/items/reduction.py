@@ -72,7 +72,8 @@ def _tuned(optimizer: WrappedOptimizer) -> Tree:
 
 def _use(tuner: Tuner, state: Tree) -> None:
     """Use the choice in a checkpoint, which is the same on every rank."""
-    size, wire_format = int(state["tuned"]), str(state["tuned_format"])
+    size = int(state["tuned"])
+    wire_format = str(state.get("tuned_format", tuner.current.wire_format))
     if wire_format not in tuner.wire_formats:
         _log.warning(
             "the checkpoint was trained with the wire format %s, which hvd.autotune had chosen, "

@@ -327,6 +327,18 @@ def test_callbacks_with_collectives_in_a_local_fit(hvd, name, tmp_path):
     same_everywhere("the other ranks did not wait")
 
 
+def test_a_local_fit_does_not_count_in_a_trial(hvd):
+    """`hvdkit tune` must not end this rank's own `fit`."""
+    from hvdkit.core.trial import VARIABLE, TrialPlan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, TrialPlan(steps=1).to_json())
+        if hvd.rank() == 1:
+            with hvd.local_fit():
+                fit(hvd, classifier("sgd"))
+    same_everywhere("the other ranks did not wait")
+
+
 @pytest.mark.parametrize("name", ["Broadcast", "Checkpoint", "Monitor"])
 def test_a_callback_with_collectives_on_one_rank_only(hvd, name, tmp_path):
     from hvdkit.errors import UsageError
