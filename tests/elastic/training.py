@@ -6,6 +6,8 @@ the weights must be those of these batches.
 
 import json
 
+from tests.without_dynamo import WITHOUT_DYNAMO
+
 #: Samples of the data set.
 SAMPLES = 96
 #: The most samples that a sampler of at most 3 ranks repeats at the end of an epoch.
@@ -22,6 +24,7 @@ targets = generator.normal(size=({SAMPLES}, 1)).astype("float32")
 """
 
 TORCH = f"""
+{WITHOUT_DYNAMO}
 import json, os, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset

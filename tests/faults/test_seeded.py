@@ -10,14 +10,12 @@ from tests.faults import seeded, seeded_keras
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 #: One of each kind: a verdict of a stall, a lost rank, a parameter.
-SAMPLE = [
-    "waits for a lock that it holds",
-    pytest.param("SIGSEGV", marks=pytest.mark.long),
-    pytest.param("flips a bit of a weight", marks=pytest.mark.long),
-]
+SAMPLE = ["waits for a lock that it holds", "SIGSEGV", "flips a bit of a weight"]
 _NAMED = 0.95
 
 
+# tests/parallel/torch/test_records.py has shorter tests.
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLE)
 def test_the_rank_at_fault_is_named(name):
     skip_where_unsupported(Configuration("torch", "gloo", 4))

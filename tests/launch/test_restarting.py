@@ -15,6 +15,7 @@ from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.restarting import Supervisor
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+from tests.without_dynamo import WITHOUT_DYNAMO
 
 HOSTS = [Host("host0", 2), Host("host1", 2)]
 FAILED = Outcome(1, restartable=True)
@@ -143,8 +144,7 @@ def test_the_first_start_raises():
 
 
 TRAIN = """
-import os, signal, sys
-import torch
+import os, signal
 import hvdkit.torch as hvd
 
 hvd.init()
@@ -175,6 +175,9 @@ if hvd.rank() == 0:
     print("weights", model.weight.detach().numpy().tobytes().hex(), flush=True)
 """
 
+# Spares import PyTorch, which takes long.
+NO_SPARES = ("--no-spares",)
+
 WAIT_FOR = """
 import time
 
@@ -191,7 +194,7 @@ hvd.init()
 def train(folder, kills, *options, controller="gloo", flips=-1):
     skip_where_unsupported(Configuration("torch", controller, 2))
     folder.mkdir()
-    (folder / "train.py").write_text(TRAIN.format(kills=kills, flips=flips))
+    (folder / "train.py").write_text(WITHOUT_DYNAMO + TRAIN.format(kills=kills, flips=flips))
     command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", *options, "train.py"]
     env = {name: value for name, value in os.environ.items() if name != "PWD"}
     done = subprocess.run(
@@ -201,25 +204,13 @@ def train(folder, kills, *options, controller="gloo", flips=-1):
     return done, weights
 
 
-def test_a_killed_job_ends_with_the_same_weights(tmp_path):
-    done, weights = train(tmp_path / "killed", [3, 7], "--restarts", "1")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("killed by signal 9") == 2
-    assert done.stderr.count("restart 1 of 1") == 2
-    starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
-    assert starts == ["[0] from 0", "[0] from 2", "[0] from 6"]
-    undisturbed, expected = train(tmp_path / "undisturbed", [])
-    assert undisturbed.returncode == 0
-    assert weights == expected
-    assert len(weights) == 1
-
-
 @pytest.mark.long
 def test_spares_become_ranks(tmp_path):
     """Rank 1 kills itself once both spares are ready."""
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nprint('loaded', 'torch' in sys.modules, flush=True)\n"
+        + WITHOUT_DYNAMO
         + TRAIN.format(kills=[3], flips=-1)
         .replace("hvd.init()", WAIT_FOR)
         .replace("step += 1", "step += 1; step == 3 and wait_for('go')")
@@ -260,7 +251,9 @@ def test_a_killed_job_over_mpi_resumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "saved"), [((), "checkpoint"), (("--elastic",), "commit")], ids=["", "elastic"]
+    ("options", "saved"),
+    [((), "checkpoint"), (("--elastic",), "commit or checkpoint")],
+    ids=["", "elastic"],
 )
 def test_a_job_that_always_fails_ends_with_the_first_reason(tmp_path, options, saved):
     (tmp_path / "script.py").write_text(
@@ -282,18 +275,34 @@ def test_a_job_that_always_fails_ends_with_the_first_reason(tmp_path, options, s
     )
 
 
-def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path):
-    """The ranks end within ten seconds, also those that ignore SIGTERM, and so do the spares."""
-    skip_where_unsupported(Configuration("torch", "gloo", 2))
-    (tmp_path / "train.py").write_text(
+def test_a_killed_job_and_a_killed_launcher_end_with_the_same_weights(tmp_path):
+    done, weights = train(tmp_path / "killed", [3, 7], "--restarts", "1", *NO_SPARES)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("killed by signal 9") == 2
+    assert done.stderr.count("restart 1 of 1") == 2
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[0] from")]
+    assert starts == ["[0] from 0", "[0] from 2", "[0] from 6"]
+    assert len(weights) == 1
+    assert weights_after_a_killed_launcher(tmp_path / "launcher") == weights
+
+
+def weights_after_a_killed_launcher(folder):
+    """Kill a launcher, and start the job again.
+
+    The ranks end within ten seconds, also those that ignore SIGTERM, and so do the spares.
+    """
+    folder.mkdir()
+    (folder / "train.py").write_text(
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + WITHOUT_DYNAMO
         + TRAIN.format(kills=[], flips=-1)
         .replace("step += 1", "step += 1; step == 5 and wait_for('go')")
         .replace("hvd.init()", WAIT_FOR)
     )
-    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--restarts", "1", "train.py"]
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--restarts", "1"]
     env = {name: value for name, value in os.environ.items() if name != "PWD"}
-    job = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=env)
+    first = [*command, "train.py"]
+    job = subprocess.Popen(first, cwd=folder, stdout=subprocess.PIPE, text=True, env=env)
     lines = iter(job.stdout.readline, "")
     waiting = (line for line in lines if "waiting" in line)
     pids = [int(next(waiting).split()[-1]) for _ in range(2)]
@@ -303,12 +312,14 @@ def test_a_killed_launcher_ends_its_ranks_and_the_same_command_resumes(tmp_path)
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < killed_at + 20
         time.sleep(0.05)
-    (tmp_path / "go").touch()
+    (folder / "go").touch()
+    again = [*command, *NO_SPARES, "train.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=env
+        again, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env=env
     )
     assert done.returncode == 0, done.stderr
     assert "[0] from 4" in done.stdout
+    return [line for line in done.stdout.splitlines() if "weights" in line]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,11 +8,20 @@ from hvdkit.core.counters import counters
 from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
 from tests.monitor.simulated import Kept
-from tests.parallel.tensorflow.test_tape import WHERE, data_of, loss_of, variables_of
+from tests.parallel.tensorflow.test_tape import data_of, loss_of, variables_of
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(("compression", "size"), [("none", 8.0), ("fp16", 2.0)])
+@pytest.mark.parametrize(
+    ("compression", "size", "where"),
+    [
+        ("none", 8.0, "eager"),
+        ("fp16", 2.0, "graph"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("none", 8.0, "graph"), ("fp16", 2.0, "eager")]
+        ),
+    ],
+)
 def test_records_of_a_loop(hvd, where, compression, size):
     import tensorflow as tf
 

@@ -63,10 +63,12 @@ def assert_as_one_process(hvd, where, batches, masks=None, tolerance=1e-11, **op
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ((5,), {}),
         ((4, 3, 5), {}),
         ((5, 4), {"axis": 1, "center": False}),
-        ((3, 1), {"scale": False}),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [((5,), {}), ((3, 1), {"scale": False})]
+        ),
     ],
     ids=str,
 )
