@@ -140,7 +140,11 @@ class Stalls:
             # The ranks do not write their records at the same time. One rank may continue while
             # another rank writes. If two rounds give the same states, all ranks had them at the
             # same time.
-            seen = {rank: (record.calls, record.open) for rank, record in current.items()}
+            # Without times: each record has another offset to the time of day.
+            seen = {
+                rank: (record.calls, [(call.name, call.number) for call in record.open])
+                for rank, record in current.items()
+            }
             if self._unconfirmed is None:
                 self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS
                 return None

@@ -11,12 +11,12 @@ WAITS = """Current thread 0x02 (most recent call first):
 """
 
 
-def record(rank, name, reason="request", number=1):
+def record(rank, name, reason="request", number=1, ahead=0.0):
     call = {"name": name, "call": number, "operation": 0, "set": 0, "dtype": 7, "bytes": 4,
-            "enqueued": 1.0, "ended": None}  # fmt: skip
+            "enqueued": 1.0 + ahead, "ended": None}  # fmt: skip
     return json.dumps(
         {"version": 1, "rank": rank, "size": 2, "host": "h", "pid": 1, "reason": reason,
-         "time": 61.0, "limit": 90, "error": "", "failed": "", "groups": {}, "labels": {},
+         "time": 61.0 + ahead, "limit": 90, "error": "", "failed": "", "groups": {}, "labels": {},
          "calls": {name: number}, "open": [call], "done": [], "stacks": WAITS}
     )  # fmt: skip
 
@@ -26,8 +26,8 @@ def stalls(tmp_path=None):
     return Stalls(2, tmp_path, lambda: asked.append(1)), asked
 
 
-def answer(job, now, second="y", number=1):
-    job.add(record(0, "x"), now)
+def answer(job, now, second="y", number=1, ahead=0.0):
+    job.add(record(0, "x", ahead=ahead), now)
     job.add(record(1, second, number=number), now)
     return job.check(now, ())
 
@@ -47,7 +47,8 @@ def test_a_deadlock_is_confirmed_by_a_second_round():
     assert len(asked) == 1
     assert job.check(105.0, ()) is None
     assert len(asked) == 2
-    assert answer(job, 106.0).deadlock
+    # Each record has another offset to the time of day.
+    assert answer(job, 106.0, ahead=1e-6).deadlock
 
 
 def test_a_rank_that_has_continued_meanwhile_is_no_deadlock():
