@@ -27,6 +27,7 @@ class GraphTimes:
     the first gradient exists, once when all gradients exist, and once when all are reduced. This
     clock is the time of day: TensorFlow has no operation for a monotonic clock. If the time of day
     was set, `take` and `take_in_graph` return zeros, so that the rank is not compared this time.
+    `totals`, which `hvd.Monitor` reads, is not corrected: a record of this time is wrong.
     """
 
     def __init__(self) -> None:
