@@ -161,11 +161,11 @@ def test_another_failure_is_an_error(tmp_path):
 @pytest.mark.long
 def test_bucket_sizes_and_wire_formats(tmp_path):
     """A later job uses the result without measuring."""
-    words = ["--bucket-mb", "0.02,25", "--wire-formats", "none,bf16", "--turns", "3"]
+    words = ["--bucket-mb", "0.01,25", "--wire-formats", "none,bf16", "--turns", "3"]
     done = tune(tmp_path, *words, "--collectives", "two-level")
     assert done.returncode == 0, done.stderr
     assert "25 MB  none" in done.stdout
-    assert "0.02 MB  bf16" in done.stdout
+    assert "0.01 MB  bf16" in done.stdout
     assert "wrote tuning.json" in done.stdout
     code = (
         'tuner = hvd.autotune(optimizer, "tuning.json", wire_formats=["none", "bf16"])\n'
