@@ -9,7 +9,6 @@ from lightning import pytorch as pl
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, IterableDataset
 
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
@@ -61,9 +60,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        # See `on_train_batch_start`.
-        self._checked_epoch: int | None = None
-        self._checks_every_batch = True
 
     @property
     def is_distributed(self) -> bool:
@@ -163,21 +159,18 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Check that all ranks have equally many batches.
 
-        Check at the first batch of each epoch. If a rank has an `IterableDataset`, check at every
-        batch: its length may be unknown or wrong.
+        If the data have a length, check once per epoch. Otherwise check at every batch. Lightning
+        does not notice in advance that data end before the length that they have, or before
+        `limit_train_batches`.
 
         Raises:
             UsageError: on every rank, if they have different numbers of batches.
         """
-        if self._checked_epoch == self._trainer.current_epoch and not self._checks_every_batch:
-            return
         batches = self._trainer.num_training_batches
+        if batch_idx and batches != float("inf"):
+            return
         ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        every = not all(map(_has_samples, self._trainer.fit_loop._combined_loader.flattened))
-        answers = hvd.allgather_object((batches, ends, every), name="lightning.batches")
-        self._checked_epoch = self._trainer.current_epoch
-        self._checks_every_batch = any(every for _, _, every in answers)
-        of_ranks = [(batches, ends) for batches, ends, _ in answers]
+        of_ranks = hvd.allgather_object((batches, ends), name="lightning.batches")
         if len(set(of_ranks)) == 1:
             return
         if len({each for each, _ in of_ranks}) > 1:
@@ -197,7 +190,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Compute metrics over all ranks, also those that the module has created since `setup`."""
-        self._checked_epoch = None
         self._compute_metrics_over_ranks()
 
     def on_validation_start(self) -> None:
@@ -227,11 +219,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def _broadcast_buffers(self) -> None:
         assert self.lightning_module is not None
         broadcast_buffers(self.lightning_module)
-
-
-def _has_samples(loader: Any) -> bool:
-    """Return whether a loader reads numbered samples, so that its length is certain."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _check_separate(optimizers: list[torch.optim.Optimizer]) -> None:
