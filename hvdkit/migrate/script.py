@@ -64,13 +64,9 @@ class Script:
         self._before: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
         self._after: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
         self.nodes: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
-        self._collect(self.module)
+        for node in walk(self.module):
+            self.nodes.setdefault(type(node), []).append(node)
         self._values_of_attributes = self._assigned_attributes()
-
-    def _collect(self, node: cst.CSTNode) -> None:
-        self.nodes.setdefault(type(node), []).append(node)
-        for child in node.children:
-            self._collect(child)
 
     # What the file contains.
 
@@ -335,6 +331,15 @@ def _with_layout_of(text: str, parsed: str, after: str) -> str:
     for kind, start, end, first, last in SequenceMatcher(None, same, new, False).get_opcodes():
         lines += old[start:end] if kind == "equal" else new[first:last]
     return "".join(lines)
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all nodes in it, in the order of the file."""
+    todo = [node]
+    while todo:
+        each = todo.pop()
+        yield each
+        todo += reversed(each.children)
 
 
 def imported_names(node: cst.CSTNode) -> list[tuple[str, cst.ImportAlias]]:

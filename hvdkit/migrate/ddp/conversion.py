@@ -8,7 +8,7 @@ import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts, Optimizer
 from hvdkit.migrate.ddp.units import Unit
-from hvdkit.migrate.script import Script, imported_names
+from hvdkit.migrate.script import Script, imported_names, walk
 
 IMPORT = "import hvdkit.torch as {}"
 
@@ -60,9 +60,7 @@ class Conversion:
 
     def forget(self, node: cst.CSTNode) -> None:
         """Remember that the names in a node are not used any more."""
-        self.replaced.add(node)
-        for child in node.children:
-            self.forget(child)
+        self.replaced.update(walk(node))
 
     def optimizers_of(self, model: str) -> list[Optimizer]:
         """Return the optimizers of a model.
@@ -131,18 +129,14 @@ class Conversion:
         )
 
 
-def _comments(node: cst.CSTNode) -> list[cst.CSTNode]:
+def _comments(node: cst.CSTNode) -> list[cst.Comment]:
     """Return the comments in a statement and before it."""
-    if isinstance(node, cst.Comment):
-        return [node]
-    return [found for child in node.children for found in _comments(child)]
+    return [each for each in walk(node) if isinstance(each, cst.Comment)]
 
 
 def comment_lines(node: cst.CSTNode) -> list[cst.EmptyLine]:
     """Return the comments within an expression as lines of their own."""
-    return [
-        cst.EmptyLine(comment=each) for each in _comments(node) if isinstance(each, cst.Comment)
-    ]
+    return [cst.EmptyLine(comment=each) for each in _comments(node)]
 
 
 def keep_comments(script: Script, node: cst.CSTNode) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 
 from hvdkit.migrate.ddp.facts import Facts, Optimizer, Wrap, model_name, target_of, without_module
-from hvdkit.migrate.script import argument
+from hvdkit.migrate.script import argument, walk
 
 #: Names such as `optimizer`, `self.optim` and `optimizer_G`, but not `optim_params`.
 _NAME = re.compile(r"optim(izer)?(_?[A-Za-z0-9]{1,2})?$", re.I)
@@ -137,12 +137,6 @@ def _add_other_values(facts: Facts) -> None:
     for call, target in _assigned_calls(facts):
         if target not in known or any(call is each for each in calls):
             continue
-        uses = {facts.script.dotted(each) for each in _descendants(call)}
+        uses = {facts.script.dotted(each) for each in walk(call)}
         if target not in uses:  # not `optimizer = Lookahead(optimizer)`
             facts.optimizers.append(Optimizer(call, target, known[target].model, is_whole=False))
-
-
-def _descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _descendants(child)

@@ -10,7 +10,7 @@ import libcst as cst
 from hvdkit.migrate.rule import Rule, rule
 from hvdkit.migrate.rules.keras_names import keras_name
 from hvdkit.migrate.rules.keras_objects import MODEL, methods
-from hvdkit.migrate.script import Script, argument
+from hvdkit.migrate.script import Script, argument, walk
 
 _OLD = ("acc", "val_acc")
 #: Expressions that are dictionaries of metrics: `history.history`, and the `logs` of a callback.
@@ -62,10 +62,10 @@ def _metrics(script: Script) -> Iterator[str]:
 
 
 def _strings_in(node: cst.CSTNode) -> Iterator[cst.SimpleString]:
-    if isinstance(node, cst.SimpleString):
-        yield node
-    for child in node.children:
-        yield from _strings_in(child)
+    """Yield the strings in an expression."""
+    for each in walk(node):
+        if isinstance(each, cst.SimpleString):
+            yield each
 
 
 def _keys(script: Script) -> Iterator[cst.SimpleString]:
