@@ -16,9 +16,10 @@ import numpy as np
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.commits import Commit, CommitId, CommitStore
-from hvdkit.core.consistency import group_by_text, grouped
+from hvdkit.core.consistency import error_text, grouped
 from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.progress import report_saved
+from hvdkit.core.rank_errors import attempt, errors_of_ranks
 from hvdkit.errors import HvdkitError
 
 _CHUNK_BYTES = 64 << 20
@@ -64,9 +65,9 @@ class Committer:
         """
         self._number += 1
         identity = CommitId(self._start.number, self._number)
-        problem = _try(save)
+        _, problem = attempt(save)
         if self._writes and problem is None:
-            problem = _try(lambda: self._store.write(identity, write))
+            _, problem = attempt(self._store.write, identity, write)
         changed = self._start.current_hosts() > self._start.hosts
         failed, anywhere = self._collectives.max([int(bool(problem)), int(changed)], _COMMIT)
         if failed:
@@ -96,12 +97,7 @@ class Committer:
             HvdkitError: on every rank, if a host could not read its commits or store the copy, or
                 if `load` failed on a rank.
         """
-        own: Commit | None = None
-        problem: Exception | None = None
-        try:
-            own = self._store.newest()
-        except OSError as error:
-            problem = error
+        own, problem = attempt(self._store.newest)
         id_of_rank = self._held(own, problem)
         best = max((identity for identity in id_of_rank if identity), default=None)
         if best is None:
@@ -115,7 +111,7 @@ class Committer:
         if any(identity != best for identity in id_of_rank):
             self._copy(best, self._collectives.ranks[id_of_rank.index(best)], own)
         # Other ranks wait in the next collective of the script if this rank raises alone.
-        problem = _try(lambda: self._load(load))
+        _, problem = attempt(self._load, load)
         (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)
         if failed:
             self._raise(
@@ -140,7 +136,7 @@ class Committer:
         """
         told = {
             "id": None if own is None else [own.id.start, own.id.number],
-            "problem": _text(problem),
+            "problem": error_text(problem),
         }
         gathered = self._collectives.allgather(json.dumps(told).encode(), "hvdkit.elastic.held")
         held = [json.loads(data) for data in gathered]
@@ -157,14 +153,10 @@ class Committer:
     def _copy(self, identity: CommitId, root: int, own: Commit | None) -> None:
         """Copy a commit of rank `root` to the hosts that lack it."""
         lacks = own is None or own.id != identity
-        content: np.ndarray | None = None
-        problem: Exception | None = None
+        content, problem = None, None
         if self._collectives.rank == root:
             assert own is not None
-            try:
-                content = _mapped(own.path)
-            except (OSError, ValueError) as error:
-                problem = error
+            content, problem = attempt(_mapped, own.path)
         failed, size = self._collectives.max(
             [int(bool(problem)), 0 if content is None else content.size], "hvdkit.elastic.size"
         )
@@ -173,7 +165,7 @@ class Committer:
             self._raise(problem, what, "Check the memory and the disk of this rank's host")
         chunks = _Chunks(self._collectives, content, root, size)
         if self._writes and lacks:
-            problem = _try(lambda: self._store.write(identity, chunks.write))
+            _, problem = attempt(self._store.write, identity, chunks.write)
         # A rank that writes nothing, or could not write, takes part in the remaining broadcasts.
         chunks.receive_rest()
         (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)
@@ -193,22 +185,8 @@ class Committer:
             what: what was not done.
             advice: what the user can do.
         """
-        texts = group_by_text(self._collectives, _text(problem), f"{_COMMIT}.failures")
-        failed = [text for text in texts if not text.endswith(": ")]
+        failed = errors_of_ranks(self._collectives, problem, f"{_COMMIT}.failures")
         raise HvdkitError(f"{what}: {'; '.join(failed)}. {advice}") from problem
-
-
-def _try(action: Callable[[], None]) -> Exception | None:
-    """Return the error of `action`; None if there is none."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
-
-
-def _text(problem: Exception | None) -> str:
-    return "" if problem is None else f"{type(problem).__name__}: {problem}".rstrip(": ")
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -44,6 +44,11 @@ def grouped(text_of_rank: Mapping[int, str]) -> list[str]:
     return [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_of_text.items()]
 
 
+def error_text(error: Exception | None) -> str:
+    """Return the class and the text of an error, such as "ValueError: TEXT"; "" for None."""
+    return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank R" or "ranks R, S"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
@@ -129,7 +134,7 @@ def prepare_on_all_ranks(
     try:
         value, lines = prepare()
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        text = " ".join(error_text(error).split())
         with suppress(RankMismatchError):
             check_consistency(collectives, [text], subject, advice)
         raise

@@ -1,8 +1,7 @@
 """Send pickled objects between ranks, and raise on every rank if one of them fails.
 
 Any rank may fail: the sender cannot pickle its object, or a receiver has too little memory, or
-cannot import the class of the object. If only the failing rank raised, the other ranks would wait
-in their next collective. So each function ends with a small sum of the failures.
+cannot import the class of the object. So each function ends with a small sum of the failures.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import cloudpickle
 import numpy as np
 
 from hvdkit.core.collectives import Collectives, broadcast_in_chunks, check_root
-from hvdkit.core.consistency import RankMismatchError, group_by_text, grouped
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.core.consistency import RankMismatchError, group_by_text
+from hvdkit.core.rank_errors import attempt, raise_on_all_ranks, raise_together
+from hvdkit.errors import UsageError
 
 # Bytes. Before a broadcast of this size or more, the ranks check that each of them has the memory.
 _LARGE = 1 << 26
@@ -43,15 +43,15 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
     """
     if collectives.single_rank:
         return obj
-    _, problem = _attempt(lambda root: check_root(root, collectives.ranks), root_rank)
+    _, problem = attempt(check_root, root_rank, collectives.ranks)
     is_root = problem is None and collectives.rank == root_rank
-    data, error = _attempt(cloudpickle.dumps, obj) if is_root else (None, None)
+    data, error = attempt(cloudpickle.dumps, obj) if is_root else (None, None)
     root = -1 if problem else int(root_rank)
     own = [1, int(problem is not None), int(error is not None), root, root * root, len(data or b"")]
     # The sum tells all ranks the size, and whether a rank has failed.
     count, invalid, failed, roots, squares, size = collectives.sum(own, f"{name}.sz")
     if invalid:
-        _raise(collectives, problem, f"{name}: an argument is invalid", name, UsageError)
+        raise_together(collectives, problem, f"{name}: an argument is invalid", name, UsageError)
     if count * squares != roots * roots:
         by_rank = "; ".join(group_by_text(collectives, f"root_rank is {root}", f"{name}.root"))
         raise RankMismatchError(
@@ -59,10 +59,10 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
             f"root_rank on every rank."
         )
     if failed:
-        _raise(collectives, error, f"{name}: the object cannot be pickled", name)
+        raise_together(collectives, error, f"{name}: the object cannot be pickled", name)
     # Writable also on the root, because frameworks do not accept read-only memory.
     make: Callable[[Any], Any] = bytearray if is_root else _allocate
-    buffer, error = _attempt(make, data if is_root else size)
+    buffer, error = attempt(make, data if is_root else size)
     if size >= _LARGE:
         raise_on_all_ranks(
             collectives, error, f"{name}: a rank has too little memory for {size:,} bytes", name
@@ -71,7 +71,7 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
         raise error
     content = np.frombuffer(buffer, np.uint8)
     broadcast_in_chunks(collectives, content, root_rank, f"{name}.t")
-    result, error = (obj, None) if is_root else _attempt(pickle.loads, buffer)
+    result, error = (obj, None) if is_root else attempt(pickle.loads, buffer)
     raise_on_all_ranks(
         collectives, error, f"{name}: the object of rank {root_rank} cannot be unpickled", name
     )
@@ -96,59 +96,15 @@ def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]
     """
     if collectives.single_rank:
         return [obj]
-    data, error = _attempt(cloudpickle.dumps, obj)
+    data, error = attempt(cloudpickle.dumps, obj)
     # A pickled object has at least one byte, so no bytes mean a failure.
     gathered = collectives.allgather(data or b"", name)
     if not all(gathered):
-        _raise(collectives, error, f"{name}: an object cannot be pickled", name)
-    objects, error = _attempt(lambda parts: [pickle.loads(part) for part in parts], gathered)
+        raise_together(collectives, error, f"{name}: an object cannot be pickled", name)
+    objects, error = attempt(lambda parts: [pickle.loads(part) for part in parts], gathered)
     raise_on_all_ranks(collectives, error, f"{name}: a rank cannot unpickle the objects", name)
     return list(objects)
 
 
 def _allocate(size: int) -> np.ndarray:
     return np.empty(size, np.uint8)
-
-
-def _attempt(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Exception | None]:
-    """Return the result of a call, or None and its error."""
-    try:
-        return call(argument), None
-    except Exception as error:
-        return None, error
-
-
-def raise_on_all_ranks(
-    collectives: Collectives,
-    error: Exception | None,
-    text: str,
-    name: str,
-    kind: type[HvdkitError] = HvdkitError,
-) -> None:
-    """Raise on every rank if one of them has an error. A collective.
-
-    Args:
-        collectives: the collectives of the ranks.
-        error: the error of this rank; None for none.
-        text: the beginning of the error on all ranks, which also names the ranks and their errors.
-        name: the beginning of the names of the collectives.
-        kind: the class of the error on all ranks.
-    """
-    (failures,) = collectives.sum([int(error is not None)], f"{name}.failures")
-    if failures:
-        _raise(collectives, error, text, name, kind)
-
-
-def _raise(
-    collectives: Collectives,
-    error: Exception | None,
-    text: str,
-    name: str,
-    kind: type[HvdkitError] = HvdkitError,
-) -> None:
-    """Raise an error that contains the errors of all ranks. A collective."""
-    own = "" if error is None else f"{type(error).__name__}: {error}"
-    gathered = collectives.allgather(own.encode(errors="replace"), f"{name}.errors")
-    pairs = zip(collectives.ranks, gathered, strict=True)
-    causes = grouped({rank: part.decode() for rank, part in pairs if part})
-    raise kind(f"{text} ({'; '.join(causes)})") from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.objects import raise_on_all_ranks
+from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.errors import UsageError
 
 
