@@ -17,6 +17,7 @@ LAYERS = {
     "errors": 0,
     "console": 0,
     "diagnostics": 0,
+    "flags": 0,
     "mesh": 0,
     "mpirun": 0,
     "owned_folders": 0,

@@ -16,6 +16,7 @@ from hvdkit.bench.sizes import parse_size
 from hvdkit.core.compression import FORMATS
 from hvdkit.core.trial import BATCH_VARIABLE, TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import flag
 from hvdkit.launch import arguments, conflicts
 from hvdkit.launch.command import command_of
 from hvdkit.tune import batch_sizes, buckets
@@ -145,17 +146,13 @@ def _check(options: Namespace) -> None:
     for name in _FOR_BUCKETS if batches else _FOR_BATCHES:
         if getattr(options, name) is not None:
             other = "cannot be combined with" if batches else "needs"
-            raise UsageError(f"{_option(name)} {other} --batch-sizes")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag(name)} {other} --batch-sizes")
 
 
 def _for_run(options: Namespace) -> list[str]:
     """Return the arguments of `hvdkit run` in the command line, without the command."""
     words = list(options.words)
-    own = {_option(name) for name in _OWN}
+    own = {flag(name) for name in _OWN}
     kept, skip = [], False
     for word in words[: len(words) - len(options.command)]:
         if skip:

@@ -16,6 +16,7 @@ from hvdkit.bench.scale.layers import MODELS
 from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, predict
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
 from hvdkit.errors import UsageError
+from hvdkit.flags import flag
 
 HELP = "predict the time of a training step on more ranks than there are here"
 EXAMPLE = """\
@@ -188,11 +189,11 @@ def _check(options: argparse.Namespace) -> None:
     for option in ("backward_ms", "bucket_mb", "ranks_per_host"):
         value = getattr(options, option)
         if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"--{option.replace('_', '-')} is {value:g}: expected more than 0")
+            raise UsageError(f"{flag(option)} is {value:g}: expected more than 0")
     for option in ("forward_ms", "update_ms"):
         value = getattr(options, option)
         if value is not None and not 0 <= value < math.inf:
-            raise UsageError(f"--{option.replace('_', '-')} is {value:g}: expected 0 or more")
+            raise UsageError(f"{flag(option)} is {value:g}: expected 0 or more")
     if not 0 <= options.jitter < 1:
         raise UsageError(f"--jitter is {options.jitter:g}: expected a share below 1, such as 0.02")
 

@@ -21,6 +21,7 @@ from hvdkit.bench.step.torch_models import MODELS
 from hvdkit.bench.step.variants import BEFORE, FLAT, SINGLE, STRATEGY, TORCH, Variant
 from hvdkit.bench.turns import check_memory, in_turns
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import flag
 
 HELP = "measure training steps of a model, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
@@ -148,8 +149,7 @@ def _check(options: argparse.Namespace) -> None:
     """
     for option in ("batch_size", "accumulate"):
         if (value := getattr(options, option)) < 1:
-            name = option.replace("_", "-")
-            raise UsageError(f"--{name} is {value}: expected at least 1")
+            raise UsageError(f"{flag(option)} is {value}: expected at least 1")
     if options.accumulate > 1 and options.framework != TORCH:
         raise UsageError("--accumulate needs --framework torch")
     if options.part == "backward" and options.framework == variants.KERAS:

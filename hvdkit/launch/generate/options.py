@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.errors import UsageError
-
-
-def flag(option: str) -> str:
-    """Return an option as the user types it."""
-    return f"--{option.replace('_', '-')}"
+from hvdkit.flags import flag
 
 
 def check_command(options: argparse.Namespace, example: str) -> None:

@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Iterator
 
 from hvdkit.errors import RESUMABLE, UsageError
+from hvdkit.flags import flag
 from hvdkit.launch.generate.options import (
     add_restarts,
     check_command,
     check_numbers,
-    flag,
     restarts,
     script_name,
 )

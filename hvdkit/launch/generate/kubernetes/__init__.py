@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from hvdkit.errors import UsageError
+from hvdkit.flags import flag
 from hvdkit.launch.generate.kubernetes import job, jobset, mpijob
 from hvdkit.launch.generate.kubernetes.commented_yaml import Document, dump
 from hvdkit.launch.generate.kubernetes.pod import CHECKPOINTS
-from hvdkit.launch.generate.options import add_restarts, check_command, check_numbers, flag
+from hvdkit.launch.generate.options import add_restarts, check_command, check_numbers
 
 HELP = "write a commented job for Kubernetes: an MPIJob, an indexed Job or a JobSet"
 EXAMPLE = """\
