@@ -56,16 +56,6 @@ class Offset:
     time: float
 
 
-def time_of_day_offset() -> int:
-    """Return the nanoseconds since 1970, minus those of this rank's monotonic clock."""
-    offsets = []
-    for _ in range(5):
-        before, day, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
-        offsets.append((after - before, day - (before + after) // 2))
-    # Between two clocks, the thread may have to wait for the processor.
-    return min(offsets)[1]
-
-
 def measure(collectives: Collectives, name: str) -> list[Round]:
     """Measure the rounds, and return those of this rank. A collective: a round takes about 2 ms.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from hvdkit.core import time_of_day
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency, grouped
 from hvdkit.core.recorder import Recorder
@@ -341,9 +342,7 @@ class BaseProfile:
             # The times of the record are times of day.
             record = parse(text)
             offset = record.offset
-            record = record.shifted(
-                -(clocks.time_of_day_offset() / 1e9 if offset is None else offset)
-            )
+            record = record.shifted(-(time_of_day.offset() / 1e9 if offset is None else offset))
             calls = events.calls_between(record, recording.began, ended)
             found += events.collective_events(rank, record, calls)
             if not events.is_complete(record, recording.began):
@@ -410,7 +409,7 @@ class BaseProfile:
     # --- Horovod's timeline, which only rank 0 writes -------------------------------------------
 
     def _start_timeline(self) -> None:
-        self._offset = clocks.time_of_day_offset()
+        self._offset = time_of_day.offset()
         if self._collectives.rank or os.environ.get(timeline.VARIABLE) != timeline.DYNAMIC:
             return
         self._timeline = self._path.with_name(f".{self._path.name}.{os.getpid()}.timeline")

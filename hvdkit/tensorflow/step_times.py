@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core import time_of_day
 from hvdkit.core.replicas import INTERVAL
 from hvdkit.core.stragglers import BACKWARD, FORWARD, SECTIONS, WAIT, StragglerReport
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
@@ -126,25 +127,14 @@ class _Day:
     """Finds out whether the time of day was set."""
 
     def __init__(self) -> None:
-        self._since, self._offset = self._read()
+        self._since, self._offset = time.monotonic(), time_of_day.offset() / 1e9
 
     def was_set(self) -> bool:
         """Return whether the time of day was set since the last call."""
         since, before = self._since, self._offset
-        self._since, self._offset = self._read()
+        self._since, self._offset = time.monotonic(), time_of_day.offset() / 1e9
         limit = max(_SET_SECONDS, _SET_PART * (self._since - since))
         return abs(self._offset - before) > limit
-
-    @staticmethod
-    def _read() -> tuple[float, float]:
-        """Return the monotonic time, and the time of day minus it, in seconds."""
-        readings = []
-        for _ in range(3):
-            before, day, after = time.monotonic(), time.time(), time.monotonic()
-            readings.append((after - before, after, day - (before + after) / 2))
-        # Between two clocks, the thread may have to wait for the processor.
-        _, now, offset = min(readings)
-        return now, offset
 
 
 class PayloadBytes:

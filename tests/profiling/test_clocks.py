@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from hvdkit.core import time_of_day
 from hvdkit.profiling import clocks
 from hvdkit.profiling.clocks import Offset, clock_change, offset_of
 from hvdkit.profiling.overlap import contradictions
@@ -57,7 +58,7 @@ def test_the_ranks_are_late_in_turns():
 
 def test_rounds_of_real_threads(monkeypatch):
     """Each simulated rank is a thread; all read the same clock, so the true offset is 0."""
-    assert clocks.now() + clocks.time_of_day_offset() > 1.6e18  # nanoseconds since 1970
+    assert clocks.now() + time_of_day.offset() > 1.6e18  # nanoseconds since 1970
     rounds = on_every_rank(3, lambda ranks: clocks.measure(ranks, "clock"))
     for own in rounds:
         found = offset_of(own, rounds[0])

@@ -10,7 +10,7 @@ def test_a_report_after_the_time_of_day_was_set(hvd, seconds):
     from hvdkit.tensorflow import step_times
 
     times = step_times.GraphTimes()
-    real = step_times.time.time
+    real = step_times.time.time_ns
 
     @tf.function
     def take():
@@ -22,7 +22,9 @@ def test_a_report_after_the_time_of_day_was_set(hvd, seconds):
         # The clock of the graph has moved by so much.
         moved = seconds * (1 + in_graph)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_times.time, "time", lambda moved=moved: real() + moved)
+            patch.setattr(
+                step_times.time, "time_ns", lambda moved=moved: real() + round(moved * 1e9)
+            )
             taken.append(take().numpy().tolist() if in_graph else [*times.take().values()])
         # After a change, it is not known when the last reduction ended.
         assert times._graph.numpy().tolist() == [0.0, 0.0, 0.0, 0.0 if seconds else 5.0]
