@@ -30,7 +30,7 @@ def aligned(records: Mapping[int, Record]) -> dict[int, Record]:
     for rank, record in sorted(records.items()):
         ranks = machines.setdefault(_machine(record), [])
         offset = found[ranks[0]].offset if ranks else record.offset
-        if offset is not None and record.offset is not None:
+        if offset is not None and record.offset not in (None, offset):
             record = record.shifted(offset - record.offset)
         found[rank] = record
         ranks.append(rank)

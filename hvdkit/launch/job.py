@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 
 from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
@@ -251,7 +252,8 @@ class Job:
         self._check_silence(now)
         # A rank that the launcher ends has not ended by itself: a verdict would blame it for that.
         if not self._ending:
-            verdict = self._stalls.check(now, self._statuses, self._silent_hosts(now))
+            silent_hosts = partial(self._silent_hosts, now)
+            verdict = self._stalls.check(now, self._statuses, silent_hosts)
             if verdict is not None:
                 self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:

@@ -109,14 +109,18 @@ class Stalls:
         return verdict.text if failed else ""
 
     def check(
-        self, now: float, ended: Collection[int], silent_hosts: Sequence[str] = ()
+        self,
+        now: float,
+        ended: Collection[int],
+        silent_hosts: Callable[[], Sequence[str]] = tuple,
     ) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over; else None.
 
         Args:
             now: the time (`time.monotonic`).
             ended: the ranks that have ended.
-            silent_hosts: for each host that did not answer the launcher for some time, a sentence.
+            silent_hosts: returns a sentence for each host that did not answer the launcher for some
+                time.
         """
         if now > self._confirm_at or now > self._expires_at:
             self._confirm_at = self._expires_at = float("inf")
@@ -135,7 +139,8 @@ class Stalls:
         # An older record of a silent rank does not say what the rank does now.
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
         states = self._states | dict.fromkeys(ended, ENDED)
-        verdict = judge(current, states, self._size, silent_hosts)
+        silent_sentences = silent_hosts()
+        verdict = judge(current, states, self._size, silent_sentences)
         if verdict.deadlock:
             # The ranks do not write their records at the same time. One rank may continue while
             # another rank writes. If two rounds give the same states, all ranks had them at the
@@ -157,7 +162,7 @@ class Stalls:
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
         self._keep(STATES, json.dumps(states))
-        self._keep(SILENT, json.dumps(list(silent_hosts)))
+        self._keep(SILENT, json.dumps(list(silent_sentences)))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict
 

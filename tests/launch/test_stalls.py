@@ -126,6 +126,6 @@ def test_a_host_that_did_not_answer_is_named(tmp_path):
     job.add(record(0, "x"), 101.0)
     job.add(record(1, "x"), 101.0)
     sentence = "host1 did not answer the launcher for 8 s, until 1 s ago."
-    verdict = job.check(101.0, (), [sentence])
+    verdict = job.check(101.0, (), lambda: [sentence])
     assert verdict.text.endswith(f"does not transfer its data.\n{sentence}")
     assert sentence in why(tmp_path)
