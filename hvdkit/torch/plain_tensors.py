@@ -60,16 +60,7 @@ def check_plain(tensor: torch.Tensor, subject: str) -> None:
             device.
     """
     check_has_memory(tensor, subject)
-    problem = ""
-    if tensor.layout is not torch.strided:
-        problem = f"has the layout {tensor.layout}"
-    elif tensor.is_quantized:
-        problem = f"is quantised ({tensor.dtype})"
-    elif tensor.is_meta:
-        problem = "is on the meta device, so it has no content"
-    elif tensor.is_nested:
-        problem = "is nested"
-    if problem:
+    if problem := _problem(tensor):
         raise UsageError(
             f"{subject} {problem}: expected a dense tensor on a CPU or a GPU. Omit it here, and "
             f"send it with broadcast_object()"
@@ -84,11 +75,18 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor has all of its elements; see `check_plain`."""
-    return (
-        not has_own_dispatch(tensor)
-        and tensor.layout is torch.strided
-        and not (tensor.is_quantized or tensor.is_meta)
-    )
+    return not (has_own_dispatch(tensor) or _problem(tensor))
+
+
+def _problem(tensor: torch.Tensor) -> str:
+    """Return why the memory of a tensor of a plain class lacks elements; "" if it has all."""
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype})"
+    if tensor.is_meta:
+        return "is on the meta device, so it has no content"
+    return "is nested" if tensor.is_nested else ""
 
 
 def check_collectives(mpi_ops: Any) -> None:

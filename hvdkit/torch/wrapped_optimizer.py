@@ -610,7 +610,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             for p in self.param_groups[-1]["params"]:
-                check_has_memory(p, "a parameter of the new group")
+                if p.requires_grad:  # other parameters are not reduced
+                    check_has_memory(p, "a parameter of the new group")
         except UsageError:
             self.param_groups.pop()
             raise
