@@ -274,7 +274,8 @@ class Synchronizer(Generic[Buffer, Handle]):
     def complete_deferred(self) -> None:
         """Complete the requests of the last round whose results only this round needs.
 
-        Every rank has started them."""
+        Every rank has started them.
+        """
         if self._deferred is None:
             return
         generation, waiting, result = self._deferred

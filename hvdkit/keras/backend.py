@@ -41,8 +41,8 @@ def _backend_name() -> str:
     if version.split(".")[0] in ("1", "2"):
         raise HvdkitError(
             f"this is Keras {version}, and hvdkit.keras needs Keras 3: pip install "
-            f"'keras>={_FIRST_KERAS}', or "
-            f"use hvd.DistributedGradientTape of hvdkit.tensorflow for Keras 2"
+            f"'keras>={_FIRST_KERAS}', or use hvd.DistributedGradientTape of "
+            f"hvdkit.tensorflow for Keras 2"
         )
     if Version(version) < Version(_FIRST_KERAS):
         raise HvdkitError(

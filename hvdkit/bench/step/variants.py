@@ -137,8 +137,8 @@ def pairs(variants: Sequence[Variant]) -> list[tuple[Variant, Variant]]:
 
     hvdkit is compared with every other optimizer that has the same controller and wire format. Each
     optimizer's wire formats are compared with each other, and Horovod's optimizer on hvdkit's
-    engine with the one on stock Horovod. hvdkit's int8 is compared with the
-    formats of DDP that send less than float32.
+    engine with the one on stock Horovod. hvdkit's int8 is compared with the formats of DDP that
+    send less than float32.
     """
     return [(a, b) for a in variants for b in variants if _is_pair(a, b)]
 

@@ -25,8 +25,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     The function begins with the state of the last commit, equal on all ranks. In a job of
     `hvdkit run --elastic`, a failure or a change of the hosts ends all ranks, and the script is
-    started again. Under `horovodrun`, Horovod's elastic training calls it. In
-    another job, the function is called once.
+    started again. Under `horovodrun`, Horovod's elastic training calls the function. In
+    another job, it is called once.
 
     Example:
         @hvd.elastic.run

@@ -37,8 +37,8 @@ class StateDictItem:
         if tree == {} and is_enabled is not None and is_enabled():
             raise UsageError(
                 f"{self._subject} is an enabled {type(self._stateful).__name__}, but was disabled "
-                f"when it was saved: expected the same options. To restore "
-                f"everything else, pass strict=False"
+                f"when it was saved: expected the same options. To restore everything else, "
+                f"pass strict=False"
             )
         if isinstance(own, dict) and isinstance(tree, dict):
             saved_alone, own_alone = tree.keys() - own.keys(), own.keys() - tree.keys()
