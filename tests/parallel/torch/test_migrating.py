@@ -417,8 +417,13 @@ def criterion(scores, real):
     return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, real))
 
 
-@pytest.mark.parametrize("name", ["GAN", "GAN, frozen"])
-def test_a_gan(hvd, name):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_gan(hvd, frozen):
+    script = code("GAN")
+    if not frozen:  # the lines that are optional
+        script, removed = re.subn(r"^    discriminator\.requires_grad_.*\n", "", script, flags=re.M)
+        assert removed == 2
+
     def batches_of(ranks):
         for step in range(4):
             real = torch.cat([batch_of(rank, step) for rank in ranks])
@@ -436,7 +441,7 @@ def test_a_gan(hvd, name):
             names["optimizer_g"] = wrapped(hvd, generator, adamw)
             names["optimizer_d"] = wrapped(hvd, discriminator, adamw)
             names["batches"] = batches_of([hvd.rank()])
-        exec(code(name), names)
+        exec(script, names)
         models.append(nn.ModuleList([generator, discriminator]))
     # Adam divides by the root of squares that begin at zero.
     assert_close(*models, 1e-9)

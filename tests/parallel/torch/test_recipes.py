@@ -136,11 +136,39 @@ def test_process_sets(tmp_path):
     assert outputs == [f"rank {rank}, set {line}\n" for rank, line in enumerate(sets)]
 
 
+ELASTIC = """
+import torch
+
+import hvdkit.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 8:
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        if hvd.rank() == 0:
+            print(f"epoch {state.epoch} on {hvd.size()} ranks", flush=True)
+        state.epoch += 1
+        state.commit()  # a failed job resumes here, and new ranks join here
+
+
+train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
+"""
+
+
 @pytest.mark.long  # horovodrun takes half a minute
 def test_elastic_training_without_a_change(tmp_path):
-    """The states and the loop, on ranks that stay the same."""
+    """The states and the loop under `horovodrun`, on ranks that stay the same."""
     script = tmp_path / "train.py"
-    script.write_text(recipes()["elastic"], encoding="utf-8")
+    script.write_text(ELASTIC, encoding="utf-8")
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n", encoding="utf-8")
     hosts.chmod(0o755)
