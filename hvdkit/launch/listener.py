@@ -238,7 +238,8 @@ class _ExternalLauncher:
     def _read(self) -> None:
         own = f"{self._name}: "
         for line in self._pipe:
-            if text := line.decode(errors="replace").strip():
+            # PRRTE, the mpirun of Open MPI 5, writes lines with only a zero byte.
+            if text := line.decode(errors="replace").strip("\0 \t\r\n"):
                 self._say(f"{self._name}: {text.removeprefix(own)}")
 
 
