@@ -12,6 +12,7 @@ writes the record and the stacks of all threads to `rank-N.json` in that folder:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -52,6 +53,22 @@ class Recorder:
         self._stacks: list[IO[bytes]] = []
         # Resumes what `read` interrupts: the writing of records since the last `watch`, or none.
         self._watch_again: Callable[[], None] = self.unwatch
+
+    def note_init(self, state: str, environ: Mapping[str, str] = os.environ) -> None:
+        """Note how far `hvd.init()` is, for the launcher. Over MPI, `hvd.init()` may wait forever.
+
+        Args:
+            state: a state of `hvdkit.record_files`.
+            environ: the environment.
+        """
+        folder = environ.get(FOLDER_VARIABLE)
+        if not folder or not os.path.isdir(folder):
+            return
+        path = Path(folder) / record_files.INIT
+        with contextlib.suppress(OSError):  # such as a full disk
+            draft = path.with_name(f"{path.name}.{os.getpid()}")
+            draft.write_text(state, encoding="ascii")
+            draft.replace(path)
 
     def describe(self, name: str, text: str) -> None:
         """Set the text that a verdict on a hang shows for a collective.

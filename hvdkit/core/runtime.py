@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
+from hvdkit import record_files
 from hvdkit.core import loaded_modules
 from hvdkit.core.departure import Departure
 from hvdkit.core.host_collectives import HostCollectives, check_choice
@@ -252,8 +253,10 @@ class Runtime:
             )
         self.departure.remove()
         single = whole_world and processes == 1 and horovod.gloo_built()
+        self.recorder.note_init(record_files.ENTERED)
         with one_rank_over_gloo(os.environ) if single else nullcontext():
             horovod.init(*args, **kwargs)
+        self.recorder.note_init(record_files.CONNECTED)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(

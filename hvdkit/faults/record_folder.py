@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
-from hvdkit.record_files import NOTE, RECORD, REQUEST, SAVED
+from hvdkit.record_files import INIT, NOTE, RECORD, REQUEST, SAVED
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
@@ -63,6 +63,14 @@ class RecordFolder:
         before = self._seen.get(SAVED)
         self._seen[SAVED] = stamp
         return before != stamp
+
+    def init_state(self) -> str:
+        """Return how far `hvd.init()` is in the only rank that uses this folder; "" if unknown."""
+        if self._folder is None:
+            return ""
+        with contextlib.suppress(OSError, ValueError):
+            return (self._folder.path / INIT).read_text(encoding="ascii")
+        return ""
 
     def changed_notes(self) -> Iterator[tuple[int, str]]:
         """Yield the notes of shutdowns that were written since the last call: rank, content.

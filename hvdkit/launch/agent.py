@@ -91,6 +91,8 @@ class Agent:
         if overrides is None:
             self._unsent += messages.encode("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE)
+        self._keep_rank_variables = keep_rank_variables
+        self._init_state = ""
         self._records_at = 0.0
         self._commits: CommitFolders | None = None
         self._task: Message = {}
@@ -332,10 +334,19 @@ class Agent:
             self._send("shutdown", rank=rank, content=content)
         if self._ranks.records.saved():
             self._send("saved")
+        self._send_init_state()
         if self._commits is not None:
             self._commits.announce_pending()
         if self._ranks.all and self._ending is None:
             self._ranks.prepare_spares()
+
+    def _send_init_state(self) -> None:
+        """Send how far `hvd.init()` is in the rank, if this is the agent of one rank."""
+        if self._keep_rank_variables and len(self._ranks.all) == 1:
+            state = self._ranks.records.init_state()
+            if state != self._init_state:
+                self._init_state = state
+                self._send("init", rank=self._ranks.all[0].rank, state=state)
 
     def _report_ends(self) -> None:
         for rank in self._ranks.all:

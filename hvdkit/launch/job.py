@@ -20,6 +20,7 @@ from hvdkit.launch.messages import LOST_SECONDS, PAUSE_SECONDS, Message, as_byte
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.stalls import Stalls
+from hvdkit.launch.start_watch import LateRanks, StartWatch
 from hvdkit.signals import handle_stop_signals, restore
 
 _POLL_SECONDS = 0.1
@@ -109,7 +110,8 @@ class Job:
         agents: the agents of its hosts.
         output: gets the ranks' output.
         timeouts: the timeouts of the job.
-        registered: returns the ranks that have registered at the rendezvous until now.
+        registered: returns the ranks that have registered at the rendezvous until now; None over
+            MPI.
         say: prints a message for the user.
         elastic: whether ranks may end because the hosts have changed.
     """
@@ -120,7 +122,7 @@ class Job:
         agents: AgentPool,
         output: Output,
         timeouts: Timeouts,
-        registered: Callable[[], set[int]],
+        registered: Callable[[], set[int]] | None,
         say: Callable[[str], None],
         elastic: bool = False,
     ) -> None:
@@ -128,13 +130,13 @@ class Job:
         self._agents = agents
         self._output = output
         self._timeouts = timeouts
-        self._registered = registered
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly)
         self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
+        self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
         self._problem = ""
@@ -146,11 +148,12 @@ class Job:
         self._interrupts = 0
         self._saved = False
         self._lost: list[Host] = []
-        self._all_registered = False
+        self._lost_agent = False
         # The last look at deadlines, and the end of the last pause of this process.
         self._looked_at = self._resumed_at = self._started_at
+        # The seconds of this pause.
+        self._pause = 0.0
         # Deadlines; infinite when inactive.
-        self._start_deadline = float("inf")
         self._stop_deadline = float("inf")
         self._end_deadline = float("inf")
 
@@ -162,6 +165,7 @@ class Job:
             with handle_stop_signals(self._on_signal):
                 while len(self._finished) < len(self._agents.connections):
                     event = self._agents.next_event(_POLL_SECONDS)
+                    self._notice_pause(time.monotonic())
                     if event is not None:
                         self._handle(event.connection, event.message)
                     self._check_deadlines()
@@ -182,6 +186,8 @@ class Job:
                 self._stalls.add(message["text"], time.monotonic())
             case "shutdown":
                 self._on_shutdown(connection, message)
+            case "init":
+                self._start.note(message["rank"], message["state"])
             case "saved":
                 self._saved = True
             case "states":
@@ -197,8 +203,9 @@ class Job:
                 self._finished.add(connection)
                 if connection.lost_host():
                     self._lost.append(host)
+                self._lost_agent = True
                 left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
-                self._fail(f"lost {host.name}: {connection.explain()}. {left}")
+                self._fail(f"lost {host.name}: {self._explain_lost(connection)}. {left}")
 
     def _on_shutdown(self, connection: Connection, message: Message) -> None:
         """Keep the note of a rank that has called `hvd.shutdown()`, and send it to other hosts."""
@@ -247,8 +254,8 @@ class Job:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if not self._all_registered:
-            self._check_registered(now)
+        if not self._ending and (late := self._start.check(now)) is not None:
+            self._on_late_start(late)
         self._check_silence(now)
         # A rank that the launcher ends has not ended by itself: a verdict would blame it for that.
         if not self._ending:
@@ -274,10 +281,6 @@ class Job:
 
     def _check_silence(self, now: float) -> None:
         """Give up agents that do not answer heartbeats, for example because they are stopped."""
-        if now > self._looked_at + PAUSE_SECONDS:
-            # This process was stopped, and maybe the agents too.
-            self._resumed_at = now
-        self._looked_at = now
         for connection in self._agents.connections:
             silent_since = max(connection.silent_since, self._resumed_at)
             if connection not in self._finished and now > silent_since + self._timeouts.lost:
@@ -287,6 +290,24 @@ class Job:
                     f"lost {connection.host.name}: its agent has not answered for "
                     f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped"
                 )
+
+    def _notice_pause(self, now: float) -> None:
+        """Notice that this process was stopped, and maybe the agents too."""
+        if now > self._looked_at + PAUSE_SECONDS:
+            self._resumed_at, self._pause = now, now - self._looked_at
+        self._looked_at = now
+
+    def _explain_lost(self, connection: Connection) -> str:
+        """Return why an agent was lost."""
+        lost = self._timeouts.lost
+        recently = time.monotonic() < self._resumed_at + PAUSE_SECONDS
+        if self._pause > lost - PAUSE_SECONDS and recently and not connection.lost_host():
+            return (
+                f"this launcher did not run for {self._pause:.0f} s, so the agent gave it up after "
+                f"{lost:g} s (--host-timeout); check what stopped the launcher (SIGSTOP, or a "
+                f"suspended machine)"
+            )
+        return connection.explain()
 
     def _silent_hosts(self, now: float) -> list[str]:
         """Return a sentence for each host that did not answer in the last minute, longest first."""
@@ -327,28 +348,31 @@ class Job:
         """Return the ranks that have not ended."""
         return [rank for rank in range(self._plan.size) if rank not in self._statuses]
 
-    def _check_registered(self, now: float) -> None:
-        registered = self._registered()
-        self._all_registered = len(registered) == self._plan.size
-        if self._all_registered or not registered or self._ending:
-            return
-        # No limit before the first rank: ranks may import and download for any time.
-        self._start_deadline = min(self._start_deadline, now + self._timeouts.start)
-        if now > self._start_deadline:
-            missing = [rank for rank in range(self._plan.size) if rank not in registered]
-            ended = [rank for rank in missing if rank in self._statuses]
-            silent = [rank for rank in missing if rank not in self._statuses]
+    def _on_late_start(self, late: LateRanks) -> None:
+        """End the job because ranks are late in `hvd.init()`."""
+        ended = [rank for rank in late.ranks if rank in self._statuses]
+        silent = [rank for rank in late.ranks if rank not in self._statuses]
+        within = f"within {self._timeouts.start:g} s"
+        if late.registered:
+            text = (
+                f"all ranks have called hvd.init(), but MPI did not connect {self._ranks(silent)} "
+                f"{within} (--start-timeout)."
+            )
+            advice = "Check the network of the hosts (`hvdkit doctor --hosts`)."
+        else:
             parts = []
             if silent:
                 parts.append(f"{self._ranks(silent)} did not register")
             if ended:
                 parts.append(f"{self._ranks(ended)} ended without registering")
-            self._fail(
-                f"{' and '.join(parts)} within {self._timeouts.start:g} s of the first rank "
-                "(--start-timeout). Ranks register in hvd.init(): check that the script calls it "
-                "on every rank."
-                + "".join(f"\n{tail_of(r, self._output.tail(r))}" for r in missing[:1])
-            )
+            text = f"{' and '.join(parts)} {within} of the first rank (--start-timeout)."
+            advice = "Ranks register in hvd.init(): check that the script calls it on every rank."
+        stopped = [rank for rank in self._running() if rank in self._stalls.stopped]
+        if stopped:
+            named, verb = self._ranks(stopped), "are" if len(stopped) > 1 else "is"
+            advice = f"R{named[1:]} {verb} stopped (SIGSTOP). SIGCONT continues a process."
+        shown = (stopped or late.ranks)[0]
+        self._fail(f"{text} {advice}\n{tail_of(shown, self._output.tail(shown))}")
 
     # Signals
 
@@ -415,6 +439,11 @@ class Job:
         code = 128 - status if status < 0 else status
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
             return self._ended_by(self._stopped_by, code)
+        if status == -signal.SIGTERM and self._lost_agent:
+            # If an agent of mpirun ends, mpirun sends SIGTERM to the other ranks.
+            terminated = [rank for rank, s in self._statuses.items() if s == -signal.SIGTERM]
+            report = f"{self._problem}\nSIGTERM then ended {self._ranks(terminated)}."
+            return Outcome(1, report, restartable=self._stopped_by is None)
         finished = [rank for rank, status in self._statuses.items() if status == 0]
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())

@@ -234,10 +234,7 @@ class Slurm:
             if self.kind is not None:
                 variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
                 started.start_ranks(self.plan, settings, lambda *_: variables)
-                every_rank = set(range(self.plan.size))
-                return Job(
-                    self.plan, started.agents, output, timeouts, lambda: every_rank, say
-                ).run()
+                return Job(self.plan, started.agents, output, timeouts, None, say).run()
             without_key = not gloo.all_send_key(started.facts)
             with RendezvousServer(
                 started.address, size=self.plan.size, stores_without_key=without_key

@@ -70,7 +70,9 @@ class Stalls:
             return  # written by another version of hvdkit
         self._records[record.rank] = record
         self._received[record.rank] = now
-        self._keep(RECORD.format(record.rank), text)
+        if self._verdict is None or not self._verdict.is_final:
+            # After a final verdict the launcher ends the ranks, and they do other things.
+            self._keep(RECORD.format(record.rank), text)
         known = (
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
         )
@@ -85,6 +87,11 @@ class Stalls:
                 self._states[rank] = state
             else:
                 self._states.pop(rank, None)
+
+    @property
+    def stopped(self) -> set[int]:
+        """The ranks whose processes were stopped when their states were last asked for."""
+        return {rank for rank, state in self._states.items() if state == STOPPED}
 
     def mismatch(self) -> str:
         """Return which ranks differ in the collective that failed; "" if there are none."""

@@ -242,6 +242,8 @@ class StopLauncher(Fault):
     def inject(self) -> bool:
         assert self.job.process is not None
         self.seconds = self.draw.choice([0.5, 2.0, 6.0, HOST_SECONDS + 3.0])
+        if self.seconds > HOST_SECONDS:
+            self.names = ["this launcher did not run for"]
         _signal(self.job.process.pid, signal.SIGSTOP)
         return self.job.status() is None
 

@@ -102,6 +102,37 @@ def test_a_rank_that_is_killed(launches, mpi):
     assert "rank 1 on host1 failed: killed by signal 9 (Killed)" in done.stderr
 
 
+# Rank 1 sleeps before `hvd.init()`, or is stopped in it.
+ABSENT = "print('thinking'); time.sleep(60) if rank else hvd.init()"
+STOPPED_IN_INIT = (
+    "init = hvd.runtime._runtime._horovod.init\n"
+    "def stop(*args, **kwargs): os.kill(os.getpid(), 19); init(*args, **kwargs)\n"
+    "if rank: hvd.runtime._runtime._horovod.init = stop\n"
+    "hvd.init()"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        pytest.param(ABSENT, "rank 1 on host1 did not register within 4 s of the first rank"),
+        pytest.param(
+            STOPPED_IN_INIT,
+            "MPI did not connect ranks 0 on host0, 1 on host1 within 4 s (--start-timeout). Rank 1 "
+            "on host1 is stopped (SIGSTOP)",
+        ),
+    ],
+    ids=["absent", "stopped"],
+)
+def test_a_rank_that_is_late_in_init(launches, code, text):
+    skip_where_unsupported(Configuration("torch", "mpi", 2))
+    done = launches.run(
+        *(*MPI, "--start-timeout", "4"), *python(f"import hvdkit.torch as hvd\n{code}")
+    )
+    assert done.returncode == 1
+    assert text in done.stderr
+
+
 def test_arguments_that_mpirun_does_not_know(launches, mpi):
     done = launches.run(*mpi, "--mpi-args=--no-such-argument", "true")
     assert done.returncode == 1

@@ -78,6 +78,20 @@ def test_an_agent_that_is_stopped_before_a_long_message_is_lost():
     assert "lost localhost: its agent has not answered for 4 s" in job.stderr
 
 
+def test_a_launcher_that_is_stopped_is_the_cause(launcher):
+    job, _, rank = launcher("time.sleep(60)")
+    job.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    rank.wait(30)
+    # The launcher notices a pause of more than five seconds.
+    time.sleep(max(1.0, began + 7 - time.monotonic()))
+    job.send_signal(signal.SIGCONT)
+    _, stderr = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "lost localhost: this launcher did not run for" in stderr
+    assert "gave it up after 4 s" in stderr
+
+
 def test_a_whole_job_that_is_stopped_for_a_while_continues(launcher):
     job, agent, rank = launcher("time.sleep(8); print('continued')")
     time.sleep(1)

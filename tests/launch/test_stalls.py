@@ -72,6 +72,18 @@ def test_silent_ranks_have_some_seconds(tmp_path):
     assert json.loads((tmp_path / "records" / "states.json").read_text()) == {"1": "stopped"}
 
 
+def test_a_record_after_a_final_verdict_is_not_kept(tmp_path):
+    """The launcher then ends the ranks, so they do other things."""
+    job, _ = stalls(tmp_path)
+    job.add(record(0, "x", "stall"), 100.0)
+    answer(job, 101.0)
+    job.check(105.0, ())
+    assert answer(job, 106.0).is_final
+    before = why(tmp_path)
+    job.add(record(1, "z"), 107.0)
+    assert why(tmp_path) == before
+
+
 def test_a_stopped_rank_ends_the_job_at_the_limit():
     """The engines do not: that of the stopped rank does not run."""
     job, asked = stalls()

@@ -1,0 +1,98 @@
+"""Find the ranks that are late in `hvd.init()`.
+
+Over Gloo, ranks register at the rendezvous, and the engine has a timeout for their connections.
+Over MPI, there is no rendezvous, and the engine waits forever for a rank that is late. So ranks
+note how far they are (`hvdkit.record_files.INIT`), and their agents send these notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdkit.record_files import CONNECTED, ENTERED
+
+#: Seconds before the end of the time at which the launcher asks for the states of processes.
+_ASK_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class LateRanks:
+    """The ranks that have not started in time.
+
+    Attributes:
+        ranks: the ranks.
+        registered: whether they have called `hvd.init()`, which has not returned.
+    """
+
+    ranks: tuple[int, ...]
+    registered: bool
+
+
+class StartWatch:
+    """Watches the start of a job's ranks.
+
+    Args:
+        size: the number of ranks.
+        timeout: the seconds after the first rank for the others, in each of the two phases.
+        registered: returns the ranks that have registered at the rendezvous; None over MPI.
+        ask: asks the agents for the states of the ranks' processes.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        timeout: float,
+        registered: Callable[[], set[int]] | None,
+        ask: Callable[[], None],
+    ) -> None:
+        self._size = size
+        self._timeout = timeout
+        self._registered = registered
+        self._ask = ask
+        # Over MPI: rank -> its last note.
+        self._notes: dict[int, str] = {}
+        self._all_registered = self._done = self._asked = False
+        self._deadline = float("inf")
+
+    def note(self, rank: int, state: str) -> None:
+        """Set how far `hvd.init()` is in a rank over MPI."""
+        self._notes[rank] = state
+
+    def check(self, now: float) -> LateRanks | None:
+        """Return the ranks that are late; None while there is time, and after the start.
+
+        Args:
+            now: the time (`time.monotonic`).
+        """
+        if self._done:
+            return None
+        if not self._all_registered:
+            arrived = self._with(ENTERED, CONNECTED)
+            if self._registered is not None:
+                arrived = self._registered()
+            if len(arrived) == self._size:
+                self._all_registered, self._deadline, self._asked = True, float("inf"), False
+            # No limit before the first rank: ranks may import and download for any time.
+            elif arrived:
+                return self._late(now, arrived)
+        if self._all_registered:
+            # Over Gloo, the engine itself has a timeout.
+            connected = self._with(CONNECTED)
+            if self._registered is None and len(connected) < self._size:
+                return self._late(now, connected)
+            self._done = True
+        return None
+
+    def _with(self, *states: str) -> set[int]:
+        return {rank for rank, state in self._notes.items() if state in states}
+
+    def _late(self, now: float, arrived: set[int]) -> LateRanks | None:
+        self._deadline = min(self._deadline, now + self._timeout)
+        if now > self._deadline - _ASK_SECONDS and not self._asked:
+            self._asked = True
+            self._ask()
+        if now <= self._deadline:
+            return None
+        late = tuple(rank for rank in range(self._size) if rank not in arrived)
+        return LateRanks(late, self._all_registered)
