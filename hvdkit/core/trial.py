@@ -1,9 +1,12 @@
 """A trial of `hvdkit tune`: measure some steps of the user's training, and end it.
 
-`hvdkit tune` starts the user's command with the variable HVDKIT_TRIAL. The first
-`DistributedOptimizer` of each rank, or `fit` of Keras, then counts the steps. After the last step,
-every rank prints a report, which `hvdkit tune` reads, and raises `SystemExit`. All ranks make the
-same steps, so they end after the same step.
+`hvdkit tune` starts the user's command with the variable HVDKIT_TRIAL. The steps of a rank are
+counted by its first `DistributedOptimizer` of PyTorch, by `fit` of Keras, or by its first
+`DistributedGradientTape`. After the last step, every rank prints a report, which `hvdkit tune`
+reads, and raises `SystemExit`. All ranks make the same steps, so they end after the same step.
+
+PyTorch measures all candidates in one run. A graph of TensorFlow contains its buckets, so Keras and
+TensorFlow measure one candidate in each run.
 """
 
 from __future__ import annotations
@@ -12,10 +15,16 @@ import atexit
 import json
 import os
 import resource
+import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
+
+from hvdkit.core.reduction import Reduction
+from hvdkit.core.tuning import WARM_UP
+from hvdkit.core.wire_format import WireFormat
 
 #: The settings of a trial.
 VARIABLE = "HVDKIT_TRIAL"
@@ -36,6 +45,8 @@ class TrialPlan:
         wire_formats: names of wire formats to measure beside the script's own.
         turns: the turns of each candidate; 0: measure no candidates.
         turn_steps: the steps of each turn.
+        candidate: the bucket size in bytes and the wire format of this run, for Keras and
+            TensorFlow; None: those of the script.
     """
 
     steps: int = 0
@@ -44,6 +55,7 @@ class TrialPlan:
     wire_formats: tuple[str, ...] = ()
     turns: int = 0
     turn_steps: int = 10
+    candidate: tuple[int, str] | None = None
 
     @classmethod
     def requested(cls, environ: Mapping[str, str] = os.environ) -> TrialPlan | None:
@@ -54,6 +66,7 @@ class TrialPlan:
         fields: dict[str, Any] = json.loads(text)
         for name in ("bucket_bytes", "wire_formats"):
             fields[name] = tuple(fields[name])
+        fields["candidate"] = fields["candidate"] and tuple(fields["candidate"])
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -61,7 +74,93 @@ class TrialPlan:
         return json.dumps(asdict(self))
 
 
-_reported = False
+def with_candidate(reduction: Reduction, format_of: Callable[[str], WireFormat]) -> Reduction:
+    """Return the settings of a reduction in this run: the given ones, except for a candidate.
+
+    Args:
+        reduction: the settings of the script.
+        format_of: returns the wire format with a name.
+    """
+    requested = TrialPlan.requested()
+    if requested is None or requested.candidate is None:
+        return reduction
+    size, name = requested.candidate
+    chosen = reduction.format if name == reduction.format.name else format_of(name)
+    return replace(reduction, bucket_bytes=size, format=chosen)
+
+
+class BatchCount:
+    """Counts and times the batches of a run of Keras or TensorFlow.
+
+    Args:
+        plan: what to measure.
+        rank: this rank.
+        window: the batches of a step. If candidates are measured, the time of a step is that of all
+            its batches, because only the last one communicates.
+        clock: returns seconds.
+
+    Attributes:
+        made: the batches that were trained.
+    """
+
+    def __init__(
+        self,
+        plan: TrialPlan,
+        rank: int,
+        window: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.made = 0
+        self._rank = rank
+        self._measures = plan.turns > 0
+        self._window = window
+        steps = WARM_UP + plan.turns * plan.turn_steps
+        self._last = steps * window if self._measures else plan.steps
+        self._clock = clock
+        # The time at which the last step ended, and the batches until then.
+        self._since, self._before = clock(), 0
+        self._times: list[float] = []
+        report_at_exit(rank, lambda: self.made)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last batch was trained."""
+        return self.made >= self._last
+
+    def add(self, batches: int = 1) -> None:
+        """Count batches that have been trained, together if there are several."""
+        self.made += batches
+        if self.made % self._window:
+            return
+        now = self._clock()
+        if self.made > WARM_UP * self._window:
+            steps = (self.made - self._before) / self._window
+            self._times.append((now - self._since) / steps)
+        self._since, self._before = now, self.made
+
+    def report(self, reduction: Reduction, gradient_bytes: int) -> None:
+        """Print the report of this rank. Not a collective.
+
+        Args:
+            reduction: the settings of the reduction.
+            gradient_bytes: the size of the gradients of a step.
+        """
+        measured: dict[str, Any] = {}
+        if self._measures:
+            measured["run"] = {
+                "settings": [reduction.bucket_bytes, reduction.format.name],
+                "gradient_bytes": gradient_bytes,
+                "seconds": statistics.median(self._times),
+            }
+        report(self._rank, self.made, **measured)
+
+
+_counting = _reported = False
+
+
+def counting() -> bool:
+    """Return whether the steps of this process are counted already."""
+    return _counting
 
 
 def report_at_exit(rank: int, steps: Callable[[], int]) -> None:
@@ -72,28 +171,41 @@ def report_at_exit(rank: int, steps: Callable[[], int]) -> None:
         steps: returns the steps that were made.
     """
 
-    def report() -> None:
+    def report_now() -> None:
         # After an uncaught exception, the traceback must be the last text of the rank.
         if not _reported and not hasattr(sys, "last_type"):
             _print(rank, steps(), {})
 
-    atexit.register(report)
+    global _counting
+    _counting = True
+    atexit.register(report_now)
+
+
+def report(rank: int, steps: int, **measured: Any) -> None:
+    """Print the report of this rank. Not a collective.
+
+    Args:
+        rank: this rank.
+        steps: the steps that were made.
+        measured: further values that JSON can represent.
+    """
+    global _reported
+    _reported = True
+    _print(rank, steps, measured)
 
 
 def end(rank: int, steps: int, **measured: Any) -> NoReturn:
     """Print the report of this rank, and end the script. Not a collective.
 
     Args:
-        rank: this rank.
-        steps: the steps that were made.
-        measured: further values that JSON can represent.
+        rank: see `report`.
+        steps: see `report`.
+        measured: see `report`.
 
     Raises:
         SystemExit: always, with status 0.
     """
-    global _reported
-    _reported = True
-    _print(rank, steps, measured)
+    report(rank, steps, **measured)
     raise SystemExit(0)
 
 

@@ -24,9 +24,9 @@ from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError
 
 _NAME = "hvdkit.autotune"
-# Steps after a change that are not measured: in the first step the ranks plan the buckets, and in
-# the second step the memory of the buckets is still new.
-_WARM_UP = 2
+#: Steps after a change that are not measured: in the first step the ranks plan the buckets, and in
+#: the second step the memory of the buckets is still new.
+WARM_UP = 2
 # The part of the step time that a candidate must save. A smaller gain is not worth a change.
 _GAIN = 0.03
 
@@ -179,7 +179,7 @@ class Tuner:
             return
         now = self._clock()
         self._made += 1
-        if self._made > _WARM_UP:
+        if self._made > WARM_UP:
             self._times.append(now - self._last)
         self._last = now
         if len(self._times) < self._steps:

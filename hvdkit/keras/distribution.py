@@ -25,6 +25,7 @@ class Distribution:
     """Reduce and accumulate the gradients of one optimizer.
 
     Attributes:
+        reduction: the settings of the reduction.
         process_set: the ranks to reduce over.
         collectives: the `hvdkit.core.collectives.Collectives` of these ranks.
         accumulation_steps: batches per update.
@@ -67,7 +68,7 @@ class Distribution:
         self.times = backend.step_times()
         self.stragglers = StragglerReport(self.collectives, self.times)
         self.accumulation_steps = accumulation_steps
-        self._reduction = reduction
+        self.reduction = reduction
         self._groups = groups
         self._averaged = averaged
         self._scale_local = scale_local_gradients
@@ -254,6 +255,11 @@ class Distribution:
         return [v for v in self._variables if not self.is_local(v)]
 
     @property
+    def gradient_bytes(self) -> int:
+        """The size of the gradients that are reduced in a step, in bytes."""
+        return sum(backend.bytes_of(variable) for variable in self.shared_variables)
+
+    @property
     def _variables(self) -> list[Any]:
         optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
         return list(optimizer._trainable_variables)
@@ -279,7 +285,7 @@ class Distribution:
         """
         if self._reducer is None:
             self._reducer = backend.GradientReducer(
-                replace(self._reduction, groups=self._group_indices(shared)),
+                replace(self.reduction, groups=self._group_indices(shared)),
                 self.process_set,
                 context=[
                     f"optimizer: {type(self._optimizer).__name__}",

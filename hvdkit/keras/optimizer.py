@@ -16,6 +16,7 @@ from hvdkit.core.collectives import check_process_set
 from hvdkit.core.nonfinite import IGNORE, check_policy
 from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
+from hvdkit.core.trial import with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of
@@ -110,15 +111,16 @@ def DistributedOptimizer(
     if not hvd.is_initialized():
         raise UsageError("Horovod is not initialised: call hvd.init() before this")
     check_process_set(process_set)
+    reduction = Reduction(
+        format=backend.wire_format(compression),
+        average=op == hvd.Average,
+        predivide=predivide(gradient_predivide_factor, op == hvd.Average),
+        bucket_bytes=bucket_bytes,
+        sparse_as_dense=sparse_as_dense,
+    )
     Distribution(
         optimizer,
-        Reduction(
-            format=backend.wire_format(compression),
-            average=op == hvd.Average,
-            predivide=predivide(gradient_predivide_factor, op == hvd.Average),
-            bucket_bytes=bucket_bytes,
-            sparse_as_dense=sparse_as_dense,
-        ),
+        with_candidate(reduction, backend.wire_format),
         process_set,
         groups=groups if groups is not None else num_groups,
         accumulation_steps=window.size,

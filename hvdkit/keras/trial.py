@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hvdkit.core import trial
-from hvdkit.core.trial import TrialPlan
+from hvdkit.core.trial import BatchCount, TrialPlan
 from hvdkit.keras import backend
+from hvdkit.keras.distribution import Distribution, distribution_of
 from hvdkit.keras.training import LastCallback
 
 
@@ -18,12 +22,20 @@ class TrialCallback(LastCallback):
     def __init__(self, plan: TrialPlan) -> None:
         super().__init__()
         self._plan = plan
-        self._before = self._batches = 0
-        trial.report_at_exit(backend.hvd.rank(), lambda: self._before + self._batches)
+        self._count: BatchCount | None = None
+        self._distribution: Distribution | None = None
+        self._in_epoch = 0
+
+    def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002
+        """Called after `on_train_begin` of the other callbacks."""
+        self._distribution = distribution_of(self.model.optimizer)
+        if not trial.counting():
+            window = self._distribution.accumulation_steps if self._distribution else 1
+            self._count = BatchCount(self._plan, backend.hvd.rank(), window)
 
     def epoch_begins(self, epoch: int) -> None:  # noqa: ARG002
         """Called before the first batch of an epoch."""
-        self._before, self._batches = self._before + self._batches, 0
+        self._in_epoch = 0
 
     def batch_ends(self, batch: int) -> None:
         """Called after batch `batch` of the epoch (zero-based) has been trained.
@@ -31,7 +43,14 @@ class TrialCallback(LastCallback):
         Raises:
             SystemExit: the trial is over.
         """
-        self._batches = batch + 1
-        made = self._before + self._batches
-        if made >= self._plan.steps:
-            trial.end(backend.hvd.rank(), made)
+        if self._count is None:
+            return  # a tape counts its steps
+        # With `steps_per_execution`, several batches end together.
+        self._count.add(batch + 1 - self._in_epoch)
+        self._in_epoch = batch + 1
+        if not self._count.over:
+            return
+        if self._distribution is None:
+            trial.end(backend.hvd.rank(), self._count.made)
+        self._count.report(self._distribution.reduction, self._distribution.gradient_bytes)
+        raise SystemExit(0)

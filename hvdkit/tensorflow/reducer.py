@@ -50,6 +50,7 @@ class GradientReducer:
         compares_times: whether to compare these times between the ranks, every few reductions.
 
     Attributes:
+        reduction: the settings.
         skips_step: whether all ranks skip the step, because gradients of the last call are not
             finite. A tensor in a graph.
     """
@@ -68,7 +69,7 @@ class GradientReducer:
         self._compares_times = compares_times
         self.skips_step: Any = False
         self._on_nonfinite = on_nonfinite
-        self._reduction = reduction
+        self.reduction = reduction
         self._passes = passes
         self._context = tuple(context)
         self._collectives = TensorFlowCollectives(process_set)
@@ -181,7 +182,7 @@ class GradientReducer:
             return tf.convert_to_tensor(gradient)
         shape = tf.convert_to_tensor(variable.shape, tf.int64)
         gradient = tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, tf.int64), shape)
-        return tf.convert_to_tensor(gradient) if self._reduction.sparse_as_dense else gradient
+        return tf.convert_to_tensor(gradient) if self.reduction.sparse_as_dense else gradient
 
     def _plan_of(self, specs: Sequence[ParameterSpec], gradients: Sequence[Any]) -> Plan:
         """Return the plan for these gradients. Making a new one is a collective."""
@@ -193,7 +194,7 @@ class GradientReducer:
         planned = plan_buckets(
             self._collectives,
             specs,
-            self._reduction,
+            self.reduction,
             self._passes,
             [
                 int(isinstance(gradient, tf.IndexedSlices))
@@ -204,8 +205,8 @@ class GradientReducer:
             context=[*self._context, *self._path()],
         )
         ranks = len(self._collectives.ranks)
-        total = 1.0 / self._passes / (ranks if self._reduction.average else 1)
-        scaling = Scaling(total, self._reduction.predivide, ranks)
+        total = 1.0 / self._passes / (ranks if self.reduction.average else 1)
+        scaling = Scaling(total, self.reduction.predivide, ranks)
         states = self._states_of(planned)
         process_set = self._collectives.process_set
         values = ValueCheck([spec.name for spec in specs], planned.name, process_set)
@@ -227,7 +228,7 @@ class GradientReducer:
 
     def _path(self) -> list[str]:
         """Return a line for the consistency check if ranks could send int8 in different ways."""
-        if self._reduction.format.name != Int8.name:
+        if self.reduction.format.name != Int8.name:
             return []
         in_engine = engine_sends_int8(self._collectives.process_set)
         return [f"int8: sent by {'the engine' if in_engine else 'alltoall'}"]

@@ -9,16 +9,18 @@ import tensorflow as tf
 from horovod import tensorflow as horovod
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core import bucketing
+from hvdkit.core import bucketing, trial
 from hvdkit.core.collectives import check_process_set
 from hvdkit.core.compression import check_adasum
 from hvdkit.core.nonfinite import IGNORE, SKIP, check_policy
 from hvdkit.core.reduction import Reduction, predivide
+from hvdkit.core.trial import TrialPlan, with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import trace_position
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
+from hvdkit.tensorflow.trial import TapeTrial
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: Reduces gradients; called with the gradients and their sources.
@@ -111,7 +113,10 @@ def DistributedGradientTape(
             check_parameters,
             on_nonfinite,
         )
-        return _reducer(*key, trace_position(key))(gradients, sources, check_parameters)
+        reducer = _reducer(*key, trace_position(key))
+        reduced = reducer(gradients, sources, check_parameters)
+        in_trial = _trial_of(reducer)
+        return reduced if in_trial is None else in_trial.after_reduction(reduced)
 
     cls = type(gradtape)
     wrapped_class: type[_DistributedTape] = type(
@@ -299,6 +304,24 @@ def times_of(process_set: mpi_ops.ProcessSet) -> GraphTimes:  # noqa: ARG001
     return GraphTimes()
 
 
+#: The trial of `hvdkit tune`, and the reducer whose reductions it counts.
+_trial: tuple[TapeTrial, GradientReducer] | None = None
+
+
+def _trial_of(reducer: GradientReducer) -> TapeTrial | None:
+    """Return the trial that counts the reductions of `reducer`; None if there is none.
+
+    A trial counts the reductions of the first tape that does not run in `fit` of Keras, which
+    counts its batches itself.
+    """
+    global _trial
+    if _trial is None:
+        if (requested := TrialPlan.requested()) is None or trial.counting():
+            return None
+        _trial = TapeTrial(requested, mpi_ops.rank(), reducer.reduction), reducer
+    return _trial[0] if _trial[1] is reducer else None
+
+
 @functools.cache
 def _reducer(
     compression: Any,
@@ -317,13 +340,16 @@ def _reducer(
     Cached, because a training loop makes a new tape in every step. Each position has its own
     reducer, because a graph may run the reductions of several positions concurrently.
     """
-    reduction = Reduction(
-        format=wire_format(compression),
-        average=average,
-        predivide=divisor,
-        bucket_bytes=bucket_bytes,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
+    reduction = with_candidate(
+        Reduction(
+            format=wire_format(compression),
+            average=average,
+            predivide=divisor,
+            bucket_bytes=bucket_bytes,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+        ),
+        wire_format,
     )
     context = [
         "DistributedGradientTape",

@@ -1,8 +1,11 @@
 """Compare bucket sizes, wire formats, and the two ways to combine the ranks of a host.
 
-A run measures all bucket sizes and wire formats by itself, in turns (`hvdkit.core.tuning`). Flat or
-two-level is decided when Horovod starts, so this choice needs runs of its own. Then runs of both
-kinds alternate, and each run is one turn.
+A run of PyTorch measures all bucket sizes and wire formats by itself, in turns
+(`hvdkit.core.tuning`). Flat or two-level is decided when Horovod starts, so this choice needs runs
+of its own. Then runs of both kinds alternate, and each run is one turn.
+
+A run of Keras or TensorFlow measures one candidate (`hvdkit.core.trial`), so each candidate needs a
+run in each turn.
 """
 
 from __future__ import annotations
@@ -18,11 +21,26 @@ from hvdkit.core.host_collectives import VARIABLE
 from hvdkit.core.trial import TrialPlan
 from hvdkit.core.tuning import Candidate
 from hvdkit.errors import HvdkitError
-from hvdkit.tune.trials import Runner
+from hvdkit.tune.trials import Result, Runner
 
 TWO_LEVEL, FLAT = "two-level", "flat"
 #: The values of `--collectives`.
 COLLECTIVES = (TWO_LEVEL, FLAT)
+
+_NOTHING_TO_COMPARE = (
+    "there is nothing to compare, because all bucket sizes make the same buckets: give other sizes "
+    "(--bucket-mb), wire formats (--wire-formats), or two --collectives"
+)
+_ENDED_EARLY = (
+    "the command has ended before the measurement did: expected a script with enough data for all "
+    "steps, and with hvdkit's DistributedOptimizer of PyTorch, fit of Keras, or "
+    "DistributedGradientTape. Give it more data, or measure less (--bucket-mb, --wire-formats, "
+    "--collectives)"
+)
+_ONE_RANK = (
+    "the measurement has ended early, because there is only one rank, or because a rank has called "
+    "hvd.join(). Use two ranks or more, and data for all steps"
+)
 #: The turns within a run, if runs are turns, too.
 _TURNS_IN_RUN = 3
 
@@ -37,7 +55,8 @@ class Measured:
     Attributes:
         current: the settings of the script.
         seconds: choice -> the time of a step in each turn.
-        fingerprints: how the ranks of a host are combined -> the fingerprint of such a job.
+        fingerprints: how the ranks of a host are combined -> the fingerprint of such a job; empty
+            for Keras and TensorFlow, which have no `hvd.autotune`.
     """
 
     current: _Choice
@@ -116,17 +135,13 @@ def measure(
     seconds: dict[_Choice, list[float]] = {}
     fingerprints: dict[str, str] = {}
     for number, kind in enumerate(runs, 1):
-        # An empty value is the default.
-        result = runner.run(job, variables={VARIABLE: FLAT if kind == FLAT else ""})
-        if result.out_of_memory:
-            raise HvdkitError(f"out of memory: {result.out_of_memory}")
+        result = _run(runner, job, kind)
         report = result.first_report
+        if report and "run" in report:
+            return _measure_in_runs(runner, job, kinds, turns, say, result)
         measured = _times(report, in_run)
         if one and len(measured) == 1:
-            raise HvdkitError(
-                "there is nothing to compare, because all bucket sizes make the same buckets: give "
-                "other sizes (--bucket-mb), wire formats (--wire-formats), or two --collectives"
-            )
+            raise HvdkitError(_NOTHING_TO_COMPARE)
         assert report is not None
         current = Candidate(*report["tuned"]["current"])
         fingerprints[kind] = str(report["fingerprint"])
@@ -140,6 +155,89 @@ def measure(
     return Measured((kinds[0], current), seconds, fingerprints)
 
 
+def _measure_in_runs(
+    runner: Runner,
+    plan: TrialPlan,
+    kinds: Sequence[str],
+    turns: int,
+    say: Callable[[str], None],
+    first: Result,
+) -> Measured:
+    """Run the command of Keras or TensorFlow, once in each turn for each candidate.
+
+    Args:
+        runner: see `measure`.
+        plan: see `measure`.
+        kinds: see `measure`.
+        turns: see `measure`.
+        say: see `measure`.
+        first: a run with the settings of the script. It is not measured, because it may have been
+            slower than later runs: files were not in memory.
+    """
+    current, _, gradient_bytes = _of_run(first)
+    sizes = _distinct_sizes([current.bucket_bytes, *plan.bucket_bytes], gradient_bytes)
+    formats = dict.fromkeys([current.wire_format, *plan.wire_formats])
+    candidates = [Candidate(size, name) for name in formats for size in sizes]
+    choices = [(kind, each) for kind in kinds for each in candidates]
+    if len(choices) == 1:
+        raise HvdkitError(_NOTHING_TO_COMPARE)
+    count = turns * len(choices)
+    say(
+        f"Each candidate needs its own runs, {count} in all, which take about "
+        f"{max(1, round(count * first.seconds / 60))} minutes."
+    )
+    seconds: dict[_Choice, list[float]] = {choice: [] for choice in choices}
+    number = 0
+    for turn in range(turns):
+        for kind, each in choices[:: -1 if turn % 2 else 1]:
+            number += 1
+            settings = (each.bucket_bytes, each.wire_format)
+            result = _run(runner, replace(plan, candidate=settings), kind)
+            _, time, _ = _of_run(result)
+            seconds[kind, each].append(time)
+            say(
+                f"run {number} of {count}, {kind}, {each}: {time * 1e3:.1f} ms a step "
+                f"({result.seconds:.0f} s)"
+            )
+    return Measured((kinds[0], current), seconds, {})
+
+
+def _run(runner: Runner, plan: TrialPlan, kind: str) -> Result:
+    """Run the command once.
+
+    Raises:
+        HvdkitError: the run failed.
+    """
+    # An empty value is the default.
+    result = runner.run(plan, variables={VARIABLE: FLAT if kind == FLAT else ""})
+    if result.out_of_memory:
+        raise HvdkitError(f"out of memory: {result.out_of_memory}")
+    return result
+
+
+def _of_run(result: Result) -> tuple[Candidate, float, int]:
+    """Return the settings of a run, the seconds of a step, and the bytes of all gradients.
+
+    Raises:
+        HvdkitError: a rank has measured nothing.
+    """
+    runs = [report.get("run") for report in result.reports]
+    if len(runs) == 1:
+        raise HvdkitError(_ONE_RANK)
+    if not runs or None in runs:
+        raise HvdkitError(_ENDED_EARLY)
+    found: list[Mapping[str, Any]] = [run for run in runs if run is not None]
+    slowest = max(float(run["seconds"]) for run in found)
+    return Candidate(*found[0]["settings"]), slowest, int(found[0]["gradient_bytes"])
+
+
+def _distinct_sizes(sizes: Sequence[int], gradient_bytes: int) -> list[int]:
+    """Return the sizes, only the first one of those that hold all gradients in one bucket."""
+    found = list(dict.fromkeys(sizes))
+    largest = [size for size in found if gradient_bytes and size >= gradient_bytes]
+    return [size for size in found if size not in largest[1:]]
+
+
 def _times(report: Mapping[str, Any] | None, turns: int) -> dict[Candidate, list[float]]:
     """Return candidate -> the time of a step in each turn.
 
@@ -148,15 +246,8 @@ def _times(report: Mapping[str, Any] | None, turns: int) -> dict[Candidate, list
     """
     tuned = report.get("tuned") if report else None
     if not tuned:
-        raise HvdkitError(
-            "the command has ended before the measurement did: expected a script that makes an "
-            "hvdkit.torch.DistributedOptimizer, and has enough data for all steps. Give it more "
-            "data, or measure less (--bucket-mb, --wire-formats, --collectives)"
-        )
+        raise HvdkitError(_ENDED_EARLY)
     found = {Candidate(size, name): list(times) for size, name, times in tuned["seconds"]}
     if any(len(times) != turns for times in found.values()):
-        raise HvdkitError(
-            "the measurement has ended early, because there is only one rank, or because a rank "
-            "has called hvd.join(). Use two ranks or more, and data for all steps"
-        )
+        raise HvdkitError(_ONE_RANK)
     return found

@@ -100,7 +100,7 @@ def add_arguments(verb: ArgumentParser) -> None:
         "--file",
         type=Path,
         metavar="FILE",
-        help="for the result, which hvd.autotune reads (default: tuning.json)",
+        help="for the result, which hvd.autotune of PyTorch reads (default: tuning.json)",
     )
     task.add_argument(
         "--timeout",
@@ -193,7 +193,6 @@ def _tune_buckets(options: Namespace, command: Sequence[str]) -> int:
     _say("Times of a step, on the slowest rank:")
     for line in measured.table():
         _say(line)
-    measured.save(file)
     (kind, chosen), (current_kind, current) = measured.chosen, measured.current
     if measured.chosen == measured.current:
         _say(f"Nothing is clearly faster than the current settings: {kind}, {chosen}.")
@@ -204,11 +203,15 @@ def _tune_buckets(options: Namespace, command: Sequence[str]) -> int:
         if chosen.wire_format != current.wire_format:
             changes.append(f'compression="{chosen.wire_format}"')
         if changes:
-            _say(f"Use hvd.DistributedOptimizer(..., {', '.join(changes)}).")
+            tape = "" if measured.fingerprints else " or hvd.DistributedGradientTape"
+            _say(f"Pass {' and '.join(changes)} to hvd.DistributedOptimizer{tape}.")
         if kind != current_kind:
             verb = "Set" if kind == buckets.FLAT else "Unset"
             value = "=flat" if kind == buckets.FLAT else ""
             _say(f"{verb} {buckets.VARIABLE}{value} in the environment of the job.")
+    if not measured.fingerprints:
+        return 0  # only `hvd.autotune` of PyTorch reads the file
+    measured.save(file)
     listed = f", wire_formats={json.dumps(options.wire_formats)}" if options.wire_formats else ""
     _say(
         f'wrote {file}: hvd.autotune(optimizer, "{file}"{listed}) uses this result, and measures '

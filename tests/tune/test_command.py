@@ -186,3 +186,17 @@ def test_batch_sizes_with_keras(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert "batch size 4: passed (10 steps" in done.stdout
     assert "The noise scale was not measured: only PyTorch can measure it" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_bucket_sizes_with_keras(tmp_path, monkeypatch, backend):
+    if backend not in (installed().frameworks if installed() else ()):
+        pytest.skip(f"no Horovod for {backend} here")
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    monkeypatch.setenv("HVDKIT_BATCH_SIZE", "4")
+    words = ["--bucket-mb", "0.000005", "--turns", "3", "--collectives", "two-level"]
+    done = tune(tmp_path, *words, script=KERAS)
+    assert done.returncode == 0, done.stderr
+    assert "run 6 of 6, two-level, 5e-06 MB, none" in done.stdout
+    assert "tuning.json" not in done.stdout
