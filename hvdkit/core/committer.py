@@ -146,7 +146,7 @@ class Committer:
             folders = " and ".join(map(str, self._start.folders))
             raise HvdkitError(
                 f"the commits of the elastic state cannot be read: {'; '.join(grouped(failed))}. "
-                f"Check {folders} on the host of this rank, or start the job again"
+                f"Check {folders} on the hosts of these ranks, or start the job again"
             ) from problem
         return [None if each["id"] is None else CommitId(*each["id"]) for each in held]
 

@@ -51,7 +51,7 @@ class Recorder:
         self._library = library
         # faulthandler writes to the descriptor of the last file, so the files stay open.
         self._stacks: list[IO[bytes]] = []
-        # Resumes what `read` interrupts: the writing of records since the last `watch`, or none.
+        # `read` stops the writing of records. This starts it again, if `watch` had started it.
         self._watch_again: Callable[[], None] = self.unwatch
 
     def note_init(self, state: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -130,7 +130,7 @@ class Recorder:
         with tempfile.TemporaryDirectory(prefix="hvdkit-record-") as name:
             folder = Path(name)
             try:
-                # With a size of 1, the record has all entries also in a large job.
+                # The engine shortens the records of large jobs. With a size of 1, it does not.
                 self._write_to(folder, rank, 1, 0.0, 0.0, -1)
                 (folder / record_files.REQUEST).touch()
                 path = folder / record_files.RECORD.format(rank)

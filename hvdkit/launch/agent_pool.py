@@ -171,7 +171,7 @@ class AgentPool:
                 reached_at = connection.peer or message["reached_at"]
                 facts[connection] = message | {"reached_at": reached_at}
             elif message["kind"] not in ("lost", "failed"):
-                continue  # of the last start of an agent that was kept
+                continue  # a kept agent's message of the start before this one
             elif connection not in facts and not retries.add(connection):
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]

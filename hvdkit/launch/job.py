@@ -41,7 +41,7 @@ class Timeouts:
         start: for hosts to answer, and for ranks to register after the first rank has registered.
         stop: for an orderly stop (a checkpoint) after it was requested.
         end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
-        lost: without a message, until an agent gives up the launcher, or the launcher an agent.
+        lost: the time without a message after which the launcher and an agent give each other up.
     """
 
     start: float = 60.0
@@ -257,7 +257,7 @@ class Job:
         if not self._ending and (late := self._start.check(now)) is not None:
             self._on_late_start(late)
         self._check_silence(now)
-        # A rank that the launcher ends has not ended by itself: a verdict would blame it for that.
+        # While the launcher ends the ranks, a verdict would blame a rank for its end.
         if not self._ending:
             silent_hosts = partial(self._silent_hosts, now)
             verdict = self._stalls.check(now, self._statuses, silent_hosts)

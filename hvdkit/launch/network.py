@@ -127,8 +127,8 @@ def choose_interfaces(
     """Return the interface for each host's ranks.
 
     By default all interfaces are on one subnet that all hosts share: the subnet of ssh if it is
-    shared, otherwise the fastest. If the hosts share no subnet, the result is the interface of each
-    host that ssh connected to.
+    shared, otherwise the fastest. If the hosts share no subnet, each host
+    gets the interface to which ssh connected.
 
     Args:
         hosts: name -> the network of the host.

@@ -136,8 +136,7 @@ class ClockChange:
     def to_first(self, time: int) -> int:
         """Return the first rank's time for a time of this clock, both in nanoseconds.
 
-        Times are integers, because a float has a resolution of 256 ns today. A later time never has
-        an earlier result, so events that contain each other still do.
+        The order of times is kept, so an event inside another one stays inside it.
         """
         return time - round(self.offset(time))
 

@@ -15,9 +15,9 @@ from hvdkit.report.training_run import TrainingRun, is_loss
 
 #: The most charts of the user's metrics. All metrics are in the table.
 _MOST_OWN_CHARTS = 16
-#: A change of the throughput from the first third of a run to the last that is worth a sentence.
+#: The smallest change between the first and the last third of a run that the page mentions.
 _NOTABLE_CHANGE = 0.1
-#: A larger excess of the sum of all sections over a step is worth a sentence.
+#: If all sections together exceed a step by more than this part, the page says so.
 _OVERLAP = 0.02
 
 SECTION_NAMES = {

@@ -13,8 +13,8 @@ from hvdkit.torch import runtime, shared_memory
 from hvdkit.torch.block_sums import BlockSum
 from hvdkit.torch.collectives import TorchCollectives
 
-# Elements. PyTorch has no CPU operation that multiplies and casts in one pass, so both are done in
-# pieces of this size, which fit into the cache.
+# The number of elements of a piece, which fits into the cache. PyTorch has no CPU operation that
+# multiplies and casts in one pass, so both are done piece by piece.
 _PIECE = 1 << 17
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -387,7 +387,7 @@ class TorchBackend:
         return self._on_accelerator
 
     def sparse_dims(self, i: int) -> int:
-        """See `Backend`. The largest number of the current gradient and of earlier ones."""
+        """See `Backend`. The most sparse dimensions of this and all earlier gradients."""
         gradient = self._parameters[i].grad
         if gradient is not None and gradient.is_sparse:
             self._record_sparse(i, gradient.sparse_dim())

@@ -71,7 +71,7 @@ class Monitor(BaseMonitor):
 def _compute_norm(
     reference: "weakref.ref[Monitor]", optimizer: torch.optim.Optimizer, *_: Any
 ) -> None:
-    """Hook before the plain optimizer's step, when the gradients are reduced."""
+    """Hook before the plain optimizer's step. The gradients are reduced already."""
     monitor = reference()
     if (
         monitor is None

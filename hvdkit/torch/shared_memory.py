@@ -11,8 +11,8 @@ from hvdkit.torch import runtime
 def empty(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor of shape [elements] on the CPU.
 
-    The tensor is in shared memory if all ranks are on one host, the engine supports it, and enough
-    memory is left. The memory is returned when no tensor uses it any more.
+    The tensor is in shared memory if this host has several ranks, the engine supports it, and
+    enough memory is left. The memory is returned when no tensor uses it any more.
     """
     size = elements * dtype.itemsize
     host_collectives = runtime.host_collectives

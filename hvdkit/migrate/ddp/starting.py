@@ -96,7 +96,7 @@ def _environment_variable(script: Script, node: cst.BaseExpression) -> str:
 
 
 def _is_after_start(it: Conversion, node: cst.CSTNode) -> bool:
-    """Return whether hvd.init() has certainly been called before a line of the same block."""
+    """Return whether hvd.init() certainly runs before `node`, in its block or in an outer one."""
     inside = set()
     each = node
     while each is not it.script.module:
