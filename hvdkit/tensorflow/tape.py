@@ -47,8 +47,8 @@ def DistributedGradientTape(
     """Return a tape whose `gradient()` reduces the gradients over all ranks.
 
     The tape is an instance of the original tape's class and has its recordings. It can also record
-    operations: `with hvd.DistributedGradientTape(tf.GradientTape()) as tape`. Gradients are reduced in
-    buckets. In a graph the reduction overlaps with the backward pass.
+    operations: `with hvd.DistributedGradientTape(tf.GradientTape()) as tape`. Gradients are reduced
+    in buckets. In a graph the reduction overlaps with the backward pass.
 
     Args:
         gradtape: the tape to wrap.

@@ -337,7 +337,8 @@ class Trial:
 
     def _named(self, names: Sequence[str], outcome: str, text: str) -> bool | None:
         """Return whether the launcher has named the cause; None if there was nothing to name."""
-        if outcome == NOTHING or (outcome == UNAFFECTED and not text.strip()):
+        own = re.sub(r"^hvdkit run: mpirun: .*\n?", "", text, flags=re.MULTILINE)
+        if outcome == NOTHING or (outcome == UNAFFECTED and not own.strip()):
             return None
         if not names and outcome == UNAFFECTED:
             # Other programs may delay a rank so much that the launcher reports it.
