@@ -338,7 +338,10 @@ class Search:
         self._attempts_left = _LIST_ATTEMPTS
 
     def _expect_no_quarantine(self) -> None:
-        """Raise CheckpointError if all steps are in quarantine: training must not start again."""
+        """Raise CheckpointError if all steps are in quarantine.
+
+        Training must not silently begin at step 0.
+        """
         names = self._store.quarantined()
         if names:
             raise CheckpointError(

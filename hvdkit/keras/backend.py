@@ -275,7 +275,7 @@ def end_interrupted(reducer: Any) -> None:
     """Complete the reduction of a backward pass that has raised. Does nothing on TensorFlow.
 
     Raises:
-        BackwardFailed: on every rank, if the backward pass of other ranks has not raised.
+        BackwardFailed: on every rank, if the backward pass raised on some ranks only.
     """
     if NAME == "torch":
         reducer.end_interrupted()

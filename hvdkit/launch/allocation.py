@@ -66,7 +66,7 @@ def read(env: Mapping[str, str]) -> Allocation:
     of = "SLURM_STEP_" if step else "SLURM_JOB_"
     names = expand_nodes(_needed(env, f"{of}NODELIST"))
     tasks_variable = "SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"
-    tasks = expand_counts(_needed(env, tasks_variable))
+    tasks = expand_counts(_needed(env, tasks_variable), tasks_variable)
     if len(tasks) != len(names):
         raise UsageError(
             f"{of}NODELIST has {len(names)} nodes, but {tasks_variable}={env[tasks_variable]} is "
@@ -75,9 +75,9 @@ def read(env: Mapping[str, str]) -> Allocation:
     hosts = [Host(name, count) for name, count in zip(names, tasks, strict=True)]
     # This variable lists all nodes of the job, also within a step.
     all_names = expand_nodes(_needed(env, "SLURM_JOB_NODELIST"))
-    cpus = dict(
-        zip(all_names, expand_counts(_needed(env, "SLURM_JOB_CPUS_PER_NODE")), strict=False)
-    )
+    cpus_variable = "SLURM_JOB_CPUS_PER_NODE"
+    counts = expand_counts(_needed(env, cpus_variable), cpus_variable)
+    cpus = dict(zip(all_names, counts, strict=False))
     per_task = env.get("SLURM_CPUS_PER_TASK", "")
     return Allocation(
         hosts,
@@ -138,8 +138,12 @@ def _numbers(ranges: str) -> list[str]:
     return found
 
 
-def expand_counts(text: str) -> list[int]:
+def expand_counts(text: str, variable: str) -> list[int]:
     """Return a number per node, from a list of Slurm: `2(x3),1` is 2, 2, 2, 1.
+
+    Args:
+        text: the list.
+        variable: the variable that contains it.
 
     Raises:
         UsageError: the list is malformed.
@@ -148,7 +152,9 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise UsageError(f"the numbers per node are {text!r}; expected e.g. 2(x3),1")
+            raise UsageError(
+                f"{variable} is {text!r}: expected a number for each node, such as 2(x3),1"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -123,9 +123,9 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     # --- collectives ----------------------------------------------------------------------------
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait until all ranks call it. Do not wait while the trainer handles an exception.
+        """Wait until all ranks call it; return at once while the trainer handles an exception.
 
-        For example, a callback that saves a checkpoint when a rank fails calls the barrier. The
+        When a rank fails, a callback of this rank may save a checkpoint, and call the barrier. The
         other ranks may still wait for the failed rank in a backward pass.
         """
         if not self._is_interrupted:
@@ -159,9 +159,9 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Check that all ranks have equally many batches.
 
-        If the data have a length, check once per epoch. Otherwise check at every batch. Lightning
-        does not notice in advance that data end before the length that they have, or before
-        `limit_train_batches`.
+        If the data have a length, check once per epoch. Otherwise check at every batch. Data may
+        end before their `__len__` or `limit_train_batches`: Lightning does not know this in
+        advance.
 
         Raises:
             UsageError: on every rank, if they have different numbers of batches.
@@ -193,7 +193,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         self._compute_metrics_over_ranks()
 
     def on_validation_start(self) -> None:
-        """Copy rank 0's buffers, which a checkpoint has: all ranks validate the same model."""
+        """Copy rank 0's buffers to all ranks, so that all validate the model of the checkpoint."""
         self._compute_metrics_over_ranks()
         self._broadcast_buffers()
 
@@ -202,7 +202,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         self._compute_metrics_over_ranks()
 
     def on_train_end(self) -> None:
-        """Copy rank 0's buffers, which a checkpoint has, so that all ranks have the same model."""
+        """Copy rank 0's buffers to all ranks, so that all have the model of the checkpoint."""
         self._broadcast_buffers()
 
     def teardown(self) -> None:

@@ -30,8 +30,8 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
         "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
-        "pass, and with root_rank=last after last = hvd.join(). If ranks should have different "
-        "values, pass check_parameters=False to hvd.DistributedOptimizer.",
+        "pass. After last = hvd.join(), call it with root_rank=last. If ranks should have "
+        "different values, pass check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 

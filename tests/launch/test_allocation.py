@@ -36,12 +36,12 @@ def test_invalid_node_lists(text):
     ("text", "expected"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])]
 )
 def test_numbers_per_node(text, expected):
-    assert allocation.expand_counts(text) == expected
+    assert allocation.expand_counts(text, "TASKS") == expected
 
 
 def test_invalid_numbers_per_node():
-    with pytest.raises(UsageError, match="numbers per node"):
-        allocation.expand_counts("2(x3,1")
+    with pytest.raises(UsageError, match="TASKS is .2.x3,1.: expected"):
+        allocation.expand_counts("2(x3,1", "TASKS")
 
 
 def test_an_allocation():

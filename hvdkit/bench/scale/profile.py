@@ -221,9 +221,9 @@ def _network(
         texts.append(f"Between hosts: {_show(between)}. {_describe(fitted)}")
         if len(fitted.rings) == 1 and latency is None:
             texts.append(
-                f"All files have rings of {fitted.rings[0]}. One length of ring cannot separate "
-                f"the latency of a message from the fixed time of a collective: give --latency, "
-                f"or a file with another number of hosts."
+                f"All files were measured with rings of {fitted.rings[0]} ranks. One ring length "
+                f"cannot separate the latency of a message from the fixed time of a collective: "
+                f"give --latency, or a file with another number of hosts."
             )
     elif not several_hosts:
         between = within

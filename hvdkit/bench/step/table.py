@@ -143,8 +143,8 @@ def advice(rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, Any]) -> 
         f"{len(row['turns'])} turns; {conditions['cores']} cores here.",
         f"exposed: the step minus that of {ALONE} in the same turn. efficiency: the step of one "
         f"rank ({SINGLE}) divided by this step, in the same turn; 100 % is perfect.",
-        "CPU: of all ranks and threads. idle CPU: the share of a core of all ranks of an idle job. "
-        "peak: of the rank with the most resident memory.",
+        "CPU: of all ranks and threads. idle CPU: the part of one core that all ranks use "
+        "together while the job does nothing. peak: of the rank with the most resident memory.",
     ]
     if conditions.get("link") is not None:
         lines.append(

@@ -54,7 +54,7 @@ class Unit:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether the unit can also run without ranks."""
+        """Whether the scripts can also run as one process, without torch.distributed."""
         return any(facts.is_conditional for facts in self.facts)
 
 

@@ -220,7 +220,8 @@ def _the_rate(script: Script) -> cst.BaseExpression | None:
 
 
 @rule(
-    "hvdkit refuses to train different models on the ranks. So this fit broadcasts the weights.",
+    "The fit before the elastic state trains on all ranks, so it needs a broadcast of the weights. "
+    "Without one, hvdkit raises an error.",
     before="model.fit(data, steps_per_epoch=1, callbacks=None)\n"
     "state = hvd.elastic.KerasState(model)",
     after="model.fit(data, steps_per_epoch=1, "
