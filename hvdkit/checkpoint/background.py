@@ -168,6 +168,14 @@ class BackgroundWriter:
         self._base = base
         self.run = base.run
 
+    def continue_newest(self) -> None:
+        """Continue the newest run, whatever its steps are.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        self.run = newest_run(self._store.entries())
+
     def begin_run(self) -> None:
         """Let the next write begin a new run."""
         self.run = self._base = None

@@ -439,6 +439,22 @@ class Manager:
             self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
 
+    def continue_at(self, step: int) -> None:
+        """Continue the newest run at a step, without a restore. A collective.
+
+        For a caller that has restored the state itself, from a commit of an elastic job. If the
+        folder has newer steps, they stay as after `state_replaced`.
+
+        Args:
+            step: the number of steps that were trained.
+
+        Raises:
+            CheckpointError: on all ranks: the folder cannot be read.
+        """
+        self._begin("restore")
+        call_on_first(self._collectives, self._writer.continue_newest)
+        self._schedule.record_restore(step)
+
     def state_replaced(self) -> None:
         """Accept a step before that of the newest checkpoint. Not a collective.
 

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
 from hvdkit.core.elastic_start import ElasticStart
-from hvdkit.core.replaced_state import state_replaced
+from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
@@ -102,10 +102,10 @@ class VariablesState(CommittedState):
         raise NotImplementedError
 
     def write_saved(self, file: IO[bytes]) -> None:
-        """Write what `save` has saved to a file."""
+        """Write what `save` has saved, and the positions of checkpointers, to a file."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        pickle.dump((stored, self._saved_state), file, protocol=5)
+        pickle.dump((stored, self._saved_state, positions()), file, protocol=5)
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`.
@@ -114,7 +114,7 @@ class VariablesState(CommittedState):
             UsageError: this state has other variables.
         """
         with path.open("rb") as file:
-            values, self._saved_state = pickle.load(file)
+            values, self._saved_state, restored = pickle.load(file)
         variables = self._stored_variables()
         if len(values) != len(variables):
             raise UsageError(
@@ -122,6 +122,7 @@ class VariablesState(CommittedState):
                 f"build the model and its optimizer in the same way at each start"
             )
         self._saved_variables = list(zip(variables, values, strict=True))
+        restore_positions(restored)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import numpy as np
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import RankMismatchError, compare, first_difference, name_ranks
+from hvdkit.core.nonfinite import describe_weight
 from hvdkit.errors import UsageError
 
 #: The default number of steps between two comparisons.
@@ -181,7 +182,7 @@ class ReplicaCheck:
         self._generation = collectives.generation
         # Whether a repair has saved the tensors. Later repairs do not, to keep the disk free.
         self._repaired = False
-        self._logged = self._logged_nan = False
+        self._logged = self._logged_nonfinite = False
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -234,7 +235,7 @@ class ReplicaCheck:
         content = hashlib.sha256(text.encode() + digests.tobytes()).digest()
         equal, joined = compare(self._collectives, content, "hvdkit.replicas")
         if equal:
-            self._warn_of_nan(step, own)
+            self._warn_of_nonfinite(step, own)
         # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference
         # is found at the next comparison.
         if equal or joined:
@@ -247,21 +248,25 @@ class ReplicaCheck:
             )
         self._handle(step, own, self._differences(digests))
 
-    def _warn_of_nan(self, step: int, own: Replicas) -> None:
-        """Log if the parameters of all ranks contain NaN. Not a collective.
+    def _warn_of_nonfinite(self, step: int, own: Replicas) -> None:
+        """Log if the parameters of all ranks contain NaN or infinity. Not a collective.
 
         This happens after a step in which the loss was NaN on one rank. Such a loss makes all
         parameters NaN, so only the smallest parameter is read.
         """
-        index = None if self._logged_nan else own.smallest()
-        if index is None or not np.isnan(own.values(index, own.read(index))).any():
+        index = None if self._logged_nonfinite else own.smallest()
+        if index is None:
             return
-        self._logged_nan = True
+        values = own.values(index, own.read(index))
+        if np.isfinite(values).all():
+            return
+        self._logged_nonfinite = True
+        weight = describe_weight(
+            own.names[index], bool(np.isnan(values).any()), f"After step {step}"
+        )
         self._log(
-            f"After step {step}, {own.names[index]} is NaN on all ranks: the loss or a gradient "
-            f"was NaN on one of them. Restore a checkpoint of an earlier step. "
-            f"on_nonfinite='raise' of hvd.DistributedOptimizer raises in the first such step, and "
-            f"names the rank."
+            f"{weight} on_nonfinite='raise' of hvd.DistributedOptimizer raises in the first such "
+            f"step, and names the rank."
         )
 
     def _gather(self, data: bytes, name: str) -> dict[int, bytes]:
@@ -308,7 +313,7 @@ class ReplicaCheck:
                 self._log(f"{text}{_processors(answers)} {_ROUNDING_ADVICE}")
             self._logged = True
             # Ranks may have NaN with different bits.
-            self._warn_of_nan(step, own)
+            self._warn_of_nonfinite(step, own)
         else:
             self._save(step, own, differences)
             ranks = sorted({rank for d in differences for rank in (d.root, *d.ranks)})

@@ -20,9 +20,12 @@ from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.consistency import prepare_on_all_ranks
+from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.replaced_state import end_position, keep_position, take_position
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import check_loaders_of, samplers_read
+from hvdkit.keras.elastic import UpdateEpochStateCallback
 from hvdkit.keras.items import (
     CallbackStates,
     OwnVariables,
@@ -74,6 +77,11 @@ class Checkpoint(LastCallback):
 
     If `fit` resumes with another number of ranks, the metrics of the resumed epoch cover only its
     remaining batches.
+
+    In an elastic job, each commit contains the position of this callback. After a restart, `fit`
+    continues from the commit, also if a checkpoint is newer. Only if there is no commit since
+    `fit` began, `fit` resumes at the newest checkpoint. With an `UpdateEpochStateCallback`, the
+    epochs of the checkpoints are those of `state.epoch`.
 
     Attributes:
         metadata: your own plain values in the checkpoint. A resume updates them.
@@ -160,6 +168,13 @@ class Checkpoint(LastCallback):
         self._resumed: ResumedEpoch | None = None
         self._manager: Manager | None = None
         self._distribution: Any = None
+        self._elastic = ElasticStart.read() is not None
+        # Whether the newest run in the folder is the run of this job.
+        self._in_run = False
+        # The epochs that ended before this `fit`, which counts from 0 again.
+        self._earlier_epochs = 0
+        # The position in the data, for commits.
+        self._data_position: Tree = None
 
     @property
     def step(self) -> int:
@@ -168,6 +183,8 @@ class Checkpoint(LastCallback):
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
         """Restore the newest checkpoint, if there is one. A collective.
+
+        If a commit of an elastic job has restored the state, keep it, and continue from there.
 
         Raises:
             UsageError: on every rank, if the model does not match the checkpoint. Also if the model
@@ -180,9 +197,14 @@ class Checkpoint(LastCallback):
         progress.callbacks = [callback for callback in callbacks if callback is not self]
         progress.epoch_steps = self.params.get("steps")
         progress.fit += 1
+        updates = [each for each in callbacks if isinstance(each, UpdateEpochStateCallback)]
+        self._earlier_epochs = updates[0].initial_epoch if updates else 0
+        committed = take_position(self._store.location) if self._elastic else None
 
         def prepare() -> tuple[None, Sequence[str]]:
             self._check_fit(model)
+            if committed is not None:
+                self._restore_position(committed)
             return None, ()
 
         distribution = distribution_of(model.optimizer)
@@ -190,17 +212,53 @@ class Checkpoint(LastCallback):
         prepare_on_all_ranks(collectives, prepare, "the fit to save")
         self._open(model)
         assert self._manager is not None
-        if self._resume:
-            restored = self._manager.restore()
-            # A second `fit` continues with the state in memory.
-            self._resume = False
-            if restored is not None:
-                finalize(model)
-                self._resume_fit()
-                if self._verbose and backend.hvd.rank() == 0:
-                    io_utils.print_msg(
-                        f"resumed after step {self.step}, in epoch {self._progress.epoch + 1}"
-                    )
+        resumes = committed is not None
+        if committed is not None:
+            if self._resume or self._in_run:
+                self._manager.continue_at(self.step)
+        elif self._resume:
+            resumes = self._in_run = self._manager.restore() is not None
+        # A second `fit` continues with the state in memory.
+        self._resume = False
+        if self._elastic:
+            self._keep_data_position()
+            keep_position(self._store.location, self)
+        if resumes:
+            finalize(model)
+            self._resume_fit()
+            if self._verbose and backend.hvd.rank() == 0:
+                io_utils.print_msg(
+                    f"resumed after step {self.step}, in epoch {self._progress.epoch + 1}"
+                )
+
+    def position(self) -> Tree:
+        """Return the position of the training, for a commit of an elastic job."""
+        return {
+            "progress": self._progress.save(),
+            "in_run": self._in_run,
+            "callbacks": CallbackStates(lambda: self._progress.callbacks).save(),
+            "metadata": dict(self.metadata),
+            "data": self._data_position,
+        }
+
+    def _keep_data_position(self) -> None:
+        """Keep the position in the data. `save` raises later, when `fit` reads the next epoch."""
+        if self._elastic and self._data is not None:
+            self._data_position = self._data.save()
+
+    def _restore_position(self, position: Tree) -> None:
+        """Restore a result of `position`.
+
+        Raises:
+            UsageError: the commit was made in another call of `fit`, or with other data.
+        """
+        progress, data = self._progress, position["data"]
+        progress.restore(progress.plan_restore(position["progress"]))
+        self._in_run = position["in_run"]
+        CallbackStates(lambda: progress.callbacks).restore(position["callbacks"])
+        self.metadata.update(position["metadata"])
+        if self._data is not None and data is not None:
+            self._data.restore(self._data.plan_restore(data))
 
     def _check_fit(self, model: Any) -> None:
         """Check that this `fit` can be saved, and build the optimizer.
@@ -290,15 +348,20 @@ class Checkpoint(LastCallback):
                 in_epoch = False
         elif in_epoch:
             progress.rescale()
+            if progress.batches == progress.epoch_steps:
+                # A script has committed after the last batch. Keras has no epochs without batches.
+                progress.epoch, progress.batches = progress.epoch + 1, 0
             in_epoch = progress.batches > 0
-        if progress.epoch >= self.params["epochs"] and not progress.stopped and not in_epoch:
+        epochs = self._epochs
+        if progress.epoch >= epochs and not progress.stopped and not in_epoch:
             log.warning(
                 "fit has no epochs left: the checkpoint in %s has %d epochs, and epochs=%d. To "
                 "train more, increase epochs. Another call of fit needs another folder",
-                *(self._store.location, progress.epoch, self.params["epochs"]),
+                *(self._store.location, progress.epoch, epochs),
             )
         # `fit` reads `_initial_epoch` after `on_train_begin`.
-        self.model._initial_epoch = self.params["epochs"] if progress.stopped else progress.epoch
+        begin = epochs if progress.stopped else progress.epoch
+        self.model._initial_epoch = max(begin - self._earlier_epochs, 0)
         if not in_epoch or progress.stopped:
             return
         own = {name: item.save() for name, item in self._rank_items.items()}
@@ -322,6 +385,11 @@ class Checkpoint(LastCallback):
             progress.batches, self._data is None, prepare=prepare, before=before, after=after
         )
 
+    @property
+    def _epochs(self) -> int:
+        """The number of epochs at the end of this `fit`, with those before it."""
+        return self._earlier_epochs + int(self.params["epochs"])
+
     def epoch_begins(self, epoch: int) -> None:
         """Begin at the position of the checkpoint."""
         self.model._initial_epoch = None
@@ -329,13 +397,13 @@ class Checkpoint(LastCallback):
         set_next_epoch(resumed)
         progress = self._progress
         if resumed is None:
-            progress.epoch, progress.batches = epoch, 0
+            progress.epoch, progress.batches = self._earlier_epochs + epoch, 0
             if self._data is None:
                 # `fit` shuffles arrays with these states.
                 progress.epoch_began = self._rank_items["random"].save()
 
-    def batch_ends(self, batch: int) -> None:
-        """Save if a checkpoint is due. A collective."""
+    def batch_trained(self, batch: int) -> None:
+        """Count the batches."""
         progress = self._progress
         done = batch + 1
         if progress.epoch_steps is not None:
@@ -346,31 +414,42 @@ class Checkpoint(LastCallback):
         progress.step += new
         if self._data is not None:
             self._data.advance(new)
-        elif samplers_read():
+            self._keep_data_position()
+
+    def batch_ends(self, batch: int) -> None:  # noqa: ARG002
+        """Save if a checkpoint is due. A collective."""
+        progress = self._progress
+        if self._data is None and samplers_read():
             raise UsageError(
                 "the data of fit come from a ResumableSampler, whose position is not saved: pass "
                 "data=sampler to hvd.callbacks.Checkpoint"
             )
         self._metrics.in_epoch = True
         # If a callback has set `stop_training`, this was the last batch of the epoch.
-        progress.at_end = done == progress.epoch_steps or bool(self.model.stop_training)
+        at_last = progress.batches == progress.epoch_steps
+        progress.at_end = at_last or bool(self.model.stop_training)
         self._maybe_save()
+
+    def epoch_trained(self, epoch: int) -> None:
+        """Count the epoch."""
+        progress = self._progress
+        if self._data is not None:
+            self._data.end_epoch()
+            self._keep_data_position()
+        # The first epoch determines an unknown number of batches.
+        progress.epoch_steps = progress.epoch_steps or progress.batches
+        progress.epoch, progress.batches = self._earlier_epochs + epoch + 1, 0
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Save if a checkpoint is due. A collective."""
         assert self._manager is not None
         progress = self._progress
-        if self._data is not None:
-            self._data.end_epoch()
-        # The first epoch determines an unknown number of batches.
-        progress.epoch_steps = progress.epoch_steps or progress.batches
-        progress.epoch, progress.batches = epoch + 1, 0
         progress.at_end = False
         progress.stopped = bool(self.model.stop_training)
         progress.epoch_began = None
         self._metrics.in_epoch = False
         metrics = _numbers(logs)
-        wanted = progress.stopped or progress.epoch == self.params["epochs"]
+        wanted = progress.stopped or progress.epoch == self._epochs
         if self._every_epochs is not None:
             wanted = wanted or progress.epoch % self._every_epochs == 0
         if self._maybe_save(metrics) or not wanted:
@@ -385,11 +464,14 @@ class Checkpoint(LastCallback):
             )
             return
         self._manager.save(progress.step, progress.epoch, metrics)
+        self._in_run = True
 
     def _maybe_save(self, metrics: dict[str, float] | None = None) -> bool:
         assert self._manager is not None
         try:
-            return self._manager.maybe_save(self.step, self._progress.epoch, metrics)
+            saved = self._manager.maybe_save(self.step, self._progress.epoch, metrics)
+            self._in_run |= saved
+            return saved
         except SystemExit:
             # All ranks stop here.
             self._manager.close()
@@ -401,6 +483,8 @@ class Checkpoint(LastCallback):
         set_next_epoch(None)
         self.model._initial_epoch = None
         self._manager.close()
+        if self._elastic:
+            end_position(self._store.location)
 
 
 @dataclass

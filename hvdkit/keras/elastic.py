@@ -135,7 +135,11 @@ def _updates_of(state: Any) -> list[_UpdateCallback]:
 
 
 class CommitStateCallback(CollectiveCallback):
-    """Commit the state after every `batches_per_commit` batches and at the end of each epoch."""
+    """Commit the state after every `batches_per_commit` batches and at the end of each epoch.
+
+    After the last batch of an epoch, only the end of the epoch is committed: after validation. A
+    commit between them would leave an epoch without batches, which Keras cannot train.
+    """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         """
@@ -154,7 +158,8 @@ class CommitStateCallback(CollectiveCallback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.batches_remaining -= 1
-        if self.batches_remaining == 0:
+        steps = (self.params or {}).get("steps")
+        if self.batches_remaining <= 0 and (steps is None or batch + 1 < steps):
             for update in _updates_of(self.state):
                 update.on_train_batch_end(batch, logs)
             self.commit()
@@ -164,6 +169,7 @@ class CommitStateCallback(CollectiveCallback):
         for update in _updates_of(self.state):
             update.on_epoch_end(epoch, logs)
         self.commit()
+        self.batches_remaining = self.batches_per_commit
 
     def commit(self) -> None:
         """Commit the state. If the hosts have changed, the ranks end here and start again."""

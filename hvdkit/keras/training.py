@@ -141,6 +141,15 @@ class LastCallback(CollectiveCallback):
     def epoch_begins(self, epoch: int) -> None:
         """Called before the first batch of epoch `epoch` is read."""
 
+    def batch_trained(self, batch: int) -> None:
+        """Called after batch `batch` has been trained, before the hooks of other callbacks.
+
+        Only for counting. A commit of an elastic job, in another callback, then contains the count.
+        """
+
+    def epoch_trained(self, epoch: int) -> None:
+        """Called after validation, before the hooks of other callbacks. Only for counting."""
+
     def batch_ends(self, batch: int) -> None:
         """Called after batch `batch` of the epoch (zero-based) has been trained."""
 
@@ -277,12 +286,16 @@ class _ListWithLastCallbacks:
             callback.epoch_begins(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        for callback in self._last:
+            callback.batch_trained(batch)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
         for callback in self._last:
             callback.batch_ends(batch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs
+        for callback in self._last:
+            callback.epoch_trained(epoch)
         super().on_epoch_end(epoch, logs)  # type: ignore[misc]
         for callback in self._last:
             callback.epoch_ends(epoch, logs)

@@ -1,10 +1,13 @@
 """Compare the variables of a training loop between ranks, eagerly or in a graph.
 
+A comparison also logs if a variable is NaN or infinite on all ranks.
+
 Mean gradients never make different models equal. Without this check, a forgotten broadcast would
 silently train a different model on each rank.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +17,7 @@ import xxhash
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.consistency import RankMismatchError, name_ranks
+from hvdkit.core.nonfinite import describe_weight
 from hvdkit.tensorflow.graphs import GraphValue
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
@@ -37,6 +41,10 @@ _ADVICE = (
     "If ranks should have different values, pass check_parameters=False to "
     "hvd.DistributedGradientTape."
 )
+_NONFINITE_ADVICE = (
+    "on_nonfinite='raise' of hvd.DistributedGradientTape raises in the first such step, and names "
+    "the rank."
+)
 
 
 class ValueCheck:
@@ -57,6 +65,7 @@ class ValueCheck:
         self._process_set = process_set
         self._counted = 0
         self._counter: GraphValue | None = None
+        self._logged_nonfinite = False
 
     def compare(self, variables: Mapping[int, Any]) -> None:
         """Count one eager reduction, and compare if a comparison is due. A collective.
@@ -105,16 +114,61 @@ class ValueCheck:
             # n numbers are equal exactly if n * sum(x^2) == sum(x)^2.
             sums = self._allreduce(tf.stack([1, own, own * own]), "equal", mpi_ops.Sum)
             none_joined = tf.equal(sums[0], self._process_set.size())
-            return tf.cond(
+            names = [self._names[k] for k in found]
+            differ = tf.cond(
                 tf.logical_and(none_joined, tf.not_equal(sums[0] * sums[2], sums[1] ** 2)),
-                lambda: self._report(count, [self._names[k] for k in found], values),
+                lambda: self._report(count, names, values),
                 lambda: tf.constant(0),
             )
+            equal = tf.logical_and(none_joined, tf.equal(differ, 0))
+            return self._check_finite(count, equal, names, values)
+
+    def _check_finite(
+        self, count: tf.Tensor, equal: tf.Tensor, names: Sequence[str], values: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
+        """Log if the variables of all ranks contain NaN or infinity. Not a collective.
+
+        A loss that is NaN on one rank makes all variables NaN, so only the smallest is read.
+
+        Args:
+            count: the number of reductions.
+            equal: whether the variables are equal on all ranks.
+            names: the names of the variables.
+            values: their values.
+        """
+        sizes = {
+            k: math.prod(value.shape) for k, value in enumerate(values) if value.dtype.is_floating
+        }
+        smallest = min((k for k in sizes if sizes[k]), key=lambda k: sizes[k], default=None)
+        if smallest is None:
+            return tf.constant(0)
+        value = values[smallest]
+
+        @tf.autograph.experimental.do_not_convert
+        def log(count: tf.Tensor, has_nan: tf.Tensor) -> int:
+            if not self._logged_nonfinite and mpi_ops.rank() == self._process_set.ranks[0]:
+                when = f"After {int(count)} reductions of its gradient"
+                weight = describe_weight(repr(names[smallest]), bool(has_nan), when)
+                _log.warning("%s %s", weight, _NONFINITE_ADVICE)
+            self._logged_nonfinite = True
+            return 0
+
+        def found() -> tf.Tensor:
+            has_nan = tf.reduce_any(tf.math.is_nan(value))
+            return tf.ensure_shape(tf.py_function(log, [count, has_nan], tf.int32), ())
+
+        finite = tf.reduce_all(tf.math.is_finite(value))
+        wrong = tf.logical_and(equal, tf.logical_not(finite))
+        return tf.cond(wrong, found, lambda: tf.constant(0))
 
     def _report(
         self, count: tf.Tensor, names: Sequence[str], values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
-        """Find the variables that differ by more than rounding; log or raise."""
+        """Find the variables that differ by more than rounding; log or raise.
+
+        Returns:
+            1 if there are such variables; otherwise 0.
+        """
         flat = [tf.reshape(_as_float(value), [-1]) for value in values]
         root = self._process_set.ranks[0]
         differ, largest_of, digests = [], [], []
@@ -168,7 +222,7 @@ class ValueCheck:
                 raise RankMismatchError(text)
             if mpi_ops.rank() == ranks[0]:
                 _log.warning("%s This will be an error after %d reductions.", text, _ERROR)
-            return 0
+            return 1
 
         done = tf.py_function(report, [count, anywhere, *told], tf.int32)
         return tf.ensure_shape(done, ())

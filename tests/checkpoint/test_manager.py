@@ -861,6 +861,23 @@ def test_a_commit_after_the_newest_checkpoint(place, commit):
     assert on_ranks(run) == [[15]] * SIZE
 
 
+@pytest.mark.parametrize("resume_at", [3, 10, 12])
+def test_a_run_continues_without_a_restore(place, resume_at):
+    """A commit of an elastic job has restored the state: an older, the same or a newer one."""
+
+    def run(collectives):
+        with make(collectives, place, every_steps=5) as saving:
+            saving.continue_at(0)
+            saving.save(10)
+        with make(collectives, place, every_steps=5) as resumed:
+            resumed.continue_at(resume_at)
+            return [step for step in range(resume_at + 1, 17) if resumed.maybe_save(step)]
+
+    assert on_ranks(run) == [[step for step in (5, 10, 15) if step > resume_at]] * SIZE
+    assert steps(place)[-1] == 15
+    assert len({entry.run for entry in Store(str(place)).entries()}) == 1
+
+
 def test_a_step_that_is_saved_again_is_no_progress(tmp_path, monkeypatch):
     """Otherwise, a job that always fails at the same place is restarted forever."""
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))

@@ -254,16 +254,21 @@ def test_nodes_with_different_commands(start):
     assert (status, reason in stderr) == (1, True), stderr
 
 
-@pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(
-    ("number", "expected"),
+    ("node", "number", "expected", "late"),
     [
-        (signal.SIGTERM, 75),
-        pytest.param(signal.SIGINT, 128 + signal.SIGINT, marks=pytest.mark.long),
+        (0, signal.SIGTERM, 75, False),
+        # Node 0 has said already that both nodes are missing.
+        (1, signal.SIGTERM, 75, True),
+        pytest.param(0, signal.SIGINT, 128 + signal.SIGINT, False, marks=pytest.mark.long),
+        pytest.param(1, signal.SIGINT, 128 + signal.SIGINT, False, marks=pytest.mark.long),
     ],
 )
-def test_a_signal_while_a_node_is_missing(start, node, number, expected):
-    jobs = [start(0, "true", nodes=3), start(1, "true", nodes=3)]
+def test_a_signal_while_a_node_is_missing(start, node, number, expected, late):
+    jobs = [start(0, "true", nodes=3)]
+    if late:
+        assert "for nodes 1, 2 of 3" in jobs[0].stderr.readline()
+    jobs.append(start(1, "true", nodes=3))
     for line in iter(jobs[0].stderr.readline, ""):
         if "waiting at" in line and "for node 2 of 3" in line:
             break

@@ -5,8 +5,9 @@ import signal
 
 import pytest
 
+from hvdkit.checkpoint.store import Store
 from tests.elastic.jobs import ElasticJob
-from tests.elastic.training import KERAS, TENSORFLOW, batches_in_order, check
+from tests.elastic.training import EPOCHS, KERAS, TENSORFLOW, batches_in_order, check
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 LIMITS = ("--min-np", "1", "--max-np", "2")
@@ -17,10 +18,10 @@ KINDS = {
 }
 
 
-def start(folder, kind):
+def start(folder, kind, **env):
     skip_where_unsupported(Configuration(kind, "gloo", 2))
     (folder / "train.py").write_text(KINDS[kind])
-    env = {"KERAS_BACKEND": kind.removeprefix("keras-"), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env |= {"KERAS_BACKEND": kind.removeprefix("keras-"), "TF_CPP_MIN_LOG_LEVEL": "3"}
     return ElasticJob(folder, "localhost:2", *LIMITS, env=env)
 
 
@@ -47,3 +48,35 @@ def test_a_job_shrinks_and_grows(tmp_path, kind):
         job.wait_for(r"begin \d \d+ size 2 resets \[2\]")
         assert job.finish() == 0
         check(job.lines, ranks=2)
+
+
+def kill_after(job, epoch, batch):
+    """Kill rank 0 after a batch, before the checkpoint of this batch."""
+    os.kill(int(job.wait_for(rf"batch {epoch} {batch} (\d+)")[1]), signal.SIGKILL)
+    job.wait_for("rank 0 on localhost failed: killed by signal 9")
+
+
+@pytest.mark.parametrize(
+    ("kind", "commit_batches", "checkpoint_steps"),
+    [
+        ("keras-torch", 3, 1),
+        pytest.param("keras-tensorflow", 3, 1, marks=pytest.mark.long),
+        pytest.param("keras-torch", 1, 5, marks=pytest.mark.long),
+        pytest.param("keras-tensorflow", 1, 100, marks=pytest.mark.long),
+    ],
+)
+def test_fit_with_checkpoints_continues_from_the_commit(
+    tmp_path, kind, commit_batches, checkpoint_steps
+):
+    """The newest checkpoint is newer or older than the commit, or there is none."""
+    steps = {"COMMIT_BATCHES": str(commit_batches), "CHECKPOINT_STEPS": str(checkpoint_steps)}
+    with start(tmp_path, kind, **steps) as job:
+        for epoch in range(EPOCHS):
+            kill_after(job, epoch, 5)
+            committed = 5 - 5 % commit_batches
+            job.wait_for(rf"begin {epoch} {committed} size 2 resets \[2\]")
+        assert job.finish() == 0
+        check(job.lines, ranks=2, trained=batches_in_order(2))
+        batches = len(batches_in_order(2))
+        assert job.text.count(f"counted {EPOCHS} {batches} {batches}") == 2
+    assert Store(tmp_path / "checkpoints").steps()[-1].step == batches

@@ -93,6 +93,11 @@ optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
 model.compile(hvd.DistributedOptimizer(optimizer), "mse", metrics=["mae"])
 
 
+class Count(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        state.count += 1
+
+
 class Report(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if hvd.rank() == 0:
@@ -104,11 +109,17 @@ class Report(keras.callbacks.Callback):
 def train(state):
     print("begin", state.epoch, state.batch, "size", hvd.size(), "resets", resets, flush=True)
     callbacks = [
-        hvd.elastic.CommitStateCallback(state),
+        Count(),
+        hvd.elastic.CommitStateCallback(state, int(os.environ.get("COMMIT_BATCHES", 1))),
         hvd.elastic.UpdateBatchStateCallback(state),
         hvd.elastic.UpdateEpochStateCallback(state),
         Report(),
     ]
+    checkpoint = None
+    if every_steps := os.environ.get("CHECKPOINT_STEPS"):
+        options = dict(every_steps=int(every_steps), asynchronous=False)
+        checkpoint = hvd.callbacks.Checkpoint("checkpoints", **options)
+        callbacks.append(checkpoint)
     model.fit(
         inputs,
         targets,
@@ -118,10 +129,12 @@ def train(state):
         callbacks=callbacks,
         verbose=0,
     )
+    if checkpoint is not None:
+        print("counted", state.epoch, state.count, checkpoint.step, flush=True)
 
 
 resets = []
-state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+state = hvd.elastic.KerasState(model, epoch=0, batch=0, count=0)
 state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 train(state)
 weights = [np.asarray(w).T.tolist() for w in model.get_weights()]

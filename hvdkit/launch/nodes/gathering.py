@@ -88,11 +88,15 @@ class GatheredNodes:
         listener = Listener(server, settings.nodes, authenticator.authenticate, self._silence)
         try:
             deadline = time.monotonic() + settings.timeout
+            said = ""
             say_at = time.monotonic() + QUIET_SECONDS
             while len(connected) < settings.nodes - 1:
                 if time.monotonic() > say_at:
-                    say_at = float("inf")
-                    self._say(f"waiting at {settings.rendezvous} for {self._missing(connected)}")
+                    say_at = time.monotonic() + QUIET_SECONDS
+                    missing = self._missing(connected)
+                    if missing != said:
+                        self._say(f"waiting at {settings.rendezvous} for {missing}")
+                        said = missing
                 if time.monotonic() > deadline:
                     self._fail(connected, authenticator.refused)
                 if (accepted := listener.accept()) is not None:

@@ -636,6 +636,32 @@ def test_local_values_are_not_compared(hvd, where):
     assert not records
 
 
+@pytest.mark.parametrize(
+    ("where", "value", "text"),
+    [
+        ("graph", np.nan, "NaN"),
+        ("eager", np.inf, "infinite"),
+        pytest.param("eager", np.nan, "NaN", marks=pytest.mark.long),
+        pytest.param("graph", np.inf, "infinite", marks=pytest.mark.long),
+    ],
+)
+def test_weights_that_are_not_finite_on_all_ranks_are_reported_once(hvd, where, value, text):
+    """NaN of one rank makes the gradients of all ranks NaN; infinity has the gradient 0 here."""
+    variables = own_values(hvd, name="broken")
+    hvd.broadcast_variables(variables, root_rank=0)
+    step = step_of(hvd, variables, where)
+    with recorded("hvdkit.tensorflow") as records:
+        for done in range(25):
+            if done == 3 and (text == "infinite" or hvd.rank() == 1):
+                for variable in variables:
+                    variable.assign(np.full(variable.shape, value))
+            step()
+    messages = [record.getMessage() for record in records]
+    assert len(messages) == (hvd.rank() == 0), messages
+    found = rf"After 5 reductions of its gradient, 'broken.*' is {text} on all ranks: the loss"
+    assert all(re.match(found, message) for message in messages), messages
+
+
 def test_two_equal_models_are_both_compared(hvd):
     twins = [own_values(hvd, name="twin"), own_values(hvd, seed=50, name="twin")]
     hvd.broadcast_variables(twins[0], root_rank=0)
