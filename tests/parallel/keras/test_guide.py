@@ -120,6 +120,7 @@ def test_code_blocks_of_the_keras_guide(hvd, number):
     ]
     if other == "tensorflow" and "hvd.shard(examples" in block:
         pytest.skip("tf.data belongs to the TensorFlow backend")
+    keras.utils.set_random_seed(1)  # the same weights on every rank: not every block broadcasts
     with prepared(hvd) as names:
         run("\n\n".join(parts), names)
         if "local_fit" not in block:
