@@ -97,7 +97,7 @@ class Verdict:
             # A rank that has begun to receive data from the stopped process has a limit of its own.
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
             return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT}){earlier}."
-        return "The job waits." if self.waiting else "The job continues."
+        return "The job waits." if self.waiting else "The job has continued."
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def judge(
         states: rank -> `STOPPED` or `ENDED`. Other ranks have no entry.
         size: the number of ranks of the job.
         silent: for each host that did not answer the launcher for some time, a sentence. The
-            verdict contains the sentences if no rank with a record is missing.
+            verdict contains them, unless a rank with a record is missing.
     """
     records = aligned(records)
     waits = _waits(records, states, size)
     if not waits:
-        return Verdict(_without_wait(records, states, size))
+        return Verdict(_without_wait(records, states, size, silent))
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
@@ -276,17 +276,19 @@ def _all_entered(states: Mapping[int, str]) -> str:
     return "All ranks have called it: the network or a rank does not transfer its data."
 
 
-def _without_wait(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> str:
-    lines = ["No rank waits for a collective."]
+def _without_wait(
+    records: Mapping[int, Record], states: Mapping[int, str], size: int, silent: Sequence[str]
+) -> str:
+    lines = ["No rank waits for a collective.", *silent]
     lines += [
         f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
     ]
     for rank, record in sorted(records.items())[:_SHOWN]:
         if frame := stacks.own_frame(stacks.main_thread(record.stacks)):
             lines.append(f"Rank {rank} on {record.host} is at {frame}.")
-    silent = [rank for rank in range(size) if rank not in records and rank not in states]
-    if silent:
-        lines.append(f"{name_ranks(silent)} did not report.")
+    absent = [rank for rank in range(size) if rank not in records and rank not in states]
+    if absent:
+        lines.append(f"{name_ranks(absent)} did not report.")
     return "\n".join(lines)
 
 

@@ -65,7 +65,7 @@ class Supervisor:
         outcome = first = self.start(plan)
         used = 0
         while outcome.restartable:
-            if outcome.saved or not used:
+            if outcome.saved:
                 used, first = 0, outcome
             if outcome.lost and self.requeue:
                 self.say(

@@ -1,6 +1,7 @@
 """Saving and restoring together, on simulated ranks and a real folder."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1148,6 +1150,34 @@ def test_a_write_that_hangs_is_an_error_on_every_rank(tmp_path, monkeypatch):
                 continue
 
     on_ranks(run)
+
+
+def test_a_slow_write_that_makes_progress_does_not_count_as_hung(monkeypatch):
+    monkeypatch.setattr(background, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(background, "_NO_PROGRESS_SECONDS", 0.1)
+    end = threading.Event()
+
+    class SlowWriter:
+        """Stores something between each two looks at its progress."""
+
+        def __init__(self):
+            self._stored = itertools.count()
+
+        @property
+        def progress(self):
+            return next(self._stored)
+
+        def write(self, snapshot):
+            end.wait(20)
+
+    write = background._Write(SlowWriter(), SimpleNamespace(step=1))
+    write.start()
+    try:
+        assert not write.ended(0.3)
+    finally:
+        end.set()
+    assert write.ended(20)
+    assert write.failure is None
 
 
 def test_restore_fails_if_no_step_is_good(place):

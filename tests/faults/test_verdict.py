@@ -148,6 +148,13 @@ def test_a_name_that_is_not_counted_counts_while_it_is_open():
     assert judge(records, {}, 2).missing == []
 
 
+def test_a_host_that_did_not_answer_is_named_when_the_job_has_continued():
+    silent = ["host1 did not answer the launcher for 4 s, until 1 s ago."]
+    verdict = judge(simulate(2, ["bucket"], {}) | {}, {}, 2, silent)
+    assert verdict.text.splitlines()[:2] == ["No rank waits for a collective.", *silent]
+    assert not verdict.is_final
+
+
 def test_a_stopped_rank_that_has_called_everything():
     verdict = judge(simulate(2, ["bucket"], {}) | {}, {}, 2)
     assert "No rank waits" in verdict.text

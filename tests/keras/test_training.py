@@ -61,6 +61,25 @@ def test_on_one_rank_an_accumulation_window_closes_at_the_end_of_an_epoch(hvd):
     assert int(model.optimizer.iterations) == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"accumulation_steps": 4}, -2.0),
+        ({"backward_passes_per_step": 4}, -4.0),
+        ({"backward_passes_per_step": 4, "average_aggregated_gradients": True}, -2.0),
+    ],
+)
+def test_a_flush_updates_with_the_mean_or_the_sum_of_an_incomplete_window(hvd, options, expected):
+    import keras
+
+    variable = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+    for gradient in (1.0, 3.0):
+        optimizer.apply([keras.ops.convert_to_tensor([gradient])], [variable])
+    assert hvd.flush(optimizer)
+    assert keras.ops.convert_to_numpy(variable).tolist() == [expected]
+
+
 def test_settings_of_an_optimizer_without_slots_are_compared(hvd):
     """SGD without momentum has as many variables of its own as it trains here."""
     import keras

@@ -162,6 +162,18 @@ def test_a_stopped_rank_ends_without_waiting_for_the_grace(agent):
     assert agent.receive("ended")["status"] == -signal.SIGTERM
 
 
+def test_a_second_request_shortens_the_grace(agent):
+    """For a second Ctrl-C while the ranks are being ended."""
+    ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    agent.start(f"import signal, time; {ignored}; print('up', flush=True); time.sleep(600)")
+    agent.line()
+    began = time.monotonic()
+    agent.send("end", grace=20)
+    agent.send("end", grace=0.1)
+    assert agent.receive("ended")["status"] == -signal.SIGKILL
+    assert time.monotonic() - began < 15
+
+
 def test_an_agent_that_has_ended_has_no_guard(agent):
     agent.start("import time; print('up', flush=True); time.sleep(0.2)")
     agent.line()

@@ -1,6 +1,8 @@
-"""The outcome of a job, from the messages of its agents in a given order."""
+"""The outcome of a job, from the messages of simulated agents in a given order."""
 
+import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +21,10 @@ class Agent:
 
     def __init__(self, host):
         self.host = host
+        self.asked = []
 
     def send(self, kind, **fields):
-        pass
+        self.asked.append(kind)
 
     def lost_host(self):
         return False
@@ -76,3 +79,29 @@ def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     )
     assert found.status == 3
     assert found.report.startswith("rank 0 on host0 failed: exit status 3")
+
+
+class SignallingPool:
+    """One agent, whose rank ignores SIGTERM, and a user who sends SIGTERM again and again."""
+
+    def __init__(self, agent):
+        self.connections = [agent]
+
+    def next_event(self, seconds):
+        """Send SIGTERM to this process until the ranks are ended, for a few seconds at most."""
+        time.sleep(0.05)
+        (agent,) = self.connections
+        if "end" in agent.asked or len(agent.asked) > 100:
+            return SimpleNamespace(connection=agent, message={"kind": "done"})
+        os.kill(os.getpid(), signal.SIGTERM)
+        return None
+
+
+def test_further_signals_do_not_extend_the_time_for_an_orderly_stop():
+    plan, said = make_plan(["train"], "/", [Host("host0", 1)], 1), []
+    with Output(1, None, None, say=print, progress=False) as output:
+        pool = SignallingPool(Agent(plan.hosts[0]))
+        outcome = Job(plan, pool, output, Timeouts(stop=0.5), lambda: {0}, said.append).run()
+    assert "rank 0 on host0 did not stop within 0.5 s (--stop-grace)" in outcome.report
+    assert outcome.status == 128 + signal.SIGTERM
+    assert said == ["SIGTERM: asking all ranks to stop"]

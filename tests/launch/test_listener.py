@@ -44,6 +44,23 @@ def test_an_agent_with_the_token_is_accepted(listener):
     assert connect(listener, f"{token(listener)} 1\n".encode()) == 1
 
 
+def test_the_connection_of_a_host_that_does_not_answer_ends():
+    """`silence` is in seconds, and one of the system's options in milliseconds."""
+    listener = AgentListener("127.0.0.1", 1, silence=6.0)
+    try:
+        with socket.create_connection(listener.address, timeout=5) as connection:
+            connection.sendall(f"{token(listener)} 0\n".encode())
+            _, accepted = listener.accept()
+            with accepted:
+                names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+                options = [getattr(socket, name) for name in names]
+                values = [accepted.getsockopt(socket.IPPROTO_TCP, each) for each in options]
+                assert values == [6000, 2, 2, 3]
+                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    finally:
+        listener.close()
+
+
 def test_a_silent_connection_does_not_delay_others(listener):
     with socket.create_connection(listener.address, timeout=5) as silent:
         silent.sendall(token(listener).encode())  # an unfinished line

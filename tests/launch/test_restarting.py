@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import RESUMABLE, HvdkitError
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Outcome
@@ -28,7 +29,7 @@ def failed(*suspects):
     return Outcome(1, failure=failure, restartable=True, saved=True, suspects=suspects)
 
 
-def supervise(outcomes, restarts=2, hosts=HOSTS, min_size=4, lost=()):
+def supervise(outcomes, restarts=2, hosts=HOSTS, min_size=4, lost=(), **options):
     """Run a job with the given outcomes. Return the outcome, the plans' hosts, texts and pauses."""
     left = list(outcomes)
     plans, texts, pauses = [], [], []
@@ -53,6 +54,7 @@ def supervise(outcomes, restarts=2, hosts=HOSTS, min_size=4, lost=()):
         restarts=restarts,
         say=texts.append,
         pause=pauses.append,
+        **options,
     )
     outcome = supervisor.run(plan_for(HOSTS, 4))
     assert not left
@@ -136,6 +138,20 @@ def test_too_few_hosts_use_up_the_restarts():
 def test_a_restart_that_cannot_start_is_tried_again():
     outcome, *_ = supervise([FAILED, HvdkitError("host1: no route to host"), Outcome(0)])
     assert outcome.status == 0
+
+
+def test_a_restart_that_cannot_start_is_final_if_no_host_returns():
+    outcome, _, texts, _ = supervise([FAILED, HvdkitError("lost node 1")], hosts_return=False)
+    assert (outcome.status, outcome.restartable) == (1, False)
+    assert texts == ["restart 1 of 2", "lost node 1"]
+
+
+def test_a_job_that_has_lost_a_host_is_requeued():
+    lost = replace(FAILED, lost=(HOSTS[1],))
+    outcome, _, texts, _ = supervise([FAILED, lost], requeue=True)
+    assert outcome.status == RESUMABLE
+    assert texts[0] == "restart 1 of 2"
+    assert texts[1].startswith("the allocation has lost a node")
 
 
 def test_the_first_start_raises():

@@ -80,6 +80,12 @@ def test_threads_of_a_rank(cores, per_task, threads):
     assert ranks[host][0]["defaults"]["OMP_NUM_THREADS"] == str(threads)
 
 
+@pytest.mark.parametrize(("variables", "pins"), [({}, True), ({"SLURM_GPUS_PER_TASK": "1"}, False)])
+def test_a_gpu_that_slurm_has_pinned_is_not_pinned_again(variables, pins):
+    settings = Settings(Ssh(), sys.executable, pin_gpus=True)
+    assert slurm._settings(settings, allocation.read(ENV | variables)).pin_gpus == pins
+
+
 def run(*arguments, **env):
     clean = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
     return subprocess.run(

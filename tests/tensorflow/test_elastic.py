@@ -32,3 +32,27 @@ def test_run_restores_and_retries_after_an_error_of_horovod():
     printed = [line for line in lines if line.startswith(("try", "ended"))]
     # Each time with the initial variable, after another initialisation of Horovod.
     assert printed == ["try 2.0 1", "try 2.0 2", "try 2.0 3", "ended with: out of something else"]
+
+
+def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
+    """After a restart, all ranks read the same commit, and must not drop the same units."""
+    import keras
+    import tensorflow as tf
+
+    layers = [keras.layers.Dense(2), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    state = hvd.elastic.TensorFlowKerasState(model, epoch=1)
+    with (tmp_path / "commit").open("wb") as file:
+        state.write_saved(file)
+    weights = model.get_weights()
+    model(tf.ones((2, 3)), training=True)
+    model.layers[0].bias.assign([1.0, 2.0])
+    seeds = [v for v in model.variables if not any(v is weight for weight in model.weights)]
+    drawn = [seed.numpy().tolist() for seed in seeds]
+    assert len(drawn) == 1
+    state.epoch = 2
+    state.read_saved(tmp_path / "commit")
+    state.restore()
+    assert state.epoch == 1
+    assert [each.tolist() for each in model.get_weights()] == [each.tolist() for each in weights]
+    assert [seed.numpy().tolist() for seed in seeds] == drawn

@@ -377,9 +377,10 @@ def test_a_distributed_optimizer_in_a_local_fit(hvd):
 
     model = classifier(distributed(hvd))
     if hvd.rank() == 1:
-        with hvd.local_fit(), pytest.raises(UsageError, match="compiled with a hvd.Distributed"):
+        with pytest.raises(UsageError, match="compiled with a hvd.Distributed"), hvd.local_fit():
             fit(hvd, model)
     same_everywhere("the other ranks did not wait")
+    fit(hvd, model)  # the error has ended the context
 
 
 def fit_with(hvd, callback):

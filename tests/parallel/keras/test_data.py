@@ -269,6 +269,7 @@ def test_invalid_data_and_arguments_raise(hvd):
         ((x, y), {"tail": tails[hvd.rank() % 2]}),
         (x if hvd.rank() else [1], {}),
         (batches_of(x, y, 1 if hvd.rank() else 2), {}),
+        (batches_of(x, y if hvd.rank() else None, 2), {}),  # cannot be read on one rank
     ]:
         with pytest.raises(RankMismatchError, match="same data in the same order on every rank"):
             hvd.shard(other, **options)

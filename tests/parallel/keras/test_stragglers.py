@@ -41,15 +41,30 @@ def slow_gradient():
 def test_a_slow_rank_is_named(hvd, where):
     import keras
 
+    from hvdkit.keras.optimizer import distribution_of
+
     class Slow(keras.callbacks.Callback):
+        since = None
+
+        def counted(self):
+            return sum(distribution_of(self.model.optimizer).times.totals().values())
+
         def on_train_batch_begin(self, batch, logs=None):
             if hvd.rank() == 1 and where == "data and forward":
                 time.sleep(SECONDS)
 
         def on_epoch_end(self, epoch, logs=None):
             # Not in a batch, so this does not count.
+            before = self.counted()
             if hvd.rank() == 0:
                 time.sleep(10 * SECONDS)
+            self.since = before, time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.since is not None:
+                before, began = self.since
+                elapsed = time.perf_counter() - began
+                assert self.counted() - before < elapsed + 5 * SECONDS
 
     slow = hvd.rank() == 1 and where == "backward"
     keras.utils.set_random_seed(1)

@@ -177,6 +177,8 @@ def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_afte
     resumed, function = start(state)
     assert list(run(resumed, function, range(saved_after, 8))) == expected
     assert resumed.state() == reduce.state()
+    hvd.join()
+    assert resumed.state() == {}  # a rank that starts now has no state
 
 
 def test_float64_keeps_its_precision(hvd):

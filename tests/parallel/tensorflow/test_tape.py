@@ -162,7 +162,18 @@ def test_process_set(hvd, where):
             hvd, variables, where, data_of(hvd.rank()), process_set=process_set
         )
         together = members if hvd.rank() in members else [hvd.rank()]
-        assert_close(gradients, expected_gradients(variables, together))
+        expected = expected_gradients(variables, together)
+        assert_close(gradients, expected)
+
+        def wrap(tape):
+            tape = hvd.DistributedGradientTape(tape, process_set=process_set)
+            tape.register_local_source(variables[1])
+            return tape
+
+        gradients = reduced_gradients(hvd, variables, where, data_of(hvd.rank()), wrap)
+        # A rank outside of the process set has nothing to scale.
+        expected[1] = expected_gradients(variables, [hvd.rank()])[1] / len(together)
+        assert_close(gradients, expected)
     finally:
         hvd.remove_process_set(process_set)
 

@@ -1234,6 +1234,18 @@ def test_a_loss_of_one_rank_under_no_sync_after_the_reduced_pass(hvd):
         assert model.weight.grad.tolist() == [[hvd.size() + 10.0] * 2]
 
 
+def test_a_change_before_a_reduction_is_forgotten_after_it(hvd):
+    """After the reduction with a rank that made no pass, the gradients have not been changed."""
+    model, optimizer = linear_and_optimizer(hvd, op=hvd.Sum)
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        late = step > 0 and hvd.rank() == 1
+        if not late:
+            model(ones()).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[hvd.size() - (step > 0)] * 2]
+
+
 def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(DEVICE, torch.float64)
