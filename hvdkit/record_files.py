@@ -12,12 +12,10 @@ STACKS = "rank-{}.stacks"
 REQUEST = "request"
 #: A rank touches this file when it has saved a checkpoint or a commit.
 SAVED = "saved"
-#: How far `hvd.init()` is: `ENTERED` or `CONNECTED`. For ranks over MPI, each of which has a folder
-#: of its own.
-INIT = "init"
-#: The rank has called `hvd.init()`, and may wait for other ranks.
-ENTERED = "entered"
+#: The rank has called `hvd.init()`, and may wait for other ranks. For ranks over MPI, each of which
+#: has a folder of its own. This file and the next one are empty, so they fit on a full disk.
+ENTERED = "init-entered"
 #: The engines of all ranks are connected.
-CONNECTED = "connected"
+CONNECTED = "init-connected"
 #: The note of a rank that has called `hvd.shutdown()`.
 NOTE = "shutdown-{}.json"

@@ -58,17 +58,13 @@ class Recorder:
         """Note how far `hvd.init()` is, for the launcher. Over MPI, `hvd.init()` may wait forever.
 
         Args:
-            state: a state of `hvdkit.record_files`.
+            state: `ENTERED` or `CONNECTED` of `hvdkit.record_files`.
             environ: the environment.
         """
         folder = environ.get(FOLDER_VARIABLE)
-        if not folder or not os.path.isdir(folder):
-            return
-        path = Path(folder) / record_files.INIT
-        with contextlib.suppress(OSError):  # such as a full disk
-            draft = path.with_name(f"{path.name}.{os.getpid()}")
-            draft.write_text(state, encoding="ascii")
-            draft.replace(path)
+        if folder and os.path.isdir(folder):
+            with contextlib.suppress(OSError):
+                (Path(folder) / state).touch()
 
     def describe(self, name: str, text: str) -> None:
         """Set the text that a verdict on a hang shows for a collective.

@@ -253,10 +253,13 @@ class Runtime:
             )
         self.departure.remove()
         single = whole_world and processes == 1 and horovod.gloo_built()
-        self.recorder.note_init(record_files.ENTERED)
+        if whole_world:
+            # Otherwise the launcher would wait for ranks that do not take part.
+            self.recorder.note_init(record_files.ENTERED)
         with one_rank_over_gloo(os.environ) if single else nullcontext():
             horovod.init(*args, **kwargs)
-        self.recorder.note_init(record_files.CONNECTED)
+        if whole_world:
+            self.recorder.note_init(record_files.CONNECTED)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(

@@ -124,8 +124,8 @@ class BatchCount:
 
     @property
     def over(self) -> bool:
-        """Whether the last batch was trained."""
-        return self.made >= self._last
+        """Whether the last batch was trained, and a step was timed if candidates are measured."""
+        return self.made >= self._last and (bool(self._times) or not self._measures)
 
     def add(self, batches: int = 1) -> None:
         """Count batches that have been trained, together if there are several."""
@@ -133,7 +133,8 @@ class BatchCount:
         if self.made % self._window:
             return
         now = self._clock()
-        if self.made > WARM_UP * self._window:
+        # With `steps_per_execution`, the first batches may end together with later ones.
+        if self._before >= WARM_UP * self._window:
             steps = (self.made - self._before) / self._window
             self._times.append((now - self._since) / steps)
         self._since, self._before = now, self.made
@@ -156,11 +157,30 @@ class BatchCount:
 
 
 _counting = _reported = False
+# The settings of the first tape's reductions, and the most bytes that a tape has reduced.
+_reduced: tuple[Reduction, int] | None = None
 
 
 def counting() -> bool:
     """Return whether the steps of this process are counted already."""
     return _counting
+
+
+def note_reduction(reduction: Reduction, gradient_bytes: int) -> None:
+    """Note the reduction of a tape, for the report.
+
+    Args:
+        reduction: its settings.
+        gradient_bytes: the size of its gradients.
+    """
+    global _reduced
+    first, size = _reduced or (reduction, 0)
+    _reduced = first, max(size, gradient_bytes)
+
+
+def noted_reduction() -> tuple[Reduction, int] | None:
+    """Return the first tape's settings, and the most bytes of a tape; None without a tape."""
+    return _reduced
 
 
 def report_at_exit(rank: int, steps: Callable[[], int]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
-from hvdkit.record_files import INIT, NOTE, RECORD, REQUEST, SAVED
+from hvdkit.record_files import CONNECTED, ENTERED, NOTE, RECORD, REQUEST, SAVED
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
@@ -66,10 +66,10 @@ class RecordFolder:
 
     def init_state(self) -> str:
         """Return how far `hvd.init()` is in the only rank that uses this folder; "" if unknown."""
-        if self._folder is None:
-            return ""
-        with contextlib.suppress(OSError, ValueError):
-            return (self._folder.path / INIT).read_text(encoding="ascii")
+        if self._folder is not None:
+            for state in (CONNECTED, ENTERED):
+                if (self._folder.path / state).exists():
+                    return state
         return ""
 
     def changed_notes(self) -> Iterator[tuple[int, str]]:

@@ -8,7 +8,8 @@ from typing import Any
 from hvdkit.core import trial
 from hvdkit.core.trial import BatchCount, TrialPlan
 from hvdkit.keras import backend
-from hvdkit.keras.distribution import Distribution, distribution_of
+from hvdkit.keras.distribution import Distribution
+from hvdkit.keras.models import distributions_of
 from hvdkit.keras.training import LastCallback
 
 
@@ -23,14 +24,16 @@ class TrialCallback(LastCallback):
         super().__init__()
         self._plan = plan
         self._count: BatchCount | None = None
-        self._distribution: Distribution | None = None
+        # A GAN has several.
+        self._distributions: list[Distribution] = []
         self._in_epoch = 0
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002
         """Called after `on_train_begin` of the other callbacks."""
-        self._distribution = distribution_of(self.model.optimizer)
+        self._distributions = distributions_of(self.model)
         if not trial.counting():
-            window = self._distribution.accumulation_steps if self._distribution else 1
+            found = self._distributions
+            window = found[0].accumulation_steps if found else 1
             self._count = BatchCount(self._plan, backend.hvd.rank(), window)
 
     def epoch_begins(self, epoch: int) -> None:  # noqa: ARG002
@@ -50,7 +53,11 @@ class TrialCallback(LastCallback):
         self._in_epoch = batch + 1
         if not self._count.over:
             return
-        if self._distribution is None:
+        # A `train_step` may use a tape instead of a distributed optimizer.
+        reduced = trial.noted_reduction()
+        if found := self._distributions:
+            reduced = found[0].reduction, max(each.gradient_bytes for each in found)
+        if reduced is None:
             trial.end(backend.hvd.rank(), self._count.made)
-        self._count.report(self._distribution.reduction, self._distribution.gradient_bytes)
+        self._count.report(*reduced)
         raise SystemExit(0)

@@ -29,6 +29,8 @@ _NOW_SECONDS = 1.0
 #: Seconds for which the launcher remembers that a host did not answer, and the most such hosts that
 #: a verdict names.
 _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
+# The time in which the launcher reads the messages that arrived while it was stopped.
+_READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
 
@@ -203,7 +205,8 @@ class Job:
                 self._finished.add(connection)
                 if connection.lost_host():
                     self._lost.append(host)
-                self._lost_agent = True
+                # Not if the launcher ends the ranks already: then SIGTERM has another cause.
+                self._lost_agent = self._lost_agent or not self._ending
                 left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
                 self._fail(f"lost {host.name}: {self._explain_lost(connection)}. {left}")
 
@@ -257,8 +260,10 @@ class Job:
         if not self._ending and (late := self._start.check(now)) is not None:
             self._on_late_start(late)
         self._check_silence(now)
-        # While the launcher ends the ranks, a verdict would blame a rank for its end.
-        if not self._ending:
+        # While the launcher ends the ranks, a verdict would blame a rank for its end. After a pause
+        # of the launcher, the ranks' answers have not been read yet.
+        read = self._pause == 0 or now > self._resumed_at + _READ_SECONDS
+        if not self._ending and read:
             silent_hosts = partial(self._silent_hosts, now)
             verdict = self._stalls.check(now, self._statuses, silent_hosts)
             if verdict is not None:
@@ -295,13 +300,15 @@ class Job:
         """Notice that this process was stopped, and maybe the agents too."""
         if now > self._looked_at + PAUSE_SECONDS:
             self._resumed_at, self._pause = now, now - self._looked_at
+            self._start.postpone(self._pause)
         self._looked_at = now
 
     def _explain_lost(self, connection: Connection) -> str:
         """Return why an agent was lost."""
         lost = self._timeouts.lost
         recently = time.monotonic() < self._resumed_at + PAUSE_SECONDS
-        if self._pause > lost - PAUSE_SECONDS and recently and not connection.lost_host():
+        long = self._pause > max(0, lost - PAUSE_SECONDS)
+        if long and recently and not connection.lost_host():
             return (
                 f"this launcher did not run for {self._pause:.0f} s, so the agent gave it up after "
                 f"{lost:g} s (--host-timeout); check what stopped the launcher (SIGSTOP, or a "
@@ -354,9 +361,14 @@ class Job:
         silent = [rank for rank in late.ranks if rank not in self._statuses]
         within = f"within {self._timeouts.start:g} s"
         if late.registered:
+            parts = []
+            if silent:
+                parts.append(f"MPI did not connect {self._ranks(silent)}")
+            if ended:
+                parts.append(f"{self._ranks(ended)} ended in hvd.init()")
             text = (
-                f"all ranks have called hvd.init(), but MPI did not connect {self._ranks(silent)} "
-                f"{within} (--start-timeout)."
+                f"all ranks have called hvd.init(), but {' and '.join(parts)} {within} "
+                f"(--start-timeout)."
             )
             advice = "Check the network of the hosts (`hvdkit doctor --hosts`)."
         else:

@@ -34,7 +34,7 @@ From the agent:
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again
     init       {rank, state}                 how far `hvd.init()` is in a rank that mpirun or srun
-                                             has started over MPI (`record_files.INIT`)
+                                             has started (`record_files.ENTERED`)
     saved      {}                            a checkpoint or a commit was saved
     kept       {folders}                     the folders for commits
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""

@@ -2,7 +2,8 @@
 
 Over Gloo, ranks register at the rendezvous, and the engine has a timeout for their connections.
 Over MPI, there is no rendezvous, and the engine waits forever for a rank that is late. So ranks
-note how far they are (`hvdkit.record_files.INIT`), and their agents send these notes.
+note how far they are (`hvdkit.record_files`), and their agents send these notes. Ranks that pass
+`comm` to `hvd.init()` note nothing, because ranks outside of `comm` need not call it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class StartWatch:
     def note(self, rank: int, state: str) -> None:
         """Set how far `hvd.init()` is in a rank over MPI."""
         self._notes[rank] = state
+
+    def postpone(self, seconds: float) -> None:
+        """Give the ranks more time, because the launcher did not run and has read no messages."""
+        self._deadline += seconds
 
     def check(self, now: float) -> LateRanks | None:
         """Return the ranks that are late; None while there is time, and after the start.

@@ -20,7 +20,7 @@ from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import trace_position
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
-from hvdkit.tensorflow.trial import TapeTrial
+from hvdkit.tensorflow.trial import TapeTrial, static_bytes
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: Reduces gradients; called with the gradients and their sources.
@@ -115,7 +115,7 @@ def DistributedGradientTape(
         )
         reducer = _reducer(*key, trace_position(key))
         reduced = reducer(gradients, sources, check_parameters)
-        in_trial = _trial_of(reducer)
+        in_trial = _trial_of(reducer, reduced)
         return reduced if in_trial is None else in_trial.after_reduction(reduced)
 
     cls = type(gradtape)
@@ -308,17 +308,24 @@ def times_of(process_set: mpi_ops.ProcessSet) -> GraphTimes:  # noqa: ARG001
 _trial: tuple[TapeTrial, GradientReducer] | None = None
 
 
-def _trial_of(reducer: GradientReducer) -> TapeTrial | None:
+def _trial_of(reducer: GradientReducer, gradients: Sequence[Any]) -> TapeTrial | None:
     """Return the trial that counts the reductions of `reducer`; None if there is none.
 
     A trial counts the reductions of the first tape that does not run in `fit` of Keras, which
     counts its batches itself.
+
+    Args:
+        reducer: the reducer of a tape.
+        gradients: the gradients that it has reduced.
     """
     global _trial
+    if (requested := TrialPlan.requested()) is None:
+        return None
+    trial.note_reduction(reducer.reduction, static_bytes(gradients))
     if _trial is None:
-        if (requested := TrialPlan.requested()) is None or trial.counting():
+        if trial.counting():
             return None
-        _trial = TapeTrial(requested, mpi_ops.rank(), reducer.reduction), reducer
+        _trial = TapeTrial(requested, mpi_ops.rank()), reducer
     return _trial[0] if _trial[1] is reducer else None
 
 

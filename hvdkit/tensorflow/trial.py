@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.core.reduction import Reduction
-from hvdkit.core.trial import BatchCount, TrialPlan
+from hvdkit.core.trial import BatchCount, TrialPlan, noted_reduction
 
 
 class TapeTrial:
@@ -19,12 +18,10 @@ class TapeTrial:
     Args:
         plan: the settings of the trial.
         rank: this rank.
-        reduction: the settings of the reduction.
     """
 
-    def __init__(self, plan: TrialPlan, rank: int, reduction: Reduction) -> None:
+    def __init__(self, plan: TrialPlan, rank: int) -> None:
         self._count = BatchCount(plan, rank)
-        self._reduction = reduction
         self._reported = False
 
     def after_reduction(self, gradients: Sequence[Any]) -> list[Any]:
@@ -37,16 +34,15 @@ class TapeTrial:
             SystemExit: the trial is over, and this is no graph.
         """
         present = [gradient for gradient in gradients if gradient is not None]
-        size = sum(_static_bytes(gradient) for gradient in present)
         if tf.executing_eagerly():
-            if self._add(size):
+            if self._add():
                 raise SystemExit(0)
             return list(gradients)
         caller = threading.get_ident()
 
         @tf.autograph.experimental.do_not_convert
         def add() -> int:
-            if self._add(size):
+            if self._add():
                 # A graph would change SystemExit to an error of TensorFlow. The thread that runs
                 # the graph raises it as soon as the graph ends.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -64,19 +60,21 @@ class TapeTrial:
                 for gradient in gradients
             ]
 
-    def _add(self, gradient_bytes: int) -> bool:
+    def _add(self) -> bool:
         """Count a reduction. Return whether it was the last one."""
         if self._reported:
             return False  # a loop in a graph continues until its end
         self._count.add()
-        if self._count.over:
-            self._count.report(self._reduction, gradient_bytes)
+        if self._count.over and (noted := noted_reduction()) is not None:
+            self._count.report(*noted)
             self._reported = True
         return self._reported
 
 
-def _static_bytes(gradient: Any) -> int:
-    """Return the size of a dense gradient in bytes, 0 for a sparse one."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return 0
-    return int(gradient.shape.num_elements() or 0) * int(gradient.dtype.size)
+def static_bytes(gradients: Sequence[Any]) -> int:
+    """Return the size of dense gradients in bytes. Others may be sparse, or None."""
+    return sum(
+        int(gradient.shape.num_elements() or 0) * int(gradient.dtype.size)
+        for gradient in gradients
+        if gradient is not None and not isinstance(gradient, tf.IndexedSlices)
+    )

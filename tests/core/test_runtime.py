@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hvdkit import record_files
 from hvdkit.core.runtime import (
     Runtime,
     limit_stalls,
@@ -173,6 +174,21 @@ def test_ranks_of_one_mpi_job(no_launcher):
     horovod = SimulatedHorovod(size=3)
     runtime_of(horovod).init()
     assert horovod.calls == [("init", (), {}, None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "noted"),
+    [
+        ({}, {record_files.ENTERED, record_files.CONNECTED}),
+        # Ranks outside of `comm` need not call `init`.
+        ({"comm": [0, 1]}, set()),
+    ],
+)
+def test_a_rank_notes_how_far_init_is(no_launcher, tmp_path, arguments, noted):
+    no_launcher.setenv("PMI_SIZE", "3")
+    no_launcher.setenv("HVDKIT_RECORD_DIR", str(tmp_path))
+    runtime_of(SimulatedHorovod(size=3)).init(**arguments)
+    assert {path.name for path in tmp_path.glob("init*")} == noted
 
 
 def test_init_refuses_an_unknown_choice_of_collectives(no_launcher):

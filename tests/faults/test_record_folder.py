@@ -1,14 +1,18 @@
 """The folder for records is removed, also after its process was killed."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hvdkit import record_files
+from hvdkit.core.recorder import FOLDER_VARIABLE, Recorder
 from hvdkit.faults.record_folder import PREFIX, RecordFolder
 
 
@@ -40,6 +44,22 @@ def test_notes_of_shutdowns(parent):
     assert not (other.path / own.name).exists()
     folder.remove()
     other.remove()
+
+
+def test_a_full_disk_does_not_hide_how_far_init_is(parent):
+    """The launcher would end the job, because a rank seems to be late."""
+    folder, rank = RecordFolder(), Recorder(SimpleNamespace())
+    environ = {FOLDER_VARIABLE: str(folder.path)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        for state in ("", record_files.ENTERED, record_files.CONNECTED):
+            if state:
+                rank.note_init(state, environ)
+            assert folder.init_state() == state
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder.remove()
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(parent):

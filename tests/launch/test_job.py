@@ -11,20 +11,26 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Timeouts
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
+from hvdkit.record_files import CONNECTED, ENTERED
+from tests.launch.test_stalls import record
+
+#: An event: the launcher ends the ranks.
+END = "end"
 
 
 class Agent:
     """An agent without a process."""
 
-    idle = False
+    idle = ending = False
     silent_since = float("inf")
 
     def __init__(self, host):
         self.host = host
-        self.asked = []
+        self.asked = 0
 
     def send(self, kind, **fields):
-        self.asked.append(kind)
+        self.asked += 1
+        self.ending = self.ending or kind == "end"
 
     def lost_host(self):
         return False
@@ -37,31 +43,54 @@ class Agent:
 
 
 @pytest.fixture
-def outcome():
-    """Return a function that returns the outcome of a job of two ranks, one on each host."""
+def outcome(monkeypatch):
+    """Return a function that returns the outcome of a job of two ranks, one on each host.
 
-    def run(*events):
+    Its events are messages with the number of an agent, or seconds that pass, or `END`.
+    """
+    passed = 0.0
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)
+
+    def run(*events, registered=lambda: {0, 1}, say=print, **timeouts):
         hosts = [Host("host0", 1), Host("host1", 1)]
         agents = [Agent(host) for host in hosts]
-        left = [
-            SimpleNamespace(connection=agents[number], message=message)
-            for number, message in events
-        ]
-        pool = SimpleNamespace(
-            connections=agents, next_event=lambda _: left.pop(0) if left else None
-        )
+        left = list(events)
+
+        def next_event(_):
+            nonlocal passed
+            if not left or (left[0] == END and not agents[0].ending):
+                return None
+            event = left.pop(0)
+            if isinstance(event, tuple):
+                return SimpleNamespace(connection=agents[event[0]], message=event[1])
+            passed += 0.0 if event == END else event
+            return None
+
+        pool = SimpleNamespace(connections=agents, next_event=next_event)
         plan = make_plan(["true"], "/", hosts, 2)
         with Output(2, None, None, say=print, progress=False) as output:
-            ready = {0, 1}
-            return Job(plan, pool, output, Timeouts(), lambda: ready, print).run()
+            return Job(plan, pool, output, Timeouts(**timeouts), registered, say).run()
 
     return run
+
+
+def init(rank, state):
+    return rank, {"kind": "init", "rank": rank, "state": state}
+
+
+def ended(rank, status=0):
+    return rank, {"kind": "ended", "rank": rank, "status": status}
+
+
+#: The last messages of both agents.
+DONE = (0, {"kind": "done"}), (1, {"kind": "done"})
 
 
 def test_a_lost_agent_is_the_cause_of_sigterm(outcome):
     """If an agent of mpirun dies, mpirun ends the other ranks, which may be reported first."""
     found = outcome(
-        (0, {"kind": "ended", "rank": 0, "status": -signal.SIGTERM}),
+        ended(0, -signal.SIGTERM),
         (1, {"kind": "lost"}),
         (0, {"kind": "done"}),
     )
@@ -73,12 +102,48 @@ def test_a_lost_agent_is_the_cause_of_sigterm(outcome):
 
 def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     found = outcome(
-        (0, {"kind": "ended", "rank": 0, "status": 3}),
+        ended(0, 3),
         (1, {"kind": "lost"}),
         (0, {"kind": "done"}),
     )
     assert found.status == 3
     assert found.report.startswith("rank 0 on host0 failed: exit status 3")
+
+
+def test_an_agent_that_is_lost_while_the_launcher_ends_the_ranks_is_not_the_cause(outcome):
+    found = outcome(ended(0, -signal.SIGTERM), END, (1, {"kind": "lost"}), (0, {"kind": "done"}))
+    assert found.status == 128 + signal.SIGTERM
+    assert found.report.startswith("rank 0 on host0 failed: killed by signal 15")
+
+
+def test_a_launcher_that_was_not_stopped_is_not_the_cause(outcome):
+    found = outcome((1, {"kind": "lost"}), (0, {"kind": "done"}), lost=4.0)
+    assert found.report.startswith("lost host1: the connection to its agent has ended")
+
+
+def test_ranks_that_start_while_the_launcher_is_stopped_are_not_late(outcome):
+    notes = [init(1, ENTERED), init(0, CONNECTED), init(1, CONNECTED)]
+    found = outcome(init(0, ENTERED), 70.0, *notes, ended(0), ended(1), *DONE, registered=None)
+    assert (found.status, found.report) == (0, "")
+
+
+def test_answers_that_arrive_while_the_launcher_is_stopped_are_read_before_a_verdict(outcome):
+    said = []
+    records = [
+        (rank, {"kind": "record", "text": record(rank, "x", reason)})
+        for rank, reason in ((0, "stall"), (0, "request"), (1, "request"))
+    ]
+    outcome(records[0], 20.0, *records[1:], ended(0), ended(1), *DONE, say=said.append)
+    assert not said
+
+
+def test_a_rank_that_ends_in_init_is_named(outcome):
+    notes = [init(0, ENTERED), init(1, ENTERED), ended(1)]
+    found = outcome(*notes, 4.0, END, *DONE, registered=None, start=3.0)
+    assert found.report.startswith(
+        "all ranks have called hvd.init(), but MPI did not connect rank 0 on host0 and rank 1 on "
+        "host1 ended in hvd.init() within 3 s (--start-timeout)."
+    )
 
 
 class SignallingPool:
@@ -91,7 +156,7 @@ class SignallingPool:
         """Send SIGTERM to this process until the ranks are ended, for a few seconds at most."""
         time.sleep(0.05)
         (agent,) = self.connections
-        if "end" in agent.asked or len(agent.asked) > 100:
+        if agent.ending or agent.asked > 100:
             return SimpleNamespace(connection=agent, message={"kind": "done"})
         os.kill(os.getpid(), signal.SIGTERM)
         return None

@@ -116,6 +116,19 @@ def test_the_time_of_a_step_is_that_of_its_accumulation_window(capsys):
     assert report["run"]["seconds"] == pytest.approx(1.1)
 
 
+def test_batches_that_end_together_with_the_first_ones_are_not_timed(capsys):
+    """As with `steps_per_execution`: the first batches also trace the graph."""
+    now = [0.0]
+    plan = TrialPlan(turns=3, turn_steps=10)
+    count = BatchCount(plan, 1, clock=lambda: now[0])
+    while not count.over:
+        now[0] += 50 * 0.1 if count.made else 60.0
+        count.add(50)
+    count.report(Reduction(FORMATS["none"]()), 8)
+    report = json.loads(capsys.readouterr().out.strip().removeprefix(trial.MARK))
+    assert report["run"]["seconds"] == pytest.approx(0.1)
+
+
 TAPE = """
 import sys
 import tensorflow as tf
@@ -123,6 +136,7 @@ import hvdkit.tensorflow as hvd
 
 hvd.init()
 weights = tf.Variable([1.0, 2.0])
+other = tf.Variable(tf.ones(100))
 
 
 def step():
@@ -130,25 +144,51 @@ def step():
         loss = tf.reduce_sum(weights**2)
     (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [weights])
     weights.assign_sub(0.1 * gradient)
+    # A GAN has several tapes.
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(other**2)
+    hvd.DistributedGradientTape(tape).gradient(loss, [other])
 
 
+if sys.argv[1] == "fit":
+    import keras
+    import hvdkit.keras
+
+    class Model(keras.Model):
+        def train_step(self, data):
+            step()
+            return {"loss": tf.constant(0.0)}
+
+    step_in_fit = Model()
+    step_in_fit.compile()
 step = tf.function(step) if sys.argv[1] == "graph" else step
 try:
     for _ in range(1000):
-        step()
+        if sys.argv[1] == "fit":
+            step_in_fit.fit(tf.zeros([8, 1]), batch_size=1, verbose=0)
+        else:
+            step()
 finally:
     print("cleaned up")
 print("not ended")
 """
 
 
-@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "graph",
+        pytest.param("eager", marks=pytest.mark.long),
+        pytest.param("fit", marks=pytest.mark.long),
+    ],
+)
 def test_a_tape_counts_its_steps_and_ends_the_script(mode, tmp_path):
     skip_where_unsupported(Configuration("tensorflow", "gloo", 1))
     plan = TrialPlan(turns=3, candidate=(5, "bf16"))
     done = subprocess.run(
         [sys.executable, "-c", TAPE, mode],
-        env={**os.environ, trial.VARIABLE: plan.to_json(), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**os.environ, trial.VARIABLE: plan.to_json(), "TF_CPP_MIN_LOG_LEVEL": "3",
+             "KERAS_BACKEND": "tensorflow"},
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -156,6 +196,6 @@ def test_a_tape_counts_its_steps_and_ends_the_script(mode, tmp_path):
     report = json.loads(line.removeprefix(trial.MARK))
     assert report["steps"] == 2 + 3 * 10
     assert report["run"]["settings"] == [5, "bf16"]
-    assert report["run"]["gradient_bytes"] == 8
+    assert report["run"]["gradient_bytes"] == 400
     assert "cleaned up" in done.stdout
     assert "not ended" not in done.stdout
