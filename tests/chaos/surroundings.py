@@ -200,6 +200,8 @@ class DamageStep(Fault):
         self.names = [r"rank \d+ on \S+ failed: killed by signal 9"]
 
     def inject(self) -> bool:
+        if len(list(Path(self.job.checkpoints).glob("step-*"))) < 2:
+            return False  # without an older step, the job must end
         alive = self.job.alive()
         self.killed = set(alive)
         # Rank 0 first, because it writes.

@@ -25,6 +25,7 @@ from hvdkit.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from hvdkit.torch.items.reduction import ReductionItem
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
@@ -45,15 +46,34 @@ class _ModelHandler(horovod_state.ModelStateHandler):
 
 
 class _OptimizerHandler(horovod_state.OptimizerStateHandler):
-    """Restore the state and drop gradients, which differ between ranks after an interruption."""
+    """Save the state of the reduction, too, which 16-bit sums need to have the same bits again.
+
+    `restore` and `sync` drop gradients, which differ between ranks after an interruption.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._saved_reduction = self._reduction.save()
+
+    @property
+    def _reduction(self) -> ReductionItem:
+        # Not an attribute: a commit contains the attributes.
+        return ReductionItem({"": self.value})
+
+    def save(self) -> None:
+        super().save()
+        self._saved_reduction = self._reduction.save()
 
     def restore(self) -> None:
         # A copy: the optimizer keeps the tensors that it loads, and changes them in place.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
+        self._reduction.restore(self._saved_reduction)
         _drop_gradients(self.value)
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
+        # A rank on a host without a commit has no state, and all states must be equal.
+        self._reduction.restore(broadcast_object(self._reduction.save()))
         _drop_gradients(self.value)
 
 

@@ -1,5 +1,9 @@
 """Elastic states and samplers of PyTorch, in a job whose ranks stay."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -57,3 +61,45 @@ def test_a_sampler_with_few_samples_left(hvd, left):
     assert len(own) == len(sampler) == -(-left // hvd.size())
     everywhere = {sample for samples in hvd.allgather_object(own) for sample in samples}
     assert everywhere == set(range(20 - left, 20))
+
+
+def test_a_commit_contains_the_scales_of_fp16(hvd):
+    """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
+    commit = Path(tempfile.gettempdir()) / f"hvdkit-commit-{os.getpid()}"
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(7, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), compression="fp16", bucket_bytes=64
+        )
+        return model, optimizer, hvd.elastic.TorchState(model, optimizer, step=0)
+
+    def train(model, optimizer, state):
+        gradients = {}
+        while state.step < 12:
+            if state.step == 6 and not commit.exists():
+                state.save()
+                with commit.open("wb") as file:
+                    state.write_saved(file)
+            inputs = torch.rand(3, 7, generator=torch.manual_seed(10 * state.step + hvd.rank()))
+            # The magnitude of the gradients changes, and with it the scales.
+            (model(inputs).sum() * 2.0 ** (6 * (state.step % 6) - 30)).backward()
+            gradients[state.step] = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+        return [gradients[step] for step in range(6, 12)]
+
+    expected = train(*make())
+    model, optimizer, state = make()
+    if hvd.rank() < hvd.size() - 1:
+        state.read_saved(commit)
+        state.restore()
+    state.sync()
+    assert state.step == 6
+    found = train(model, optimizer, state)
+    commit.unlink()
+    for mine, before in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
