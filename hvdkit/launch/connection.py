@@ -92,7 +92,8 @@ class Connection:
         self._silence: Silence | None = None
         self._disconnected = threading.Event()
         # A thread writes the messages: an agent that is stopped must not delay the launcher, and a
-        # signal handler may send while the main thread does. None closes the agent's input.
+        # signal handler may send while the main thread does. The value None in the queue closes
+        # the agent's input.
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
@@ -113,7 +114,7 @@ class Connection:
                 while data:
                     data = data[os.write(self._send_fd, data) :]
             except OSError as error:
-                # The system reports that the other host is gone only once, here or to the reader.
+                # The system reports a lost host only once: either here or to the reader.
                 self._error = self._error or error
         self._close_input()
 

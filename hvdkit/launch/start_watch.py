@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hvdkit.record_files import CONNECTED, ENTERED
 
-#: Seconds before the end of the time at which the launcher asks for the states of processes.
+#: The launcher asks for the states of the processes so many seconds before the deadline.
 _ASK_SECONDS = 3.0
 
 

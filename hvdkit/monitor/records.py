@@ -87,7 +87,7 @@ class Slowest:
 
 @dataclass(frozen=True)
 class Record:
-    """One report.
+    """One record: the metrics of some steps.
 
     Attributes:
         step: the number of steps since the beginning of the run, including those before a resume.

@@ -30,7 +30,7 @@ def use_own_gpu(local_rank: int) -> None:
         if local_rank < torch.cuda.device_count():
             torch.cuda.set_device(local_rank)
 
-    # This function is private, but there is no other way to wait for the first use of CUDA.
+    # `_lazy_call` is private, but there is no other way to wait for the first use of CUDA.
     # `torch.cuda.manual_seed` uses it, too.
     torch.cuda._lazy_call(choose)
 

@@ -230,7 +230,7 @@ class Trial:
             outcome = RELAUNCHED
         elif job.commands > commands:
             outcome = STOPPED
-        elif after & {start.pid for start in before.values()}:
+        elif after & {start.pid for start in before.values()} or (not before and not text):
             outcome = UNAFFECTED
         else:
             outcome = RESTARTED
