@@ -280,7 +280,7 @@ def _reductions(environ: Mapping[str, str] = os.environ) -> Diagnostic:
             name,
             WARNING,
             f"through sockets, because this system has no shared memory ({error})",
-            "check the system calls that the container permits: memfd_create",
+            "check that the container permits the system call memfd_create",
         )
     if forbidden:
         return Diagnostic(

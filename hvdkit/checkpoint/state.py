@@ -128,8 +128,8 @@ class PartialItem(StatefulItem, Protocol):
         """Return destinations for the tensors that fit.
 
         Returns:
-            The tree, with a `Discarded` for each saved tensor that does not fit. A description of
-            each tensor, in the checkpoint or in the item, that is not restored.
+            A pair: the tree, with a `Discarded` for each saved tensor that does not fit; and a
+            description of each tensor, in the checkpoint or in the item, that is not restored.
         """
         ...
 

@@ -284,7 +284,7 @@ def _small_tensor(content: Any) -> SmallTensor:
     dtype, shape, data = content
     found = SmallTensor(TensorSpec(dtype, _shape(shape)), _bytes(data))
     if dtypes.ELEMENT_BYTES[dtype] * math.prod(found.spec.shape) != len(found.content):
-        raise ValueError(f"{len(found.content)} bytes for {dtype}{shape}")
+        raise ValueError(f"a tensor {dtype}{shape} has {len(found.content)} bytes")
     return found
 
 

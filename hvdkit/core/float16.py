@@ -105,7 +105,7 @@ class _Codec(WireFormat):
     def _reduce_wide(self, memory: BucketMemory[Any], scaling: Scaling) -> BucketReduction:
         wire = memory.pack(self._wide, scaling.total, keep=False)
         yield Sum(wire)
-        # Immediate: this memory is freed before the next bucket needs as much.
+        # Immediate: the memory of `wire` is free before the next bucket allocates its own.
         abs_max = yield AbsMax(wire, immediate=True)
         memory.unpack(wire, 1.0)
         return abs_max / scaling.total, False

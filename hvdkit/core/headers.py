@@ -123,9 +123,9 @@ class HeaderResult:
 
     Attributes:
         count: the number of ranks that have not joined.
-        slots: pairs of rounds and summed slot for each optimizer that has a backward pass or a step
-            on any rank, in the order of creation. The rounds are None if this rank does not have
-            the optimizer.
+        slots: for each optimizer that has a backward pass or a step on any rank, in the order of
+            creation: its `Rounds` object, None if this rank does not have the optimizer; and its
+            summed slot.
         optimizers: the optimizers of this rank. They must exist until the rounds are complete,
             because the rounds have only weak references to them.
     """

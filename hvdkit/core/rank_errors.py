@@ -47,7 +47,7 @@ def raise_on_all_ranks(
     Args:
         collectives: the collectives of the ranks.
         error: the error of this rank; None for none.
-        text: the beginning of the error on all ranks, which also names the ranks and their errors.
+        text: the beginning of the error on all ranks. The ranks and their errors follow.
         name: the beginning of the names of the collectives.
         kind: the class of the error on all ranks.
     """

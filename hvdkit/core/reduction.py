@@ -181,8 +181,7 @@ def plan_buckets(
     # Tell the agent again which modules are loaded, for the spares: models and optimizers may
     # have loaded more since `init`.
     loaded_modules.report(collectives.rank)
-    # Ranks may have made different numbers of other optimizers. The largest number is free on all
-    # ranks.
+    # Ranks may have made different numbers of plans. No rank has used the largest number yet.
     number, *dims = collectives.max([_next_number, *sparse_dims], "hvdkit.agreement.number")
     _next_number = number + 1
     if resumed is not None and resumed.order:

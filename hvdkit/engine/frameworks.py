@@ -126,6 +126,6 @@ def _probe(name: str) -> Framework:
     if Version(Version(framework.version).base_version) < Version(OLDEST[name]):
         raise HvdkitError(
             f"{name} {framework.version} is too old; hvdkit builds against {name} >= "
-            f"{OLDEST[name]}. Upgrade it, or keep the stock Horovod that you have for it."
+            f"{OLDEST[name]}. Upgrade it. Or, if a Horovod for it is installed, keep this Horovod."
         )
     return framework

@@ -149,7 +149,7 @@ def broadcast_variables(
 
     Raises:
         RankMismatchError: on every rank, if shapes or dtypes differ between ranks, or an argument
-            is invalid on one of them. (The latter rank raises the error about its argument.)
+            is invalid on one of them. (This rank raises the error about its argument.)
         UsageError: `root_rank` is not one of the ranks.
     """
     group = collectives(process_set)

@@ -131,7 +131,7 @@ class Coordination:
             by_rank = "; ".join(group_by_text(self.group, self._collective, "hvdkit.keras.fit.who"))
             raise UsageError(
                 f"ranks call fit with different callbacks of hvdkit ({by_rank}), whose hooks are "
-                f"collectives: pass the same of these callbacks on every rank, in the same order"
+                f"collectives: pass the same callbacks of hvdkit on every rank, in the same order"
             )
         if not in_use and needs:
             raise UsageError(
@@ -357,8 +357,8 @@ class Coordination:
         if self._trained is None:
             self.end_training_batches()
         flatten(logs)
-        # A script may validate on some ranks only. The other ranks call this method earlier, and
-        # get the result here, because callbacks on `val_loss` must decide equally on all ranks.
+        # A script may validate on some ranks only. The other ranks wait in this loop, and get the
+        # result, because callbacks on `val_loss` must decide equally on all ranks.
         while self.group.sum([1, 0], "hvdkit.keras.epoch")[1]:
             theirs = reduce_logs(self.model, None, {}, self.group, everyone=False)
             logs.update({f"val_{name}": value for name, value in theirs.items()})

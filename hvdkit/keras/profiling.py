@@ -31,8 +31,8 @@ class ProfileCallback(LastCallback):
         """
         Args:
             path: the file for the trace, which is compressed with gzip. Each `fit` replaces it.
-            steps: the number of batches to record.
-            wait: the number of batches of `fit` before the first recorded batch.
+            steps: the number of steps to record.
+            wait: the number of steps of `fit` before the first recorded step.
 
         Raises:
             UsageError: an argument is invalid.

@@ -28,7 +28,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         type=_count,
         metavar="N",
         help="number of ranks, or `auto` (the default): one per slot of the hosts or allocation. "
-        "Without hosts: one per GPU of this machine, or one without GPUs)",
+        "Without hosts: one per GPU of this machine, or one without GPUs",
     )
     verb.add_argument(
         "--launcher",

@@ -431,7 +431,7 @@ class Job:
     def _outcome(self) -> Outcome:
         if self._failures:
             return self._failure()
-        # After a stop signal, the ranks' statuses and a kill do not change the outcome.
+        # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
         if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
             return self._ended_by(self._stopped_by, 128 + self._stopped_by)
         if not self._problem:

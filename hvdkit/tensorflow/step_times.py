@@ -16,8 +16,8 @@ from hvdkit.tensorflow.graphs import GraphValue
 # The first three of `SECTIONS`. The time of an update counts as `FORWARD` of the next step, because
 # a graph does not measure updates.
 _SECTIONS = (FORWARD, BACKWARD, WAIT)
-# The time of day counts as set if it has moved by more seconds than this, compared with the
-# monotonic clock, and by more than this part of the time. NTP moves it more slowly.
+# If somebody sets the clock, the time of day moves against the monotonic clock: by more than these
+# seconds, and by more than this part of the elapsed time. NTP moves it more slowly.
 _SET_SECONDS, _SET_PART = 0.05, 0.001
 
 
@@ -163,8 +163,8 @@ payload_bytes = PayloadBytes()
 class TapeStragglers:
     """Compares the ranks' times every `INTERVAL` reductions of one set of gradients.
 
-    Every rank has one for each plan. The count of a graph begins at 0 again after `join`, because
-    joined ranks do not count.
+    Every rank has one for each plan. After `join`, the count of a graph
+    begins at 0 again: it does not increase on a rank that is in `join`.
 
     Args:
         report: compares the times that `times` measures.

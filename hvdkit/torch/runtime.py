@@ -64,7 +64,7 @@ shutdown = _runtime.shutdown
 
 
 def generation() -> int:
-    """Return a number that `init` and the return from `join` increase, on all ranks."""
+    """Return a number that increases on all ranks with each `init`, and at the end of `join`."""
     return _runtime.generation
 
 

@@ -89,7 +89,7 @@ def parse(text: str) -> Diff:
     lines = text.splitlines(keepends=True)
     starts = [i for i, line in enumerate(lines) if _FILE.fullmatch(line)]
     if not starts or starts[0] != 0:
-        raise DiffError("a diff begins with `diff --git`")
+        raise DiffError("it does not begin with `diff --git`")
     return tuple(
         _change(lines[start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)
     )

@@ -78,7 +78,10 @@ def _check(options: argparse.Namespace) -> None:
     numbers = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "grace")
     check_numbers(options, dict.fromkeys(numbers, 1) | {"restarts": 0})
     if not _TIME.fullmatch(options.time):
-        raise UsageError(f"--time is {options.time}; expected e.g. 90 (minutes), 8:00:00 or 2-12")
+        raise UsageError(
+            f"--time is {options.time}: expected for example 90 (minutes), 8:00:00 (hours) or 2-12 "
+            f"(2 days and 12 hours)"
+        )
     for name in ("partition", "account", "job_name"):
         given = getattr(options, name)
         if given is not None and not _WORD.fullmatch(given):
