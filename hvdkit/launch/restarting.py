@@ -85,7 +85,7 @@ class Supervisor:
             used += 1
             self.say(f"restart {used} of {self.restarts}")
             try:
-                # If the start fails, the failure belongs to the new plan, which may have other hosts.
+                # If the start fails, the failure belongs to the new plan. It may have other hosts.
                 plan = self._next_plan(plan, outcome)
                 outcome = self.start(plan)
             except HvdkitError as error:

@@ -106,8 +106,8 @@ def test_a_diff_that_does_not_fit(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "begins with"),
-        ("noise\n" + diff(), "begins with"),
+        ("", "does not begin with"),
+        ("noise\n" + diff(), "does not begin with"),
         (diff().replace("b/a.cc", "b/b.cc"), "expected one file"),
         (diff().replace("index", "new file mode 100644\nindex"), "expected one file"),
         (diff(hunks=HUNKS.replace("-1,3", "-1,4")), "malformed hunk"),

@@ -108,7 +108,7 @@ def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
     [
         (["--nodes", "2"], "there is no command for the ranks"),
         (["--nodes", "0", "python"], "--nodes is 0; expected at least 1"),
-        (["--time", "a day", "python"], "--time is a day; expected"),
+        (["--time", "a day", "python"], "--time is a day: expected"),
         (["--partition", "a b", "python"], "expected one word"),
     ],
 )
