@@ -116,7 +116,7 @@ def test_one_number_of_ranks_does_not_tell_latency_from_overhead(tmp_path, capsy
     # 30 us twice, of which the assumed latency is 20 us.
     assert "latency 20 us" in printed
     assert "takes 820 us in addition" in printed
-    assert "All files have rings of 2" in printed
+    assert "All files were measured with rings of 2 ranks" in printed
 
 
 def test_the_link_within_hosts_is_fitted_to_ranks_of_one_host(tmp_path, capsys):
