@@ -11,7 +11,6 @@ Example:
 
 import atexit
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Self
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.mpirun import identify_mpirun
+from hvdkit.owned_folders import OwnedFolder
 from hvdkit.processes import ProcessGroup, exit_text, without_rank_variables
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
@@ -116,7 +116,9 @@ class RankGroup:
         self.size = size
         self._on_stop = on_stop
         self._group = ProcessGroup()
-        self._directory = Path(tempfile.mkdtemp(prefix="hvdkit-ranks-"))
+        # If this process is killed, the next group deletes the folder.
+        self._folder = OwnedFolder(Path(tempfile.gettempdir()), "hvdkit-ranks-")
+        self._directory = self._folder.path
         self._seen: dict[int, _End] = {}
         self._stopped = False
         atexit.register(self.stop)
@@ -189,7 +191,7 @@ class RankGroup:
         finally:
             for action in self._on_stop:
                 action()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._folder.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -53,6 +53,7 @@ ALLOWED = {
     ("processes", "errors"),
     ("ranks", "errors"),
     ("ranks", "mpirun"),
+    ("ranks", "owned_folders"),
     ("ranks", "processes"),
     ("ranks", "rendezvous"),
     ("rendezvous", "mesh"),

@@ -111,7 +111,12 @@ def test_no_rank_outlives_a_runner_that_is_killed(tmp_path, stopped):
         f"job = job_of(pathlib.Path({str(tmp_path)!r})); job.start();"
         f"job.pause() if {stopped} else None; print('ready', flush=True); time.sleep(60)"
     )
-    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    runner = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert runner.stdout.readline() == "ready\n"
         assert len(processes(str(tmp_path))) == 4  # two ranks and their guards
