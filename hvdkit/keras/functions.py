@@ -107,8 +107,8 @@ def broadcast_model(
     Raises:
         UsageError: `model` is not a Keras model, or `root_rank` does not exist.
         RankMismatchError: on every rank, if the models or optimizers differ between ranks, or an
-            argument is invalid on one of them. (The rank with the
-            invalid argument raises its `UsageError`.)
+            argument is invalid on one of them. (The rank with the invalid argument raises its
+            `UsageError`.)
     """
 
     def variables() -> list[Any]:

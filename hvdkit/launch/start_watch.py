@@ -35,7 +35,8 @@ class StartWatch:
 
     Args:
         size: the number of ranks.
-        timeout: the seconds after the first rank for the others, in each of the two phases.
+        timeout: the seconds for the other ranks after one rank has registered, and over MPI also
+            after one rank has connected.
         registered: returns the ranks that have registered at the rendezvous; None over MPI.
         ask: asks the agents for the states of the ranks' processes.
     """

@@ -16,7 +16,7 @@ from hvdkit.tensorflow.graphs import GraphValue
 # The first three of `SECTIONS`. The time of an update counts as `FORWARD` of the next step, because
 # a graph does not measure updates.
 _SECTIONS = (FORWARD, BACKWARD, WAIT)
-# If somebody sets the clock, the time of day moves against the monotonic clock: by more than these
+# If the clock is set, the time of day moves against the monotonic clock: by more than these
 # seconds, and by more than this part of the elapsed time. NTP moves it more slowly.
 _SET_SECONDS, _SET_PART = 0.05, 0.001
 

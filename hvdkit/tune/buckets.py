@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdkit.core import tuning
 from hvdkit.core.host_collectives import VARIABLE
@@ -46,6 +46,7 @@ _TURNS_IN_RUN = 3
 
 #: How the ranks of a host are combined, and the other settings.
 _Choice = tuple[str, Candidate]
+_Alternative = TypeVar("_Alternative")
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,7 @@ def measure(
     one = len(kinds) == 1
     in_run = turns if one else _TURNS_IN_RUN
     job = replace(plan, turns=in_run)
-    # The order changes, because the speed of a machine does.
-    runs = [kind for turn in range(1 if one else turns) for kind in kinds[:: -1 if turn % 2 else 1]]
+    runs = _in_turns(kinds, 1 if one else turns)
     seconds: dict[_Choice, list[float]] = {}
     fingerprints: dict[str, str] = {}
     for number, kind in enumerate(runs, 1):
@@ -181,25 +181,30 @@ def _measure_in_runs(
     choices = [(kind, each) for kind in kinds for each in candidates]
     if len(choices) == 1:
         raise HvdkitError(_NOTHING_TO_COMPARE)
-    count = turns * len(choices)
+    runs = _in_turns(choices, turns)
     say(
-        f"Each candidate needs its own runs, {count} in all, which take about "
-        f"{max(1, round(count * first.seconds / 60))} minutes."
+        f"Each candidate needs its own runs, {len(runs)} in all, which take about "
+        f"{max(1, round(len(runs) * first.seconds / 60))} minutes."
     )
     seconds: dict[_Choice, list[float]] = {choice: [] for choice in choices}
-    number = 0
-    for turn in range(turns):
-        for kind, each in choices[:: -1 if turn % 2 else 1]:
-            number += 1
-            settings = (each.bucket_bytes, each.wire_format)
-            result = _run(runner, replace(plan, candidate=settings), kind)
-            _, time, _ = _of_run(result)
-            seconds[kind, each].append(time)
-            say(
-                f"run {number} of {count}, {kind}, {each}: {time * 1e3:.1f} ms a step "
-                f"({result.seconds:.0f} s)"
-            )
+    for number, (kind, each) in enumerate(runs, 1):
+        settings = (each.bucket_bytes, each.wire_format)
+        result = _run(runner, replace(plan, candidate=settings), kind)
+        _, time, _ = _of_run(result)
+        seconds[kind, each].append(time)
+        say(
+            f"run {number} of {len(runs)}, {kind}, {each}: {time * 1e3:.1f} ms a step "
+            f"({result.seconds:.0f} s)"
+        )
     return Measured((kinds[0], current), seconds, {})
+
+
+def _in_turns(alternatives: Sequence[_Alternative], turns: int) -> list[_Alternative]:
+    """Return the alternatives of all turns, in an order that changes with each turn.
+
+    The order changes, because the speed of a machine does.
+    """
+    return [each for turn in range(turns) for each in alternatives[:: -1 if turn % 2 else 1]]
 
 
 def _run(runner: Runner, plan: TrialPlan, kind: str) -> Result:

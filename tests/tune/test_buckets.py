@@ -117,7 +117,7 @@ def test_the_time_of_a_step_is_that_of_its_accumulation_window(capsys):
 
 
 def test_batches_that_end_together_with_the_first_ones_are_not_timed(capsys):
-    """As with `steps_per_execution`: the first batches also trace the graph."""
+    """The first batches also trace the graph. `steps_per_execution` trains batches together."""
     now = [0.0]
     plan = TrialPlan(turns=3, turn_steps=10)
     count = BatchCount(plan, 1, clock=lambda: now[0])
