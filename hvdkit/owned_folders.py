@@ -40,8 +40,10 @@ class OwnedFolder:
 
     def remove(self) -> None:
         """Delete the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
+        _delete(self.path)
+        # A fork of the owner may have closed all descriptors.
+        with contextlib.suppress(OSError):
+            self._lock.close()
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -62,6 +64,22 @@ def _lock(folder: Path) -> IO[str]:
         lock.close()
         raise
     return lock
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder whose lock this process holds.
+
+    The lock file is deleted last. A process that then takes the folder finds it empty, and keeps
+    it: a folder with a new lock file cannot be deleted.
+    """
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _LOCK:
+                entry.unlink(missing_ok=True)
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
@@ -100,5 +118,5 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):
             if _is_own(folder):
                 lock = _lock(folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                _delete(folder)
                 lock.close()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.mpi_segments import SegmentFolder
 from hvdkit.mpirun import identify_mpirun
 from hvdkit.owned_folders import OwnedFolder
 from hvdkit.processes import ProcessGroup, exit_text, without_rank_variables
@@ -350,11 +351,14 @@ def start_mpi(
         launcher += ["--oversubscribe", "--bind-to", "none"]
         if os.geteuid() == 0:
             launcher.append("--allow-run-as-root")
-    ranks_env = without_rank_variables(os.environ if env is None else env) | {
+    segments = SegmentFolder()
+    ranks_env = {
+        **segments.variables,
+        **without_rank_variables(os.environ if env is None else env),
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_CPU_OPERATIONS": "mpi",
     }
-    group = _MpiRankGroup(size)
+    group = _MpiRankGroup(size, [segments.remove])
     try:
         group._start_under([*launcher, "-n", str(size)], command, ranks_env, cwd)
     except BaseException:

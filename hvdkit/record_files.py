@@ -12,10 +12,11 @@ STACKS = "rank-{}.stacks"
 REQUEST = "request"
 #: A rank touches this file when it has saved a checkpoint or a commit.
 SAVED = "saved"
-#: The rank has called `hvd.init()`, and may wait for other ranks. For ranks over MPI, each of which
-#: has a folder of its own. This file and the next one are empty, so they fit on a full disk.
-ENTERED = "init-entered"
+#: The rank has called `hvd.init()` for the start with this number, and may wait for other ranks.
+#: Only of ranks over MPI, each of which has a folder of its own. This file and the next one are
+#: empty, so they fit on a full disk.
+ENTERED = "init-{}-entered"
 #: The engines of all ranks are connected.
-CONNECTED = "init-connected"
+CONNECTED = "init-{}-connected"
 #: The note of a rank that has called `hvd.shutdown()`.
 NOTE = "shutdown-{}.json"

@@ -19,6 +19,7 @@ LAYERS = {
     "diagnostics": 0,
     "flags": 0,
     "mesh": 0,
+    "mpi_segments": 0,
     "mpirun": 0,
     "owned_folders": 0,
     "processes": 0,
@@ -49,9 +50,11 @@ LAYERS = {
 }
 ALLOWED = {
     ("mesh", "errors"),
+    ("mpi_segments", "owned_folders"),
     ("mpirun", "errors"),
     ("processes", "errors"),
     ("ranks", "errors"),
+    ("ranks", "mpi_segments"),
     ("ranks", "mpirun"),
     ("ranks", "owned_folders"),
     ("ranks", "processes"),

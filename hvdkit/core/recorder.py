@@ -54,17 +54,20 @@ class Recorder:
         # `read` stops the writing of records. This starts it again, if `watch` had started it.
         self._watch_again: Callable[[], None] = self.unwatch
 
-    def note_init(self, state: str, environ: Mapping[str, str] = os.environ) -> None:
+    def note_init(
+        self, state: str, start: int = 1, environ: Mapping[str, str] = os.environ
+    ) -> None:
         """Note how far `hvd.init()` is, for the launcher. Over MPI, `hvd.init()` may wait forever.
 
         Args:
             state: `ENTERED` or `CONNECTED` of `hvdkit.record_files`.
+            start: the number of the start of Horovod in this process.
             environ: the environment.
         """
         folder = environ.get(FOLDER_VARIABLE)
         if folder and os.path.isdir(folder):
             with contextlib.suppress(OSError):
-                (Path(folder) / state).touch()
+                (Path(folder) / state.format(start)).touch()
 
     def describe(self, name: str, text: str) -> None:
         """Set the text that a verdict on a hang shows for a collective.

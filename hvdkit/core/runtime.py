@@ -184,6 +184,8 @@ class Runtime:
         self._torchrun_variables = torchrun_variables
         self._refuse_collectives = refuse_collectives
         self._generation = 0
+        # The calls of `init` that have connected this rank with all ranks.
+        self._starts = 0
         self._warned = False
         self._prepared_forks = False
         #: The notes of ranks that have called `shutdown`.
@@ -218,7 +220,7 @@ class Runtime:
 
         Raises:
             HvdkitError: a launcher started several processes, but they did not form one job, or
-                the installed Horovod cannot connect them.
+                the installed Horovod cannot connect them. Or `shutdown` has finalized MPI.
             UsageError: HVDKIT_COLLECTIVES, HVDKIT_STALL_TIMEOUT, or a variable for Horovod's stall
                 check has an invalid value.
         """
@@ -251,15 +253,22 @@ class Runtime:
                 f"which cannot connect them. Unset HOROVOD_CONTROLLER, or start the script with "
                 f"`hvdkit run`."
             )
+        if mpi_finalized(horovod._basics.MPI_LIB_CTYPES):
+            raise HvdkitError(
+                "hvd.init() is called after hvd.shutdown(), which has finalized MPI. MPI cannot "
+                "start again in a process. Call hvd.shutdown() only once, import mpi4py.MPI before "
+                "the first hvd.init(), or use Gloo (`hvdkit run --launcher gloo`)."
+            )
         self.departure.remove()
         single = whole_world and processes == 1 and horovod.gloo_built()
         if whole_world:
             # Otherwise the launcher would wait for ranks that do not take part.
-            self.recorder.note_init(record_files.ENTERED)
+            self.recorder.note_init(record_files.ENTERED, self._starts + 1)
         with one_rank_over_gloo(os.environ) if single else nullcontext():
             horovod.init(*args, **kwargs)
         if whole_world:
-            self.recorder.note_init(record_files.CONNECTED)
+            self._starts += 1
+            self.recorder.note_init(record_files.CONNECTED, self._starts)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(
@@ -408,6 +417,19 @@ def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
             f"(HOROVOD_SIZE). Start the script with one launcher only."
         )
     return 0
+
+
+def mpi_finalized(library: ctypes.CDLL) -> bool:
+    """Return whether this process has ended its use of MPI; False without MPI.
+
+    Args:
+        library: the loaded extension of Horovod.
+    """
+    flag = ctypes.c_int()
+    # The library finds the functions of the MPI that it is linked to.
+    with contextlib.suppress(AttributeError):
+        library.MPI_Finalized(ctypes.byref(flag))
+    return bool(flag.value)
 
 
 def processes_started_for_mpi(environ: Mapping[str, str]) -> int:

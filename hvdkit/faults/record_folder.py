@@ -64,13 +64,18 @@ class RecordFolder:
         self._seen[SAVED] = stamp
         return before != stamp
 
-    def init_state(self) -> str:
-        """Return how far `hvd.init()` is in the only rank that uses this folder; "" if unknown."""
-        if self._folder is not None:
-            for state in (CONNECTED, ENTERED):
-                if (self._folder.path / state).exists():
-                    return state
-        return ""
+    def init_state(self) -> tuple[int, bool]:
+        """Return how far `hvd.init()` is in the only rank that uses this folder.
+
+        Returns the number of its last start of Horovod (0 if it has not called `hvd.init()`), and
+        whether this start has connected the rank.
+        """
+        start = 0
+        if self._folder is None:
+            return start, False
+        while (self._folder.path / ENTERED.format(start + 1)).exists():
+            start += 1
+        return start, (self._folder.path / CONNECTED.format(start)).exists()
 
     def changed_notes(self) -> Iterator[tuple[int, str]]:
         """Yield the notes of shutdowns that were written since the last call: rank, content.

@@ -92,7 +92,7 @@ class Agent:
             self._unsent += messages.encode("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE)
         self._keep_rank_variables = keep_rank_variables
-        self._init_state = ""
+        self._init_state = (0, False)
         self._records_at = 0.0
         self._commits: CommitFolders | None = None
         self._task: Message = {}
@@ -346,7 +346,9 @@ class Agent:
             state = self._ranks.records.init_state()
             if state != self._init_state:
                 self._init_state = state
-                self._send("init", rank=self._ranks.all[0].rank, state=state)
+                start, connected = state
+                rank = self._ranks.all[0].rank
+                self._send("init", rank=rank, start=start, connected=connected)
 
     def _report_ends(self) -> None:
         for rank in self._ranks.all:

@@ -46,6 +46,8 @@ class AgentPool:
         connections: the connections to the agents.
         unused: the connections to agents of hosts without ranks in this start (`KeptAgents`).
         events: the queue of the agents' messages.
+        explained: whether the outcome explains the end of the job by something other than the loss
+            of an agent.
 
     Args:
         silence: the seconds without an answer after which a host is lost (`--host-timeout`).
@@ -57,6 +59,7 @@ class AgentPool:
         self.connections: list[Connection] = []
         self.unused: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
+        self.explained = False
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 

@@ -174,7 +174,9 @@ class Job:
                     self._output.status(self._progress())
         finally:
             restore(signal.SIGTSTP, previous)
-        return replace(self._outcome(), saved=self._saved, lost=tuple(self._lost))
+        outcome = self._outcome()
+        self._agents.explained = bool(outcome.report) and not (self._lost or self._lost_agent)
+        return replace(outcome, saved=self._saved, lost=tuple(self._lost))
 
     # Messages of agents
 
@@ -189,7 +191,7 @@ class Job:
             case "shutdown":
                 self._on_shutdown(connection, message)
             case "init":
-                self._start.note(message["rank"], message["state"])
+                self._start.note(message["rank"], message["start"], message["connected"])
             case "saved":
                 self._saved = True
             case "states":

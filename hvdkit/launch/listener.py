@@ -197,7 +197,12 @@ def _enable_keepalive(connection: socket.socket, silence: float) -> None:
 
 
 class _ExternalLauncher:
-    """A running mpirun or srun, whose output is shown to the user."""
+    """A running mpirun or srun, whose output is shown to the user.
+
+    When a rank fails, Open MPI describes the failure as that of its agent, in 16 lines that blame
+    the program for a missing call. So what mpirun or srun says after the end of an agent is held
+    back, and shown only if the outcome of the job does not explain its end.
+    """
 
     def __init__(
         self,
@@ -213,6 +218,8 @@ class _ExternalLauncher:
         self._process = process
         self._pipe = process.stdout
         self._say = say
+        self._holds: Callable[[], bool] = lambda: False
+        self._held: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -224,6 +231,16 @@ class _ExternalLauncher:
                 f"{self._name} ended with status {status} before all ranks were started; see its "
                 f"messages above"
             )
+
+    def hold(self, when: Callable[[], bool]) -> None:
+        """Hold back what it says while `when()` is true."""
+        self._holds = when
+
+    def show_held(self) -> None:
+        """Show what was held back."""
+        for text in self._held:
+            self._say(text)
+        self._held.clear()
 
     def end(self) -> None:
         """Wait a few seconds for mpirun or srun to end by itself, then end it."""
@@ -240,7 +257,11 @@ class _ExternalLauncher:
         for line in self._pipe:
             # PRRTE, the mpirun of Open MPI 5, writes lines with only a zero byte.
             if text := line.decode(errors="replace").strip("\0 \t\r\n"):
-                self._say(f"{self._name}: {text.removeprefix(own)}")
+                text = own + text.removeprefix(own)
+                if self._holds():
+                    self._held.append(text)
+                else:
+                    self._say(text)
 
 
 @contextmanager
@@ -271,6 +292,7 @@ def agents_started_by(
     """
     launcher = _ExternalLauncher(name, command, env, say)
     connected: dict[int, SocketConnection] = {}
+    explained = False
     deadline = time.monotonic() + timeout
     try:
         with AgentPool(listener.silence) as agents:
@@ -291,7 +313,11 @@ def agents_started_by(
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
             listener.close()
+            launcher.hold(lambda: any(connection.ended for connection in connected.values()))
             yield agents
+            explained = agents.explained
     finally:
         listener.close()
         launcher.end()
+        if not explained:
+            launcher.show_held()

@@ -15,6 +15,7 @@ from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch.guard import Guard
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool
+from hvdkit.mpi_segments import SegmentFolder
 from hvdkit.processes import ProcessGroup, without_rank_variables
 
 _STREAMS = ("stdout", "stderr")
@@ -81,6 +82,7 @@ class LocalRanks:
     def __init__(self, keep_rank_variables: bool, terminal: Sequence[int], grace: float) -> None:
         self.all: list[RankProcess] = []
         self.records = RecordFolder()
+        self._segments: SegmentFolder | None = None
         self._keep_rank_variables = keep_rank_variables
         self._terminal = terminal
         self._grace = grace
@@ -101,14 +103,20 @@ class LocalRanks:
         Raises:
             HvdkitError: a rank cannot be started.
         """
-        env = dict(os.environ) if self._keep_rank_variables else without_rank_variables(os.environ)
-        folder = {FOLDER_VARIABLE: str(self.records.path)}
+        segments: dict[str, str] = {}
+        if self._keep_rank_variables:
+            env = dict(os.environ)
+            self._segments = SegmentFolder()
+            segments |= self._segments.variables
+        else:
+            env = without_rank_variables(os.environ)
+        own = {FOLDER_VARIABLE: str(self.records.path)}
         slots = [
-            Slot(rank["rank"], rank["defaults"] | env | rank["env"] | folder, rank["cpus"])
+            Slot(rank["rank"], segments | rank["defaults"] | env | rank["env"] | own, rank["cpus"])
             for rank in ranks
         ]
         self._group, started = self._spares.claim(slots, report_alive)
-        self._guard = Guard(self._group, self._grace, self.records.remove)
+        self._guard = Guard(self._group, self._grace, self._remove_folders)
         for rank, slot in zip(ranks, slots, strict=True):
             process = started.get(slot.rank) or self._start(slot, rank["terminal"], task)
             self.all.append(RankProcess(slot.rank, process))
@@ -160,7 +168,7 @@ class LocalRanks:
             rank.close()
         self.all = []
         self._close_guard()
-        self.records.remove()
+        self._remove_folders()
         self.records = RecordFolder()
 
     def end(self) -> None:
@@ -169,7 +177,12 @@ class LocalRanks:
         for _ in self.terminate(self._grace):
             time.sleep(_POLL_SECONDS)
         self._close_guard()
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
         self.records.remove()
+        if self._segments is not None:
+            self._segments.remove()
 
     def _close_guard(self) -> None:
         if self._guard is not None:

@@ -33,8 +33,9 @@ From the agent:
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again
-    init       {rank, state}                 how far `hvd.init()` is in a rank that mpirun or srun
-                                             has started (`record_files.ENTERED`)
+    init       {rank, start, connected}      how far `hvd.init()` is in a rank that mpirun or srun
+                                             has started: the number of its last start of Horovod,
+                                             and whether it is connected
     saved      {}                            a checkpoint or a commit was saved
     kept       {folders}                     the folders for commits
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""

@@ -143,7 +143,11 @@ def _started(
                     for host, agent in first.items()
                 }
                 interfaces, address = prepare.choose_network(plan, facts, settings, say)
-                preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
+                # The listener of the agents is closed, and the rendezvous is not open yet.
+                with socket.create_server((address, 0), backlog=len(plan.hosts)) as server:
+                    preflight.before_start(
+                        agents, interfaces, plan, settings, server.getsockname(), say
+                    )
             finally:
                 agents.connections = every_agent
             # Slurm also sends signals to the tasks, here the agents.

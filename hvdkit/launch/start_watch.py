@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hvdkit.record_files import CONNECTED, ENTERED
-
 #: The launcher asks for the states of the processes so many seconds before the deadline.
 _ASK_SECONDS = 3.0
 
@@ -31,7 +29,7 @@ class LateRanks:
 
 
 class StartWatch:
-    """Watches the start of a job's ranks.
+    """Watches the start of a job's ranks, and over MPI also each later call of `hvd.init()`.
 
     Args:
         size: the number of ranks.
@@ -52,21 +50,29 @@ class StartWatch:
         self._timeout = timeout
         self._registered = registered
         self._ask = ask
-        # Over MPI: rank -> its last note.
-        self._notes: dict[int, str] = {}
+        # Over MPI: rank -> the number of its last start, and whether it is connected.
+        self._notes: dict[int, tuple[int, bool]] = {}
+        # The start that is watched.
+        self._start = 1
         self._all_registered = self._done = self._asked = False
         self._deadline = float("inf")
 
-    def note(self, rank: int, state: str) -> None:
-        """Set how far `hvd.init()` is in a rank over MPI."""
-        self._notes[rank] = state
+    def note(self, rank: int, start: int, connected: bool) -> None:
+        """Set how far `hvd.init()` is in a rank over MPI.
+
+        Args:
+            rank: the rank.
+            start: the number of its last start of Horovod, from 1.
+            connected: whether this start has connected the rank.
+        """
+        self._notes[rank] = (start, connected)
 
     def postpone(self, seconds: float) -> None:
         """Give the ranks more time, because the launcher did not run and has read no messages."""
         self._deadline += seconds
 
     def check(self, now: float) -> LateRanks | None:
-        """Return the ranks that are late; None while there is time, and after the start.
+        """Return the ranks that are late; None while there is time, and after a start.
 
         Args:
             now: the time (`time.monotonic`).
@@ -74,24 +80,28 @@ class StartWatch:
         if self._done:
             return None
         if not self._all_registered:
-            arrived = self._with(ENTERED, CONNECTED)
             if self._registered is not None:
                 arrived = self._registered()
+            else:
+                arrived = {rank for rank, (start, _) in self._notes.items() if start >= self._start}
             if len(arrived) == self._size:
                 self._all_registered, self._deadline, self._asked = True, float("inf"), False
             # No limit before the first rank: ranks may import and download for any time.
             elif arrived:
                 return self._late(now, arrived)
-        if self._all_registered:
-            # Over Gloo, the engine itself has a timeout.
-            connected = self._with(CONNECTED)
-            if self._registered is None and len(connected) < self._size:
-                return self._late(now, connected)
-            self._done = True
+        if self._all_registered and self._registered is not None:
+            self._done = True  # the engine itself has a timeout
+        elif self._all_registered:
+            now_connected = {
+                rank
+                for rank, (start, connected) in self._notes.items()
+                if start > self._start or (start == self._start and connected)
+            }
+            if len(now_connected) < self._size:
+                return self._late(now, now_connected)
+            self._start += 1
+            self._all_registered, self._deadline, self._asked = False, float("inf"), False
         return None
-
-    def _with(self, *states: str) -> set[int]:
-        return {rank for rank, state in self._notes.items() if state in states}
 
     def _late(self, now: float, arrived: set[int]) -> LateRanks | None:
         self._deadline = min(self._deadline, now + self._timeout)

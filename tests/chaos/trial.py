@@ -42,9 +42,7 @@ _KILLED = re.compile(r"rank (\d+) on \S+ failed: killed by signal")
 #: The accuracy of a job that has changed its size may differ by this much.
 _ACCURACY = 0.15
 #: Temporary files of killed processes of TensorFlow, PyTorch and Open MPI.
-_OF_OTHERS = re.compile(
-    r"__autograph_generated|^tmp|^ompi|^prte|^pmix|torch|pymp-|^hvd\d|/sm_segment\."
-)
+_OF_OTHERS = re.compile(r"__autograph_generated|^tmp|^ompi|^prte|^pmix|torch|pymp-|^hvd\d")
 
 #: What a fault has led to.
 UNAFFECTED = "continued"

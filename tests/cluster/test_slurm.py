@@ -16,8 +16,6 @@ from tests.cluster.test_run import ORDERLY
 from tests.cluster.test_run_mpi import SEARCH
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
-pytestmark = pytest.mark.long
-
 _SECONDS = 90
 _HVDKIT = (sys.executable, "-m", "hvdkit")
 #: The first node has one task more than the second.
@@ -98,6 +96,7 @@ def needs(jobs, kind):
         pytest.skip(f"this srun has no --mpi={kind}: apt-get install libpmix-dev")
 
 
+@pytest.mark.long
 def test_ranks_reduce_over_mpi(jobs):
     skip_where_unsupported(Configuration("torch", "mpi", 3))
     needs(jobs, "pmix")
@@ -106,6 +105,7 @@ def test_ranks_reduce_over_mpi(jobs):
     assert [line[-7:] for line in done.stdout.splitlines()] == ["sum 6.0"] * 3
 
 
+@pytest.mark.long
 def test_the_rank_variables_of_pmi2_are_kept(jobs):
     needs(jobs, "pmi2")
     code = "print(os.environ['PMI_SIZE'], os.environ['HOROVOD_CONTROLLER'], rank)"
@@ -113,6 +113,7 @@ def test_the_rank_variables_of_pmi2_are_kept(jobs):
     assert sorted(done.stdout.splitlines()) == [f"[{n}] 3 mpi {n}" for n in range(3)], done.stderr
 
 
+@pytest.mark.long
 def test_nodes_that_srun_starts_connect(jobs):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     hosts = jobs.cluster.hosts
@@ -126,6 +127,7 @@ def test_nodes_that_srun_starts_connect(jobs):
     assert sorted(done.stdout.splitlines()) == sorted([*lines, *lines[2:]])
 
 
+@pytest.mark.long
 def test_ranks_get_variables_without_secrets(jobs):
     names = "'MINE', 'OTHER_TOKEN', 'OMP_NUM_THREADS', 'HOME'"
     code = f"print(os.uname().nodename, os.getcwd(), *map(os.environ.get, [{names}]))"
@@ -143,12 +145,14 @@ def test_ranks_get_variables_without_secrets(jobs):
     ], done.stderr
 
 
+@pytest.mark.long
 def test_no_command_line_shows_the_environment_or_the_token(jobs):
     command = (*UNEVEN, *_HVDKIT, "run", "-x", "MINE", *python(SEARCH))
     done = jobs.run(*command, MINE="hid" + "den")
     assert sorted(done.stdout.splitlines()) == [f"[{n}] 32 False False" for n in range(3)]
 
 
+@pytest.mark.long
 def test_the_job_ends_with_the_status_of_the_rank_that_failed(jobs):
     code = "print('last words'); sys.exit(3) if rank == 2 else time.sleep(60)"
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", *python(code))
@@ -157,6 +161,7 @@ def test_the_job_ends_with_the_status_of_the_rank_that_failed(jobs):
     assert "  last words" in done.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed(jobs):
     code = "os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)"
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", *python(code))
@@ -164,12 +169,14 @@ def test_a_rank_that_is_killed(jobs):
     assert "rank 2 on host1 failed: killed by signal 9 (Killed)" in done.stderr
 
 
+@pytest.mark.long
 def test_more_ranks_than_tasks(jobs):
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "-np", "4", "true")
     assert done.returncode == 2
     assert "-np is 4, but the allocation has 3 tasks (host0:2, host1:1)" in done.stderr
 
 
+@pytest.mark.long
 def test_a_missing_program_is_reported_once_per_node(jobs):
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "no-such-program")
     assert done.returncode == 1
@@ -177,6 +184,7 @@ def test_a_missing_program_is_reported_once_per_node(jobs):
     assert done.stderr.count("no program 'no-such-program'") == 2
 
 
+@pytest.mark.long
 def test_inside_a_step_of_srun(jobs):
     done = jobs.run(
         *("srun", "--ntasks=1", *_HVDKIT, "run", *python("print('up')")),
@@ -187,6 +195,7 @@ def test_inside_a_step_of_srun(jobs):
     assert done.stdout == ""
 
 
+@pytest.mark.long
 def test_the_commands_of_a_dry_run_work(jobs, tmp_path):
     shown = jobs.run(
         *UNEVEN, *_HVDKIT, "run", "--dry-run", *python(f"open(f'{tmp_path}/{{rank}}', 'w')")
@@ -198,6 +207,7 @@ def test_the_commands_of_a_dry_run_work(jobs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
+@pytest.mark.long
 def test_no_rank_outlives_a_launcher_that_is_killed(jobs, start):
     code = "subprocess.Popen(['sleep', '60'], start_new_session=True); print('up'); time.sleep(60)"
     job = start(*UNEVEN, *_HVDKIT, "run", *python(code))
@@ -208,6 +218,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(jobs, start):
     jobs.check_nothing_is_left()
 
 
+@pytest.mark.long
 def test_a_job_is_restarted_in_its_allocation(jobs, tmp_path):
     code = FAIL_ONCE.format(folder=str(tmp_path))
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--restarts", "1", *python(code))
@@ -217,6 +228,7 @@ def test_a_job_is_restarted_in_its_allocation(jobs, tmp_path):
     assert done.stdout.count("again") == 3
 
 
+@pytest.mark.long
 def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start):
     code = "print('up'); time.sleep(60)"
     options = ("run", "--restarts", "3", "--host-timeout", "3")
@@ -236,6 +248,7 @@ def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start):
         jobs.check_nothing_is_left(120)
 
 
+@pytest.mark.long
 def test_ctrl_c_lets_every_rank_save(jobs, start):
     job = start(*UNEVEN, *_HVDKIT, "run", *python(ORDERLY))
     wait_for(job, "[0] up", "[1] up", "[2] up")
@@ -308,6 +321,7 @@ def wait_until(done, seconds=60.0):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "signalled",
     [
@@ -332,6 +346,7 @@ def test_a_job_that_was_signalled_resumes_after_it_was_requeued(jobs, script, si
     assert steps[2] == 2000
 
 
+@pytest.mark.long
 def test_a_cancelled_job_saves_and_is_not_requeued(jobs, script):
     job, output = script
     wait_until(lambda: output.exists() and "begins at 0" in output.read_text())

@@ -53,10 +53,12 @@ def test_a_full_disk_does_not_hide_how_far_init_is(parent):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        for state in ("", record_files.ENTERED, record_files.CONNECTED):
-            if state:
-                rank.note_init(state, environ)
-            assert folder.init_state() == state
+        assert folder.init_state() == (0, False)
+        for call in (1, 2):
+            rank.note_init(record_files.ENTERED, call, environ)
+            assert folder.init_state() == (call, False)
+            rank.note_init(record_files.CONNECTED, call, environ)
+            assert folder.init_state() == (call, True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         folder.remove()

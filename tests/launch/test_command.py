@@ -135,6 +135,26 @@ def test_ranks_reduce_with_horovod_and_torch_distributed(launcher):
     ], done.stderr
 
 
+@pytest.mark.parametrize("killed", ["os.getpid()", "os.getppid()"], ids=["rank", "agent"])
+@pytest.mark.parametrize("init", ["", pytest.param("hvd.init();", marks=pytest.mark.long)])
+def test_a_killed_rank_over_mpi_leaves_no_shared_memory(init, killed):
+    skip_where_unsupported(Configuration("torch", "mpi", 2))
+    code = (
+        "import os, time; rank = int(os.environ['OMPI_COMM_WORLD_RANK']);"
+        "folder = os.environ['OMPI_MCA_btl_sm_backing_directory']; print(folder, flush=True);"
+        f"open(folder + '/file', 'w').close(); {init} time.sleep(1);"
+        f"rank == 0 and os.kill({killed}, 9); time.sleep(60)"
+    )
+    imports = "import hvdkit.torch as hvd; " if init else ""
+    done = run("--launcher", "mpi", "-np", "2", sys.executable, "-c", imports + code)
+    folders = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert len(folders) == 2
+    assert all(folder.startswith("/dev/shm/hvdkit-mpi-") for folder in folders)
+    assert not any(os.path.exists(folder) for folder in folders)
+    # What mpirun says about a failed rank blames the program for a missing call.
+    assert ("hvdkit run: mpirun: " in done.stderr) == (killed == "os.getppid()"), done.stderr
+
+
 def test_torchs_variables_can_be_left_out():
     names = "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')"
     code = python(f"print([name for name in {names} if name in os.environ])")

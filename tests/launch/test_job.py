@@ -11,7 +11,6 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Timeouts
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
-from hvdkit.record_files import CONNECTED, ENTERED
 from tests.launch.test_stalls import record
 
 #: An event: the launcher ends the ranks.
@@ -75,8 +74,8 @@ def outcome(monkeypatch):
     return run
 
 
-def init(rank, state):
-    return rank, {"kind": "init", "rank": rank, "state": state}
+def init(rank, connected=False, start=1):
+    return rank, {"kind": "init", "rank": rank, "start": start, "connected": connected}
 
 
 def ended(rank, status=0):
@@ -122,8 +121,8 @@ def test_a_launcher_that_was_not_stopped_is_not_the_cause(outcome):
 
 
 def test_ranks_that_start_while_the_launcher_is_stopped_are_not_late(outcome):
-    notes = [init(1, ENTERED), init(0, CONNECTED), init(1, CONNECTED)]
-    found = outcome(init(0, ENTERED), 70.0, *notes, ended(0), ended(1), *DONE, registered=None)
+    notes = [init(1), init(0, True), init(1, True)]
+    found = outcome(init(0), 70.0, *notes, ended(0), ended(1), *DONE, registered=None)
     assert (found.status, found.report) == (0, "")
 
 
@@ -138,12 +137,18 @@ def test_answers_that_arrive_while_the_launcher_is_stopped_are_read_before_a_ver
 
 
 def test_a_rank_that_ends_in_init_is_named(outcome):
-    notes = [init(0, ENTERED), init(1, ENTERED), ended(1)]
+    notes = [init(0), init(1), ended(1)]
     found = outcome(*notes, 4.0, END, *DONE, registered=None, start=3.0)
     assert found.report.startswith(
         "all ranks have called hvd.init(), but MPI did not connect rank 0 on host0 and rank 1 on "
         "host1 ended in hvd.init() within 3 s (--start-timeout)."
     )
+
+
+def test_a_rank_that_is_late_in_the_second_start_is_named(outcome):
+    first = [init(0, True), init(1, True)]
+    second = outcome(*first, 99.0, init(0, False, 2), 4.0, END, *DONE, registered=None, start=3.0)
+    assert second.report.startswith("rank 1 on host1 did not register within 3 s")
 
 
 class SignallingPool:

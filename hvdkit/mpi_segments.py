@@ -1,0 +1,40 @@
+"""The shared memory of Open MPI's ranks.
+
+Each rank makes a file of 16 MB in /dev/shm, through which the other ranks of its host send to it.
+A rank that is killed cannot delete this file.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdkit.owned_folders import OwnedFolder
+
+_PARENT = Path("/dev/shm")
+_PREFIX = "hvdkit-mpi-"
+#: The variables for the folder of the files: of Open MPI 5, and of Open MPI 4.
+_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+
+
+class SegmentFolder:
+    """A folder in /dev/shm for the files of ranks that this process starts.
+
+    Without a writable /dev/shm there is no folder, and `variables` is empty. Open MPI then chooses
+    another place.
+
+    Attributes:
+        variables: environment variables, with which the ranks use the folder.
+    """
+
+    def __init__(self) -> None:
+        self._folder: OwnedFolder | None = None
+        with contextlib.suppress(OSError):
+            self._folder = OwnedFolder(_PARENT, _PREFIX)
+        self.variables: Mapping[str, str] = {}
+        if self._folder is not None:
+            self.variables = dict.fromkeys(_VARIABLES, str(self._folder.path))
+
+    def remove(self) -> None:
+        """Delete the folder and the files. The ranks have ended."""
+        if self._folder is not None:
+            self._folder.remove()
