@@ -46,6 +46,26 @@ class Committer:
         self._store = CommitStore(start.folders, key)
         self._writes = writes
         self._number = 0
+        self._warned = False
+
+    def in_window(self, own: bool) -> bool:
+        """Return whether a rank is in an accumulation window. Equal on all ranks.
+
+        Args:
+            own: whether this rank is in one.
+        """
+        (anywhere,) = self._collectives.max([int(own)], "hvdkit.elastic.window")
+        return bool(anywhere)
+
+    def warn_of_window(self) -> None:
+        """Log once, on the first rank, that a commit within a window stores nothing."""
+        if not self._warned and self._collectives.rank == 0:
+            _log.warning(
+                "the elastic state was not committed, because an accumulation window is open: a "
+                "commit cannot contain accumulated gradients. The next commit after an update "
+                "stores the state. To commit exactly when you call commit(), call it after updates"
+            )
+        self._warned = True
 
     def commit(
         self, write: Callable[[IO[bytes]], None], save: Callable[[], None] = lambda: None

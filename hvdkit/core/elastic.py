@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
@@ -25,21 +25,84 @@ from hvdkit.core.replaced_state import positions, restore_positions, state_repla
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
+class ReductionItem(Protocol):
+    """A part of the state of the gradient reduction, such as the scales of fp16.
+
+    The checkpointers store the same items.
+    """
+
+    def save(self) -> Any:
+        """Return the state: a picklable object, the same on all ranks."""
+
+    def restore(self, tree: Any, /) -> None:
+        """Restore a result of `save`, possibly of another process. Not a collective."""
+
+
 class CommittedState:
     """The part of an elastic state that stores its commits. A mixin before Horovod's state class.
 
+    It also keeps the state of the gradient reduction. Sums have the same bits again only with this
+    state.
+
     A subclass that keeps more than its attributes extends `save`, `restore`, and the pair
     `write_saved` and `read_saved`.
+
+    Attributes:
+        _saved_reduction: the states of `_reduction_items` as of the last `save`.
     """
 
     #: Raised when the hosts have changed: Horovod's `HostsUpdatedInterrupt`.
     _interrupt: type[Exception]
     _committer: Committer | None = None
+    _saved_reduction: Mapping[str, Any] = {}
 
-    save: Callable[[], None]
-    restore: Callable[[], None]
-    sync: Callable[[], None]
+    _bcast_object: Callable[[Any], Any]
     on_reset: Callable[[], None]
+
+    def _reduction_items(self) -> Mapping[str, ReductionItem]:
+        """Return the items of the gradient reduction, by name."""
+        return {}
+
+    def _in_window(self) -> bool | None:
+        """Return whether this rank has accumulated gradients that no update has used.
+
+        None if that is never the case. All ranks return None, or none of them.
+        """
+        return None
+
+    def _discard_gradients(self) -> None:
+        """Discard accumulated gradients, which differ between ranks after an interruption."""
+
+    def _save_reduction(self) -> None:
+        self._saved_reduction = {
+            name: item.save() for name, item in self._reduction_items().items()
+        }
+
+    def _restore_reduction(self) -> None:
+        for name, item in self._reduction_items().items():
+            # Commits of earlier versions lack some items.
+            if name in self._saved_reduction:
+                item.restore(self._saved_reduction[name])
+
+    def save(self) -> None:
+        """Copy everything to host memory, except accumulated gradients."""
+        super().save()  # type: ignore[misc]
+        self._save_reduction()
+
+    def restore(self) -> None:
+        """Restore everything as of the last `save`, and discard accumulated gradients."""
+        super().restore()  # type: ignore[misc]
+        self._discard_gradients()
+        self._restore_reduction()
+
+    def sync(self) -> None:
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+        super().sync()  # type: ignore[misc]
+        self._discard_gradients()
+        self._save_reduction()
+        # A rank on a host without a commit has no state, and the ranks' states must be equal.
+        self._saved_reduction = self._bcast_object(self._saved_reduction)
+        self._restore_reduction()
 
     def write_saved(self, file: IO[bytes]) -> None:
         """Write what `save` has saved to a file. Not a collective."""
@@ -55,22 +118,29 @@ class CommittedState:
         In a job of `hvdkit run --elastic` the commit outlives the ranks: after a failure, the
         restarted ranks resume from the commit.
 
+        Within an accumulation window, the call stores nothing, and does not end the ranks: the
+        accumulated gradients would be lost. The next commit after an update stores the state.
+
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
             HvdkitError: on every rank, if a rank could not save its state or store the commit.
         """
+        in_window = self._in_window()
         if self._committer is None:
-            self.save()
+            if not in_window:
+                self.save()
             super().check_host_updates()  # type: ignore[misc]
-            return
-        if self._committer.commit(self.write_saved, self.save):
+        elif in_window is not None and self._committer.in_window(in_window):
+            self._committer.warn_of_window()
+        elif self._committer.commit(self.write_saved, self.save):
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
         """End the ranks if the hosts have changed. A collective.
 
         If the hosts have changed, commit the state first, so that no work is lost. If not, save
-        nothing: the call is then cheaper than `commit`.
+        nothing: the call is then cheaper than `commit`. Within an accumulation window, the call
+        does not end the ranks.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
@@ -79,6 +149,9 @@ class CommittedState:
         if self._committer is None:
             super().check_host_updates()  # type: ignore[misc]
         elif self._committer.hosts_changed():
+            in_window = self._in_window()
+            if in_window is not None and self._committer.in_window(in_window):
+                return
             self._committer.commit(self.write_saved, self.save)
             raise self._interrupt(False)
 
@@ -101,11 +174,27 @@ class VariablesState(CommittedState):
         """
         raise NotImplementedError
 
+    def _save_variables(self) -> None:
+        """Copy the variables to host memory."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Copy everything to host memory, except accumulated gradients."""
+        self._save_variables()
+        super().save()
+
+    def restore(self) -> None:
+        """Restore everything as of the last `save`, and discard accumulated gradients."""
+        for variable, value in self._saved_variables:
+            variable.assign(value)
+        super().restore()
+
     def write_saved(self, file: IO[bytes]) -> None:
         """Write what `save` has saved, and the positions of checkpointers, to a file."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        pickle.dump((stored, self._saved_state, positions()), file, protocol=5)
+        content = (stored, self._saved_state, positions(), self._saved_reduction)
+        pickle.dump(content, file, protocol=5)
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`.
@@ -114,7 +203,8 @@ class VariablesState(CommittedState):
             UsageError: this state has other variables.
         """
         with path.open("rb") as file:
-            values, self._saved_state, restored = pickle.load(file)
+            # Commits of earlier versions do not contain the state of the reduction.
+            values, self._saved_state, restored, *reduction = pickle.load(file)
         variables = self._stored_variables()
         if len(values) != len(variables):
             raise UsageError(
@@ -122,6 +212,7 @@ class VariablesState(CommittedState):
                 f"build the model and its optimizer in the same way at each start"
             )
         self._saved_variables = list(zip(variables, values, strict=True))
+        self._saved_reduction = reduction[0] if reduction else {}
         restore_positions(restored)
 
 

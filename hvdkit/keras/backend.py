@@ -227,6 +227,11 @@ def randomness() -> Any:
     return _new_randomness()
 
 
+def tape_items() -> dict[str, Any]:
+    """Return the item of the reductions of gradient tapes; empty without TensorFlow."""
+    return {} if NAME == "torch" else _imported("reduction_items", "tape_items")()
+
+
 def framework_version() -> str:
     """Return the version of the backend."""
     version: str = importlib.import_module(NAME).__version__

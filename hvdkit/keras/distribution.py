@@ -269,10 +269,14 @@ class Distribution:
         return self._reducer_state if self._reducer is None else self._reducer.state()
 
     def restore_reduction_state(self, state: Any) -> None:
-        """Restore a value of `reduction_state`, possibly in another process. Not a collective."""
+        """Restore a value of `reduction_state`, possibly in another process. Not a collective.
+
+        Args:
+            state: the value; None for the state before the first reduction.
+        """
         self._reducer_state = state
-        if self._reducer is not None and state is not None:
-            self._reducer.restore_state(state)
+        if self._reducer is not None:
+            self._reducer.restore_state(state or ())
 
     def _shared(self, variables: Sequence[Any]) -> list[Any]:
         return [v for v in variables if not self.is_local(v)]

@@ -1,15 +1,18 @@
 """Horovod's elastic training for Keras models, for every backend of Keras."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from hvdkit.core.elastic import VariablesState
+from hvdkit.core.elastic import ReductionItem, VariablesState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.items import reduction_items_of
+from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import CollectiveCallback
 
@@ -36,6 +39,9 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
     broadcasts the state of rank 0. `restore` in the same process also restores the states of random
     seeds. A commit does not contain these states: a rank that starts again has the seeds that the
     script makes.
+
+    The state contains the scales of `compression="fp16"`. A commit does not contain accumulated
+    gradients: see `commit`.
 
     Example:
         @hvd.elastic.run
@@ -75,26 +81,30 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         self._save_variables()
+        self._save_reduction()
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
         )
 
-    def save(self) -> None:
-        """Copy everything to host memory."""
-        self._save_variables()
-        super().save()
-
-    def restore(self) -> None:
-        """Restore everything as of the last `save`."""
-        for variable, value in self._saved_variables:
-            variable.assign(value)
-        super().restore()
-
     def sync(self) -> None:
-        """Broadcast everything from rank 0. A collective."""
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
         broadcast_model(self.model, root_rank=0, optimizer=self.optimizer)
         self._save_variables()
         super().sync()
+
+    def _reduction_items(self) -> Mapping[str, ReductionItem]:
+        return reduction_items_of(self.optimizer) | backend.tape_items()
+
+    def _in_window(self) -> bool | None:
+        distribution = distribution_of(self.optimizer)
+        if distribution is None or distribution.accumulation_steps == 1:
+            return None
+        return distribution.window_open
+
+    def _discard_gradients(self) -> None:
+        distribution = distribution_of(self.optimizer)
+        if distribution is not None:
+            distribution.discard()
 
     def _stored_variables(self) -> list[Any]:
         optimizer_variables = [] if self.optimizer is None else self.optimizer.variables
@@ -137,6 +147,8 @@ def _updates_of(state: Any) -> list[_UpdateCallback]:
 class CommitStateCallback(CollectiveCallback):
     """Commit the state after every `batches_per_commit` batches and at the end of each epoch.
 
+    Within an accumulation window, a due commit is made at the end of the window.
+
     After the last batch of an epoch, only the end of the epoch is committed: after validation. A
     commit between them would leave an epoch without batches, which Keras cannot train.
     """
@@ -159,7 +171,10 @@ class CommitStateCallback(CollectiveCallback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.batches_remaining -= 1
         steps = (self.params or {}).get("steps")
-        if self.batches_remaining <= 0 and (steps is None or batch + 1 < steps):
+        if self.batches_remaining > 0 or (steps is not None and batch + 1 >= steps):
+            return
+        in_window = getattr(self.state, "_in_window", None)
+        if in_window is None or not in_window():
             for update in _updates_of(self.state):
                 update.on_train_batch_end(batch, logs)
             self.commit()

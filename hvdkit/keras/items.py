@@ -31,13 +31,19 @@ def items_of(model: Any) -> dict[str, StatefulItem]:
             lambda: named(optimizer.variables), "the optimizer", backend.tensor_of
         )
     items[h5.PART] = Layout(model)
+    return items | reduction_items_of(optimizer)
+
+
+def reduction_items_of(optimizer: Any) -> dict[str, Plain]:
+    """Return the item that is needed to resume with bit-identical sums.
+
+    Args:
+        optimizer: an optimizer. The dict is empty if it is not wrapped, or None.
+    """
     distribution = distribution_of(optimizer)
-    if distribution is not None:
-        # Needed to resume with bit-identical sums.
-        items["reduction"] = Plain(
-            distribution.reduction_state, distribution.restore_reduction_state
-        )
-    return items
+    if distribution is None:
+        return {}
+    return {"reduction": Plain(distribution.reduction_state, distribution.restore_reduction_state)}
 
 
 def rank_items_of(model: Any) -> dict[str, RankItem]:

@@ -9,18 +9,19 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.checkpoint.items import Plain, Variables, data_item, kept_in, named, several
+from hvdkit.checkpoint.items import Variables, data_item, kept_in, named, several
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
-from hvdkit.checkpoint.state import StatefulItem, Tree
+from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.collectives import check_member
 from hvdkit.errors import UsageError
-from hvdkit.tensorflow import runtime, tape
+from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
+from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
 from hvdkit.tensorflow.replicas import tape_check
 from hvdkit.tensorflow.variables import tf_variable
 
@@ -126,10 +127,9 @@ class Checkpointer(Manager):
         for name, given in {**models, **optimizers}.items():
             _check_built(given, name)
             items[name] = Variables(functools.partial(_named, given), name, _tensor)
-        # The attribute of hvdkit.keras's optimizers, which this layer must not import.
-        wrapped = {name: getattr(o, "_hvdkit_distribution", None) for name, o in optimizers.items()}
+        wrapped = {name: distribution_of(each) for name, each in optimizers.items()}
         distributions = {name: found for name, found in wrapped.items() if found is not None}
-        items["reduction"] = _reduction_item(distributions)
+        items["reduction"] = reduction_item(optimizers)
         if data is not None:
             items["data"] = data_item(data)
         if sharded is not None:
@@ -171,21 +171,6 @@ class Checkpointer(Manager):
                 tapes,
             ],
         )
-
-
-def _reduction_item(distributions: Mapping[str, Any]) -> Plain:
-    """Return the item of the reduction states of tapes and of Keras's optimizers."""
-
-    def save() -> Tree:
-        states = {name: d.reduction_state() for name, d in distributions.items()}
-        return {"tapes": tape.reduction_state(), "optimizers": states}
-
-    def restore(tree: Tree) -> None:
-        tape.restore_reduction_state(tree["tapes"])
-        for name, distribution in distributions.items():
-            distribution.restore_reduction_state(tree["optimizers"].get(name))
-
-    return Plain(save, restore)
 
 
 def _check_built(given: Any, argument: str) -> None:

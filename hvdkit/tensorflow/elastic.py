@@ -4,7 +4,7 @@
 `hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -13,12 +13,14 @@ from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.checkpoint.items import several
 from hvdkit.core import elastic
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
+from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
 from hvdkit.tensorflow.runtime import init, shutdown
-from hvdkit.tensorflow.variables import tf_variables
+from hvdkit.tensorflow.variables import tf_variable, tf_variables
 
 __all__ = ["ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -59,7 +61,10 @@ _adapter = elastic.Adapter(
 
 
 class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
-    """Elastic state of variables, and of the objects given as keyword arguments."""
+    """Elastic state of variables, and of the objects given as keyword arguments.
+
+    It also keeps the states of the reductions of all gradient tapes of this process.
+    """
 
     _interrupt = HostsUpdatedInterrupt
 
@@ -70,24 +75,32 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
         **kwargs: Any,
     ) -> None:
         self._save_variables()
+        self._save_reduction()
         super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
         raise NotImplementedError
 
-    def save(self) -> None:
-        """Copy everything to host memory."""
-        self._save_variables()
-        super().save()
+    def _optimizers(self) -> Mapping[str, Any]:
+        return {}
 
-    def restore(self) -> None:
-        """Restore everything as of the last `save`."""
-        for variable, value in self._saved_variables:
-            variable.assign(value)
-        super().restore()
+    def _distributions(self) -> list[Any]:
+        found = [distribution_of(optimizer) for optimizer in self._optimizers().values()]
+        return [distribution for distribution in found if distribution is not None]
+
+    def _reduction_items(self) -> Mapping[str, elastic.ReductionItem]:
+        return {"reduction": reduction_item(self._optimizers())}
+
+    def _in_window(self) -> bool | None:
+        own = [each.window_open for each in self._distributions() if each.accumulation_steps > 1]
+        return any(own) if own else None
+
+    def _discard_gradients(self) -> None:
+        for distribution in self._distributions():
+            distribution.discard()
 
     def sync(self) -> None:
-        """Broadcast everything from rank 0. A collective."""
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
         broadcast_variables(self._all_variables(), root_rank=0)
         self._save_variables()
         super().sync()
@@ -143,11 +156,16 @@ class TensorFlowKerasState(_VariablesState):
         super().__init__(**kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
-        optimizer_variables = getattr(self.optimizer, "variables", ())
-        # A method before Keras 3.
-        if callable(optimizer_variables):
-            optimizer_variables = optimizer_variables()
-        return [*self.model.variables, *optimizer_variables]
+        return [*self.model.variables, *_variables_of(self.optimizer)]
+
+    def _optimizers(self) -> Mapping[str, Any]:
+        return {"optimizer": self.optimizer}
+
+
+def _variables_of(optimizer: Any) -> Sequence[Any]:
+    variables = getattr(optimizer, "variables", ())
+    # A method before Keras 3.
+    return variables() if callable(variables) else variables
 
 
 class TensorFlowState(_VariablesState):
@@ -156,19 +174,38 @@ class TensorFlowState(_VariablesState):
     Args:
         variables: a list of `tf.Variable`s and `keras.Variable`s; None: no variables.
         session: for compatibility with Horovod; must be None.
+        optimizer: a built optimizer of Keras, or a dict from name to optimizer. The state then
+            contains its variables, and the state of its reduction if `hvd.DistributedOptimizer`
+            has wrapped it. The variables may also be in `variables`.
         kwargs: further objects; they become attributes.
 
     Raises:
-        UsageError: `session` is not None.
+        UsageError: `session` is not None, or an optimizer is not built.
     """
 
     def __init__(
-        self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
+        self,
+        variables: Sequence[Any] | None = None,
+        session: Any = None,
+        *,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         if session is not None:
             raise UsageError("session is given, but TensorFlow 2 has no sessions: omit it")
         self.variables = list(variables or ())
+        self._given_optimizers = several("optimizer", optimizer)
+        for name, each in self._given_optimizers.items():
+            if getattr(each, "built", True) is False:
+                raise UsageError(
+                    f"{name} is a {type(each).__name__} that is not built and has no variables: "
+                    f"call its build(model.trainable_variables) before TensorFlowState"
+                )
         super().__init__(**kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
-        return self.variables
+        optimizers = [v for each in self._given_optimizers.values() for v in _variables_of(each)]
+        return list({id(tf_variable(v)): v for v in [*self.variables, *optimizers]}.values())
+
+    def _optimizers(self) -> Mapping[str, Any]:
+        return self._given_optimizers

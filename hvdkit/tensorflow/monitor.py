@@ -11,6 +11,7 @@ from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
 from hvdkit.monitor.monitor import BaseMonitor, as_float
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.reduction_items import distribution_of
 from hvdkit.tensorflow.step_times import payload_bytes
 from hvdkit.tensorflow.tape import times_of
 
@@ -57,7 +58,7 @@ class Monitor(BaseMonitor):
         check_member(process_set)
         times: Any = times_of(process_set)
         if optimizer is not None:
-            distribution = getattr(optimizer, "_hvdkit_distribution", None)
+            distribution = distribution_of(optimizer)
             if distribution is None:
                 raise UsageError(
                     f"optimizer is a {type(optimizer).__name__} that is not wrapped: expected the "

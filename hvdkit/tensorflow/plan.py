@@ -32,6 +32,7 @@ class CodecStates:
             saved: a value of `numbers` to restore. None: begin with the states of new codecs.
         """
         initial: list[Sequence[int]] = [codec.state for codec in codecs]
+        self._initial = initial
         if saved is not None:
             initial = list(map(_compatible, initial, saved))
         self.variables = [new_variable(numbers) if numbers else None for numbers in initial]
@@ -40,11 +41,12 @@ class CodecStates:
         """Return the state of each bucket, integers; empty if its codec has none."""
         return [[] if v is None else [int(n) for n in v.numpy()] for v in self.variables]
 
-    def assign(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Restore a value of `numbers`. Only outside of graphs."""
-        for variable, own, saved in zip(self.variables, self.numbers(), numbers, strict=True):
+    def assign(self, numbers: Sequence[Sequence[int]] | None) -> None:
+        """Restore a value of `numbers`; None for the states of new codecs. Outside of graphs."""
+        saved = self._initial if numbers is None else numbers
+        for variable, initial, new in zip(self.variables, self._initial, saved, strict=True):
             if variable is not None:
-                variable.assign(_compatible(own, saved))
+                variable.assign(_compatible(initial, new))
 
 
 def _compatible(own: Sequence[int], saved: Sequence[int]) -> Sequence[int]:

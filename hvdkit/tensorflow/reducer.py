@@ -86,15 +86,15 @@ class GradientReducer:
         """
         return self._saved | {digest: s.numbers() for digest, s in self._valid_states().items()}
 
-    def restore_state(self, state: Mapping[str, list[list[int]]]) -> None:
+    def restore_state(self, state: Mapping[str, list[list[int]]] | tuple[()]) -> None:
         """Restore a value of `state()`, possibly in another process. Not a collective.
 
-        The state of a plan that does not exist yet is kept until the plan is made.
+        The state of a plan that does not exist yet is kept until the plan is made. A plan whose
+        state is not in the value gets the state of a new plan.
         """
         self._saved = dict(state)
         for digest, states in self._valid_states().items():
-            if digest in self._saved:
-                states.assign(self._saved.pop(digest))
+            states.assign(self._saved.pop(digest, None))
 
     def _valid_states(self) -> dict[str, CodecStates]:
         """Return, by digest, the states of plans that were made since the last `init` or `join`.

@@ -294,8 +294,8 @@ def restore_reduction_state(state: Mapping[str, Any]) -> None:
     """Restore a state returned by `reduction_state`, possibly in another process."""
     _saved_states.clear()
     _saved_states.update(state)
-    for key in _reducers.keys() & _saved_states.keys():
-        _reducers[key].restore_state(_saved_states.pop(key))
+    for key, reducer in _reducers.items():
+        reducer.restore_state(_saved_states.pop(key, {}))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from hvdkit import record_files
 from hvdkit.core import progress
 from hvdkit.core.commits import CommitId, CommitStore
 from hvdkit.core.committer import Committer
-from hvdkit.core.elastic import Adapter, run
+from hvdkit.core.elastic import Adapter, CommittedState, run
 from hvdkit.core.elastic_start import HOSTS_FILE, ElasticStart
 from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
 
@@ -299,6 +299,51 @@ def adapter(size=2):
         return lambda *args: ("in process", func(*args))
 
     return Adapter(lambda: None, lambda: 0, lambda: size, lambda: None, in_process, Interrupt)
+
+
+class Saved:
+    """The base class of a state; Horovod's class in a job."""
+
+    def save(self):
+        self.saves += 1
+
+
+class WindowState(CommittedState, Saved):
+    """A state with an optimizer that accumulates gradients."""
+
+    _interrupt = Interrupt
+
+    def __init__(self, committer, in_window):
+        self._committer = committer
+        self.in_window = in_window
+        self.saves = 0
+
+    def _in_window(self):
+        return self.in_window
+
+    def write_saved(self, file):
+        file.write(b"saved")
+
+
+@pytest.mark.parametrize("method", ["commit", "check_host_updates"])
+def test_nothing_is_committed_within_an_accumulation_window(world, caplog, method):
+    """One rank is in a window, and the hosts have changed. The ranks end after the window."""
+    (world.folders[1] / HOSTS_FILE).write_text("5")
+
+    def work(committer, rank):
+        state, store = WindowState(committer, rank == 2), CommitStore([world.folders[rank]], 0)
+        for _ in range(2):
+            getattr(state, method)()
+        within = (newest(store), state.saves)
+        state.in_window = False
+        with pytest.raises(Interrupt):
+            getattr(state, method)()
+        return within, newest(store), state.saves
+
+    after = (CommitId(0, 1), b"saved"), 1
+    assert world.run(work) == [((None, 0), *after)] * 3
+    warned = [record for record in caplog.records if "window is open" in record.getMessage()]
+    assert len(warned) == (method == "commit")
 
 
 class PlainState:

@@ -15,12 +15,23 @@ REPEATED = 2
 BATCH = 4
 EPOCHS = 2
 
+#: COMPRESSION, ACCUMULATION and MAGNITUDES are variables of the environment. With MAGNITUDES=1, the
+#: magnitude of gradients changes so much that scales of fp16 change, and that sums overflow.
 DATA = f"""
+import os
 import numpy as np
 
 generator = np.random.default_rng(0)
 inputs = generator.normal(size=({SAMPLES}, 8)).astype("float32")
 targets = generator.normal(size=({SAMPLES}, 1)).astype("float32")
+exponents = generator.integers(-24, 1, {SAMPLES} // {BATCH}) * int(os.environ.get("MAGNITUDES", 0))
+weights = (2.0 ** np.repeat(exponents, {BATCH})).astype("float32")
+accumulation = int(os.environ.get("ACCUMULATION", 1))
+
+
+def compression(hvd):
+    name = os.environ.get("COMPRESSION", "none")
+    return hvd.Int8(as_bf16=lambda *_: False) if name == "int8" else name
 """
 
 TORCH = f"""
@@ -86,11 +97,12 @@ import keras
 import hvdkit.keras as hvd
 {DATA}
 hvd.init()
-inputs, targets = inputs[hvd.rank() :: hvd.size()], targets[hvd.rank() :: hvd.size()]
+inputs, targets, weights = (each[hvd.rank() :: hvd.size()] for each in (inputs, targets, weights))
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1), keras.layers.Dropout(0.0)])
 model.layers[0].kernel.assign(np.full((8, 1), 0.5))
 optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-model.compile(hvd.DistributedOptimizer(optimizer), "mse", metrics=["mae"])
+options = dict(compression=compression(hvd), accumulation_steps=accumulation)
+model.compile(hvd.DistributedOptimizer(optimizer, **options), "mse", metrics=["mae"])
 
 
 class Count(keras.callbacks.Callback):
@@ -123,6 +135,7 @@ def train(state):
     model.fit(
         inputs,
         targets,
+        sample_weight=weights,
         batch_size={BATCH},
         shuffle=False,
         epochs={EPOCHS} - state.epoch,
@@ -141,34 +154,23 @@ weights = [np.asarray(w).T.tolist() for w in model.get_weights()]
 print("trained", json.dumps([weights, []]), flush=True)
 """
 
-TENSORFLOW = f"""
+_TENSORFLOW_DATA = f"""
 import json, os, time
 import tensorflow as tf
 import hvdkit.tensorflow as hvd
 {DATA}
 hvd.init()
-inputs, targets = inputs[hvd.rank() :: hvd.size()], targets[hvd.rank() :: hvd.size()]
-data = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch({BATCH})
-weight, bias = tf.Variable(tf.fill((8, 1), 0.5)), tf.Variable(tf.zeros((1,)))
-velocity = [tf.Variable(tf.zeros_like(v)) for v in (weight, bias)]
+data = tuple(each[hvd.rank() :: hvd.size()] for each in (inputs, targets, weights))
+data = tf.data.Dataset.from_tensor_slices(data).batch({BATCH})
+"""
 
-
-@tf.function
-def step(x, y):
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(x @ weight + bias - y))
-    gradients = hvd.DistributedGradientTape(tape).gradient(loss, [weight, bias])
-    for v, speed, gradient in zip((weight, bias), velocity, gradients):
-        speed.assign(0.9 * speed + gradient)
-        v.assign_sub(0.01 * speed)
-
-
+_TENSORFLOW_LOOP = f"""
 @hvd.elastic.run
 def train(state):
     print("begin", state.epoch, state.batch, "size", hvd.size(), "resets", resets, flush=True)
     while state.epoch < {EPOCHS}:
-        for x, y in data.skip(state.batch):
-            step(x, y)
+        for x, y, w in data.skip(state.batch):
+            step(x, y, w)
             state.batch += 1
             state.commit()
             if hvd.rank() == 0:
@@ -180,10 +182,53 @@ def train(state):
 
 
 resets = []
-state = hvd.elastic.TensorFlowState([weight, bias, *velocity], epoch=0, batch=0)
 state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 train(state)
 print("trained", json.dumps([[weight.numpy().T.tolist(), bias.numpy().tolist()], []]), flush=True)
+"""
+
+TENSORFLOW = f"""
+{_TENSORFLOW_DATA}
+weight, bias = tf.Variable(tf.fill((8, 1), 0.5)), tf.Variable(tf.zeros((1,)))
+velocity = [tf.Variable(tf.zeros_like(v)) for v in (weight, bias)]
+
+
+@tf.function
+def step(x, y, w):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(x @ weight + bias - y) * w[:, None])
+    tape = hvd.DistributedGradientTape(tape, compression=compression(hvd))
+    gradients = tape.gradient(loss, [weight, bias])
+    for v, speed, gradient in zip((weight, bias), velocity, gradients):
+        speed.assign(0.9 * speed + gradient)
+        v.assign_sub(0.01 * speed)
+
+
+state = hvd.elastic.TensorFlowState([weight, bias, *velocity], epoch=0, batch=0)
+{_TENSORFLOW_LOOP}
+"""
+
+#: A loop with a wrapped optimizer of Keras. Its accumulation windows do not end with an epoch.
+TENSORFLOW_KERAS = f"""
+{_TENSORFLOW_DATA}
+import keras
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+weight, bias = (variable.value for variable in model.variables)
+weight.assign(tf.fill((8, 1), 0.5))
+optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+options = dict(compression=compression(hvd), backward_passes_per_step=accumulation)
+optimizer = hvd.DistributedOptimizer(optimizer, **options)
+
+
+@tf.function
+def step(x, y, w):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y) * w[:, None])
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+
+state = hvd.elastic.TensorFlowKerasState(model, optimizer, epoch=0, batch=0)
+{_TENSORFLOW_LOOP}
 """
 
 

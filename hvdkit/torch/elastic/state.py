@@ -46,43 +46,12 @@ class _ModelHandler(horovod_state.ModelStateHandler):
 
 
 class _OptimizerHandler(horovod_state.OptimizerStateHandler):
-    """Save the state of the reduction, too, which 16-bit sums need to have the same bits again.
-
-    `restore` and `sync` drop gradients, which differ between ranks after an interruption.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self._saved_reduction = self._reduction.save()
-
-    @property
-    def _reduction(self) -> ReductionItem:
-        # Not an attribute: a commit contains the attributes.
-        return ReductionItem({"": self.value})
-
-    def save(self) -> None:
-        super().save()
-        self._saved_reduction = self._reduction.save()
-
     def restore(self) -> None:
         # A copy: the optimizer keeps the tensors that it loads, and changes them in place.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
-        self._reduction.restore(self._saved_reduction)
-        _drop_gradients(self.value)
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
-        # A rank on a host without a commit has no state, and all states must be equal.
-        self._reduction.restore(broadcast_object(self._reduction.save()))
-        _drop_gradients(self.value)
-
-
-def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, WrappedOptimizer):
-        optimizer.discard_accumulated()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = None
 
 
 class ObjectState(CommittedState, horovod_elastic.ObjectState):
@@ -106,7 +75,12 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
 
     def write_saved(self, file: IO[bytes]) -> None:
         """Write what `save` has saved to a file."""
-        torch.save({"objects": self._saved_state, "handlers": self._saved_handlers()}, file)
+        content = {
+            "objects": self._saved_state,
+            "handlers": self._saved_handlers(),
+            "reduction": self._saved_reduction,
+        }
+        torch.save(content, file)
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`."""
@@ -114,6 +88,7 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
         saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
         self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
+        self._saved_reduction = saved.get("reduction", {})
 
     def _saved_handlers(self) -> Mapping[str, Any]:
         return {}
@@ -149,6 +124,29 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 self._handlers[name] = _ModelHandler(handler.value)
             elif isinstance(handler.value, torch.optim.Optimizer):
                 self._handlers[name] = _OptimizerHandler(handler.value)
+        self._save_reduction()
+
+    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        values = {name: handler.value for name, handler in self._handlers.items()}
+        return {k: value for k, value in values.items() if isinstance(value, torch.optim.Optimizer)}
+
+    def _wrapped_optimizers(self) -> list[WrappedOptimizer]:
+        return [each for each in self._optimizers().values() if isinstance(each, WrappedOptimizer)]
+
+    def _reduction_items(self) -> Mapping[str, ReductionItem]:
+        return {"optimizers": ReductionItem(self._optimizers())}
+
+    def _in_window(self) -> bool | None:
+        wrapped = self._wrapped_optimizers()
+        return any(optimizer.accumulated for optimizer in wrapped) if wrapped else None
+
+    def _discard_gradients(self) -> None:
+        for wrapped in self._wrapped_optimizers():
+            wrapped.discard_accumulated()
+        for optimizer in self._optimizers().values():
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
 
     def _saved_handlers(self) -> Mapping[str, Any]:
         # All handlers, also those of the user, keep in attributes what their `save` has saved.

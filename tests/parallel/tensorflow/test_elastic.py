@@ -1,6 +1,8 @@
 """Elastic states: save, restore, sync; and a job whose ranks change."""
 
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +74,85 @@ def test_variables(hvd):
     state.restore()
     assert variables[0].numpy() == 0
     assert state.step == 0
+
+
+def forget_tapes():
+    """Forget the reductions of tapes, as a new process does."""
+    from hvdkit.tensorflow import tape
+
+    tape._reducer.cache_clear()
+    tape._reducers.clear()
+    tape._saved_states.clear()
+
+
+@pytest.mark.parametrize("state_class", ["TensorFlowState", "TensorFlowKerasState"])
+def test_a_commit_contains_the_scales_of_tapes(hvd, state_class):
+    """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
+    import keras
+    import tensorflow as tf
+
+    def make():
+        forget_tapes()
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5)])
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(model.trainable_variables)
+        if state_class == "TensorFlowState":
+            return model, hvd.elastic.TensorFlowState(model.variables, step=0)
+        return model, hvd.elastic.TensorFlowKerasState(model, optimizer, step=0)
+
+    def train(model, state, commit=None):
+        @tf.function
+        def step(x, magnitude):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2) * magnitude
+            tape = hvd.DistributedGradientTape(tape, compression="fp16", bucket_bytes=30)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+                variable.assign_sub(gradient)
+
+        seen = []
+        while state.step < 12:
+            if state.step == 6 and commit is not None:
+                state.save()
+                with commit.open("wb") as file:
+                    state.write_saved(file)
+            x = np.random.default_rng([state.step, hvd.rank()]).normal(size=(3, 6))
+            # The magnitude of the gradients changes, and with it the scales.
+            step(tf.constant(x, tf.float32), tf.constant(2.0 ** (9 * (state.step % 4) - 30)))
+            state.step += 1
+            seen.append(values(model.variables))
+        return seen[-6:]
+
+    model, state = make()
+    with tempfile.TemporaryDirectory() as folder:
+        commit = Path(folder) / "commit"
+        expected = train(model, state, commit)
+        restarted, restarted_state = make()
+        if hvd.rank() < hvd.size() - 1:
+            restarted_state.read_saved(commit)
+            restarted_state.restore()
+    restarted_state.sync()
+    # In the same process, too.
+    for _ in range(2):
+        assert restarted_state.step == 6
+        for mine, before in zip(train(restarted, restarted_state), expected, strict=True):
+            assert_equal(mine, before)
+        restarted_state.restore()
+
+
+def test_a_state_contains_the_variables_of_its_optimizers(hvd):
+    import keras
+
+    model = model_of(0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    with pytest.raises(UsageError, match="optimizer-a is a SGD that is not built"):
+        hvd.elastic.TensorFlowState(model.variables, optimizer={"a": optimizer})
+    optimizer.build(model.trainable_variables)
+    optimizer.variables[-1].assign_add([hvd.rank() + 1.0] * 2)
+    state = hvd.elastic.TensorFlowState(model.variables, optimizer={"a": optimizer}, step=0)
+    state.sync()
+    assert optimizer.variables[-1].numpy().tolist() == [1.0, 1.0]
 
 
 def test_a_model_that_is_not_built_raises(hvd):

@@ -63,6 +63,31 @@ def test_a_sampler_with_few_samples_left(hvd, left):
     assert everywhere == set(range(20 - left, 20))
 
 
+def test_a_commit_within_an_accumulation_window_saves_nothing(hvd):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), backward_passes_per_step=2
+    )
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    state.sync()
+    for batch in range(1, 4):
+        model(torch.ones(2, 3)).sum().backward()
+        if batch == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        state.batch = batch
+        state.commit()
+    state.restore()
+    assert state.batch == 2
+    # The gradients of batch 3 were discarded.
+    before = model.weight.clone()
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(before - model.weight, torch.full((1, 3), 0.4))
+
+
 def test_a_commit_contains_the_scales_of_fp16(hvd):
     """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
     commit = Path(tempfile.gettempdir()) / f"hvdkit-commit-{os.getpid()}"

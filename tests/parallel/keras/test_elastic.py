@@ -1,0 +1,122 @@
+"""Elastic states of Keras: commits contain the state of the reduction."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parallel.keras.job import classifier, distributed, same_everywhere
+
+STEPS, COMMITTED = 12, 6
+
+
+def train(hvd, model, state, until, commit=None):
+    """Train to a step, and return the weights after each step. Commit at step `COMMITTED`."""
+    passes = model.optimizer._hvdkit_distribution.accumulation_steps
+    seen = []
+    while state.step < until:
+        if state.step == COMMITTED and commit is not None:
+            state.save()
+            with commit.open("wb") as file:
+                state.write_saved(file)
+        for number in range(passes):
+            random = np.random.default_rng([state.step, number, hvd.rank()])
+            x, y = random.normal(size=(4, 3)), random.integers(0, 2, (4, 1))
+            # The magnitude of the gradients changes, and with it the scales.
+            model.train_on_batch(x, y, sample_weight=np.full(4, 2.0 ** (9 * (state.step % 4) - 30)))
+        state.step += 1
+        seen.append([weight.tobytes() for weight in model.get_weights()])
+    return seen
+
+
+def made(hvd, **options):
+    # Small buckets: each variable has its own scale.
+    optimizer = distributed(hvd, 1.0, compression="fp16", bucket_bytes=16, **options)
+    model = classifier(optimizer, metrics=())
+    return model, hvd.elastic.KerasState(model, step=0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_commit_contains_the_scales_of_fp16(hvd, passes):
+    """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
+    model, state = made(hvd, accumulation_steps=passes)
+    with tempfile.TemporaryDirectory() as folder:
+        commit = Path(folder) / "commit"
+        expected = same_everywhere(digests(train(hvd, model, state, STEPS, commit)[COMMITTED:]))
+        restarted, restarted_state = made(hvd, accumulation_steps=passes)
+        if hvd.rank() < hvd.size() - 1:
+            restarted_state.read_saved(commit)
+            restarted_state.restore()
+    restarted_state.sync()
+    assert restarted_state.step == COMMITTED
+    assert digests(train(hvd, restarted, restarted_state, STEPS)) == expected
+    # In the same process: `restore` also discards the gradients of an open window.
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 1)))
+    state.restore()
+    assert state.step == COMMITTED
+    assert digests(train(hvd, model, state, STEPS)) == expected
+
+
+def digests(steps):
+    return [[weight.hex() for weight in weights] for weights in steps]
+
+
+def test_a_restore_to_the_beginning_forgets_the_scales(hvd):
+    model, state = made(hvd)
+    expected = digests(train(hvd, model, state, 3))
+    state.restore()
+    assert digests(train(hvd, model, state, 3)) == expected
+
+
+def test_a_commit_without_a_reduction_is_read(hvd):
+    """A commit of a model whose optimizer was not wrapped, or of an earlier version."""
+    import pickle
+
+    import keras
+
+    plain = classifier(keras.optimizers.SGD(1.0), metrics=(), seed=5)
+    with tempfile.TemporaryDirectory() as folder:
+        commit = Path(folder) / "commit"
+        old = hvd.elastic.KerasState(plain, step=4)
+        with commit.open("wb") as file:
+            old.write_saved(file)
+        for earlier in (False, True):
+            model, state = made(hvd)
+            train(hvd, model, state, 2)
+            if earlier:
+                content = pickle.loads(commit.read_bytes())[:3]
+                commit.write_bytes(pickle.dumps(content))
+            state.read_saved(commit)
+            state.restore()
+            state.sync()
+            assert state.step == 4
+            for own, saved in zip(model.get_weights(), plain.get_weights(), strict=True):
+                assert np.array_equal(own, saved)
+            train(hvd, model, state, 6)
+
+
+def test_a_commit_waits_for_the_end_of_the_accumulation_window(hvd):
+    commits = []
+
+    class State(hvd.elastic.KerasState):
+        def commit(self):
+            commits.append(self.batch)
+            super().commit()
+
+    model = classifier(distributed(hvd, 0.1, accumulation_steps=3))
+    state = State(model, batch=0)
+    x, y = np.ones((32, 3), "float32"), np.ones((32, 1), "float32")
+    callbacks = [
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+    ]
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
+    # The end of the epoch closes the last window.
+    assert commits == [3, 6, 0]
+    # In a custom loop, `save` is omitted within a window.
+    state.batch = 7
+    model.train_on_batch(x, y)
+    state.commit()
+    state.restore()
+    assert state.batch == 0
