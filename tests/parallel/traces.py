@@ -24,14 +24,15 @@ def check_nesting(trace):
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
             begin, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
-            threads[event["pid"], event["tid"]].append((begin, -length))
-    for events_of_thread in threads.values():
-        ends = []
-        for begin, negative in sorted(events_of_thread):
-            while ends and ends[-1] <= begin:
-                ends.pop()
-            assert not ends or begin - negative <= ends[-1]
-            ends.append(begin - negative)
+            threads[event["pid"], event["tid"]].append((begin, -length, event["name"]))
+    for thread, events_of_thread in threads.items():
+        outer = []
+        for begin, negative, name in sorted(events_of_thread):
+            event = (begin - negative, begin, name, *thread)
+            while outer and outer[-1][0] <= begin:
+                outer.pop()
+            assert not outer or event[0] <= outer[-1][0], (event, outer[-1])
+            outer.append(event)
 
 
 def check(hvd, trace, steps):
