@@ -143,7 +143,11 @@ def _started(
                     for host, agent in first.items()
                 }
                 interfaces, address = prepare.choose_network(plan, facts, settings, say)
-                preflight.before_start(agents, interfaces, plan, settings, listener.address, say)
+                # The listener is closed, as all agents have connected.
+                with RendezvousServer(address, size=plan.size) as server:
+                    preflight.before_start(
+                        agents, interfaces, plan, settings, (address, server.port), say
+                    )
             finally:
                 agents.connections = every_agent
             # Slurm also sends signals to the tasks, here the agents.
