@@ -26,9 +26,22 @@ install_hvdkit() {
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
             --constraint "$root/scripts/constraints.txt" --editable "$root[$1]" ||
             fail "pip could not install hvdkit[$1]; its message is above"
+        remove_broken_torchvision
         echo "$wanted" >"$stamp"
     fi
     export PATH="$venv/bin:$PATH"
+}
+
+# Remove torchvision if it does not load beside the installed build of torch, as that of the package
+# index beside torch for CPUs. litdata requires torchvision, but does not need it; Lightning imports
+# torchvision if it is installed.
+remove_broken_torchvision() {
+    local python="$venv/bin/python"
+    ! "$python" -m pip show --quiet torchvision >/dev/null 2>&1 ||
+        "$python" -c 'import torchvision' >/dev/null 2>&1 || {
+        "$python" -m pip uninstall --quiet --yes torchvision &&
+            echo "removed torchvision, which does not load beside this build of torch"
+    }
 }
 
 # Check that the compiler and the headers for the engine's build are installed, before gigabytes are

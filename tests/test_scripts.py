@@ -51,6 +51,27 @@ def test_an_engine_in_the_cache_needs_no_compiler(tmp_path):
     assert check_build_tools(tmp_path, CXX="no-such-compiler").stdout == "complete\n"
 
 
+@pytest.mark.long
+def test_a_torchvision_that_does_not_load_is_removed(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / ".venv"], timeout=60, check=True)
+    (site,) = (tmp_path / ".venv").glob("lib/python*/site-packages")
+    package, info = site / "torchvision", site / "torchvision-0.1.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n")
+    (info / "RECORD").write_text(
+        "".join(f"{each},,\n" for each in ("torchvision/__init__.py", f"{info.name}/METADATA"))
+    )
+    code = f'root="{tmp_path}"; source scripts/environment.sh; remove_broken_torchvision'
+    for text, said in (("", ""), ("raise RuntimeError", "removed torchvision, which does not")):
+        (package / "__init__.py").write_text(text)
+        done = subprocess.run(
+            ["bash", "-euc", code], cwd=REPOSITORY, capture_output=True, timeout=60, check=True
+        )
+        assert done.stdout.decode().startswith(said)
+        assert (package / "__init__.py").exists() == (not said)
+
+
 def write_benchmarks(folder, **result):
     """Write the page of a folder with one result."""
     name = "one-host-two-ranks"

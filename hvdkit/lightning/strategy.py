@@ -1,5 +1,7 @@
 """`HvdkitStrategy` for Lightning's `Trainer`."""
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,10 +11,12 @@ from lightning import pytorch as pl
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import hvdkit.torch as hvd
-from hvdkit.errors import UsageError
+from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.lightning import collectives
+from hvdkit.lightning.batch_counts import BatchCounts
 from hvdkit.lightning.ranks import (
     RanksMixin,
     broadcast_buffers,
@@ -80,6 +84,12 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             )
 
     # --- setup ----------------------------------------------------------------------------------
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Set up the model and its optimizers, and check the numbers of batches in `fit`."""
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            trainer.callbacks.insert(0, BatchCounts())
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if self._layer_sync is not None and self._trainer.state.fn == TrainerFn.FITTING:
@@ -156,41 +166,10 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         """Reduce a tensor over all ranks; see `hvdkit.lightning.collectives.reduce`."""
         return collectives.reduce(tensor, group, reduce_op)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Check that all ranks have equally many batches.
-
-        If the data have a length, check once per epoch. Otherwise check at every batch. Data may
-        end before their `__len__` or `limit_train_batches`: Lightning does not know this in
-        advance.
-
-        Raises:
-            UsageError: on every rank, if they have different numbers of batches.
-        """
-        batches = self._trainer.num_training_batches
-        if batch_idx and batches != float("inf"):
-            return
-        ends = self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        of_ranks = hvd.allgather_object((batches, ends), name="lightning.batches")
-        if len(set(of_ranks)) == 1:
-            return
-        if len({each for each, _ in of_ranks}) > 1:
-            found = ", ".join(f"rank {rank} has {each}" for rank, (each, _) in enumerate(of_ranks))
-            advice = "Give the ranks equal shares, for example with hvd.DistributedSampler"
-        else:
-            ended = ", ".join(str(rank) for rank, (_, end) in enumerate(of_ranks) if end)
-            found = f"the data of these ranks end after {batch_idx + 1} batches: {ended}"
-            advice = (
-                "Use hvd.equal_batches(loader), which ends the epoch on all ranks when the data of "
-                "one rank end"
-            )
-        raise UsageError(
-            f"the ranks have different numbers of batches in this epoch: {found}. Expected the "
-            f"same number. {advice}"
-        )
-
     def on_train_start(self) -> None:
         """Compute metrics over all ranks, also those that the module has created since `setup`."""
         self._compute_metrics_over_ranks()
+        _stop_on_sigusr1()
 
     def on_validation_start(self) -> None:
         """Copy rank 0's buffers to all ranks, so that all validate the model of the checkpoint."""
@@ -205,11 +184,24 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         """Copy rank 0's buffers to all ranks, so that all have the model of the checkpoint."""
         self._broadcast_buffers()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """After SIGTERM or SIGUSR1, end with the exit status of a job that can be resumed.
+
+        Lightning's exception ends the process with status 0, like a complete training.
+        """
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            exception.code = RESUMABLE
+
     def teardown(self) -> None:
         """Remove the optimizers' hooks: later backward passes do not wait for other ranks."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, WrappedOptimizer):
                 hooks.remove(optimizer)
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is not None:
+            trainer.callbacks[:] = [
+                each for each in trainer.callbacks if not isinstance(each, BatchCounts)
+            ]
         super().teardown()
 
     def _compute_metrics_over_ranks(self) -> None:
@@ -219,6 +211,18 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def _broadcast_buffers(self) -> None:
         assert self.lightning_module is not None
         broadcast_buffers(self.lightning_module)
+
+
+def _stop_on_sigusr1() -> None:
+    """Handle SIGUSR1 like SIGTERM, on which Lightning stops after a batch.
+
+    `hvdkit run` forwards SIGUSR1, which batch systems send before a time limit. By default, it
+    kills the process. Lightning restores the default at the end of the training.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if callable(handler) and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, handler)
 
 
 def _check_separate(optimizers: list[torch.optim.Optimizer]) -> None:

@@ -187,17 +187,9 @@ class Script:
         if isinstance(node, cst.IfExp):
             halves = [self.values_of(each, depth) for each in (node.body, node.orelse)]
             return None if None in halves else [each for half in halves for each in half or ()]
-        if isinstance(node, cst.Attribute) and self.name_of(node) is None:
-            values = self._values_of_attributes.get(self.dotted(node) or "", [None])
-        elif isinstance(node, cst.Name) and self.name_of(node) is None:
-            scope = self.scope(node)
-            bindings = scope[node.value] if scope else set()
-            values = [
-                self._assigned(each.node) if isinstance(each, Assignment) else None
-                for each in bindings
-            ] or [None]
-        else:
+        if not isinstance(node, cst.Attribute | cst.Name) or self.name_of(node) is not None:
             return [node] if isinstance(node, cst.BaseExpression) else None
+        values = self.assigned_to(node)
         found: list[cst.BaseExpression] = []
         for value in values:
             more = self.values_of(value, depth - 1) if value is not None and depth else None
@@ -205,6 +197,16 @@ class Script:
                 return None
             found += more
         return found
+
+    def assigned_to(self, node: cst.Attribute | cst.Name) -> Sequence[cst.BaseExpression | None]:
+        """Return the expressions that the file assigns to a name; None for those not known."""
+        if isinstance(node, cst.Attribute):
+            return self._values_of_attributes.get(self.dotted(node) or "", [None])
+        scope = self.scope(node)
+        bindings = scope[node.value] if scope else set()
+        return [
+            self._assigned(each.node) if isinstance(each, Assignment) else None for each in bindings
+        ] or [None]
 
     def made_by(self, node: cst.CSTNode) -> list[str] | None:
         """Return the full names of the functions that return the values of a name.
@@ -256,6 +258,14 @@ class Script:
     ) -> None:
         """Insert the statement `new` after `statement`, or before it."""
         (self._before if before else self._after).setdefault(statement, []).append(new)
+
+    def is_edited(self, node: cst.CSTNode) -> bool:
+        """Return whether a rule edits or removes the node, or one that contains it."""
+        while node is not self.module:
+            if node in self._edits:
+                return True
+            node = self.parent(node)
+        return False
 
     def change(self, rule: str, node: cst.CSTNode, text: str) -> None:
         """Report that a rule changes the line of `node`."""

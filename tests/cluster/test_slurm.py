@@ -1,7 +1,9 @@
 """`hvdkit run` in the allocations of a real Slurm on two hosts."""
 
+import importlib.util
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,8 +11,11 @@ import time
 
 import pytest
 
+from hvdkit.errors import RESUMABLE
 from tests.cluster import slurm_servers
 from tests.cluster.launches import Watched, describe, python, wait_for
+from tests.cluster.test_lightning import SCRIPT as LIGHTNING
+from tests.cluster.test_lightning import results as lightning_results
 from tests.cluster.test_nodes import FAIL_ONCE
 from tests.cluster.test_run import ORDERLY
 from tests.cluster.test_run_mpi import SEARCH
@@ -355,3 +360,74 @@ def test_a_cancelled_job_saves_and_is_not_requeued(jobs, script):
     jobs.check_nothing_is_left(40)
     wait_until(lambda: jobs.slurm.state(job) == "CANCELLED")
     assert "requeueing" not in output.read_text()
+
+
+# --- Lightning, which has its own support for Slurm -----------------------------------------------
+
+
+@pytest.fixture
+def lightning(tmp_path):
+    """Return a function that returns the command of a rank with a Lightning Trainer."""
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("no lightning here")
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    script = tmp_path / "train.py"
+    script.write_text(LIGHTNING)
+    return lambda name, ranks=2: (
+        *(sys.executable, str(script), str(tmp_path / name)),
+        *(str(8 // ranks), "-1"),
+    )
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        # Lightning refuses --ntasks without --ntasks-per-node, and another number of nodes than its
+        # num_nodes. With these job names, it starts processes itself.
+        ("salloc", "--nodes=2", "--ntasks=2", *_HVDKIT, "run"),
+        ("salloc", "--nodes=2", "--ntasks-per-node=1", "--job-name=bash", *_HVDKIT, "run"),
+        ("salloc", "--nodes=2", "--ntasks=2", "--job-name=interactive", *_HVDKIT, "run"),
+        ("srun", "--nodes=2", "--ntasks=2", "--mpi=pmix"),
+        ("srun", "--nodes=2", "--ntasks=2", "--mpi=pmix", "--job-name=bash"),
+    ],
+    ids=["salloc", "bash", "interactive", "srun", "srun-bash"],
+)
+def test_a_lightning_trainer_uses_the_ranks_of_hvdkit(jobs, lightning, launch):
+    if launch[0] == "srun":
+        skip_where_unsupported(Configuration("torch", "mpi", 2))
+        needs(jobs, "pmix")
+    both = lightning_results(jobs.run(*launch, *lightning("two")))
+    assert both == [["2", "24", both[0][2]]] * 2
+
+
+def test_a_lightning_trainer_in_a_batch_job(jobs, lightning, tmp_path):
+    command = shlex.join([*_HVDKIT, "run", *lightning("two")])
+    output = tmp_path / "out"
+    options = ("--wait", "--nodes=2", "--ntasks=2", f"--chdir={REPOSITORY}", f"--output={output}")
+    done = jobs.run("sbatch", *options, f"--wrap={command}")
+    text = output.read_text()
+    assert done.returncode == 0, text[-3000:]
+    lines = [line.split()[-3:] for line in text.splitlines() if re.match(r"\[\d\] 2 24 ", line)]
+    assert len(lines) == 2, text[-3000:]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_lightning_trainer_that_is_asked_to_stop_saves(jobs, lightning, start, tmp_path, number):
+    *command, _ = lightning("stopped")
+    endless = "0"
+    text = LIGHTNING.replace("time.sleep(60)", "time.sleep(1)")
+    text = text.replace("save_last=True", "save_last=True, save_on_exception=True")
+    (tmp_path / "train.py").write_text(text)
+    job = start("salloc", "--nodes=2", "--ntasks=2", *_HVDKIT, "run", *command, endless)
+    wait_for(job, "[0] waits", "[1] waits")
+    (launcher,) = [pid for pid in jobs.processes() - jobs.servers if "run" in describe(pid)[3:4]]
+    os.kill(launcher, number)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == RESUMABLE, err
+    assert "start the job again to resume it" in err
+    # Lightning's handler for Slurm would requeue the job.
+    assert "requeu" not in out + err
+    assert (tmp_path / "stopped" / "last.ckpt").exists()
+    (one,) = lightning_results(jobs.run("srun", *lightning("stopped", ranks=1)))
+    assert one[:2] == ["1", "24"]

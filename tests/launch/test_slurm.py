@@ -1,6 +1,9 @@
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,6 +61,35 @@ def test_nothing_listens_after_a_failed_start(monkeypatch):
     launcher = slurm.Slurm(plan, Settings(Ssh(), sys.executable), allocated, None)
     with pytest.raises(HvdkitError, match="no srun on PATH"):
         launcher.describe(print)
+
+
+@pytest.mark.usefixtures("srun")
+def test_the_network_is_tested_at_a_port_that_listens(monkeypatch):
+    """The listener for agents is closed before, when all agents have connected."""
+    host = Host("localhost", 1)
+    plan = make_plan(["true"], "/", [host], 1)
+    allocated = allocation.Allocation([host], {host: 1})
+    agent = Mock(host=host)
+    agents = Mock(connections=[agent])
+    agents.require_facts.return_value = {agent: {"cores": 1}}
+
+    @contextlib.contextmanager
+    def started_by(name, command, env, listener, *_):
+        listener.close()
+        yield agents
+
+    tested = []
+
+    def before_start(agents, interfaces, plan, settings, launcher_address, say):
+        socket.create_connection(launcher_address, timeout=10).close()
+        tested.append(launcher_address)
+
+    monkeypatch.setattr(slurm, "agents_started_by", started_by)
+    monkeypatch.setattr(prepare, "choose_network", lambda *_: ({}, "127.0.0.1"))
+    monkeypatch.setattr(slurm.preflight, "before_start", before_start)
+    settings = Settings(Ssh(), sys.executable)
+    with slurm._started(plan, allocated, settings, "none", print):
+        assert len(tested) == 1
 
 
 @pytest.mark.parametrize(

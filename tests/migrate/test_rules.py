@@ -228,11 +228,86 @@ def test_a_name_that_a_failed_import_replaces_is_understood():
         ("import horovod.torch as hvd\nfrom distutils.util import strtobool\n", 2, "strtobool"),
         ("import horovod.torch as hvd\nprint 'old'\n", 2, "Python 2"),
         ("import horovod.torch as hvd\nx = x.cuda(async=True)\n", 2, "non_blocking"),
+        (
+            "import hvdkit.torch as hvd\nhvd.DistributedOptimizer(o, mine, named_parameters=p)\n",
+            2,
+            "argument 2 of hvd.DistributedOptimizer is named_parameters",
+        ),
+        ("class Backend:\n    MODULE = 'horovod.torch'\n", 2, 'use "hvdkit.torch"'),
+        (
+            "import keras\nimport hvdkit.keras as hvd\nx = keras.Input((args.size))\n",
+            3,
+            "write (args.size,)",
+        ),
+        (
+            "import keras\nimport hvdkit.keras as hvd\nx = keras.Input((3,))\n"
+            "size = keras.layers.Dense(2)(x)\nsize.get_shape()\n",
+            5,
+            "use size.shape",
+        ),
+        (
+            "import tensorflow as tf\nimport hvdkit.keras as hvd\nx = tf.keras.Input((3,))\n"
+            "y = 2 * tf.keras.activations.relu(x) + 1\nz = tf.reduce_sum([y[:, 0], 1])\n",
+            5,
+            "use keras.ops.sum",
+        ),
+        (
+            "import keras\nimport hvdkit.keras as hvd\n"
+            "from tensorflow.keras.utils import layer_utils\n",
+            3,
+            "Keras 3 has no keras.utils.layer_utils: use the methods",
+        ),
+        (
+            "import keras\nimport hvdkit.keras as hvd\nfor each in metrics:\n"
+            "    each.reset_states()\n",
+            4,
+            "write each.reset_state()",
+        ),
+        (
+            "import keras\nimport hvdkit.keras as hvd\ndef step(model, optimizer):\n"
+            "    v = model.a.trainable_variables\n    optimizer.apply_gradients(zip(g, v))\n"
+            "    v = model.b.trainable_variables\n    optimizer.apply_gradients(zip(h, v))\n",
+            5,
+            "optimizer.build(model.a.trainable_variables + model.b.trainable_variables)",
+        ),
+        (
+            "import keras\nimport hvdkit.keras as hvd\nloss = optimizer.get_scaled_loss(loss)\n",
+            3,
+            "use scale_loss(loss)",
+        ),
     ],
 )
 def test_advice_names_the_line(script, line, advice):
     _, given = migrate(script)
     assert [each.line for each in given if advice in each.text] == [line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # A function of TensorFlow in a layer, on other tensors, and on the shape of a tensor.
+        "y = keras.layers.Lambda(lambda x: tf.square(x))(x)",
+        "y = tf.square(tf.ones(3))",
+        "y = tf.reduce_prod(x.shape[1:])",
+        "def f(x):\n    return tf.square(x)",
+        "keras.Model(x, keras.layers.Dense(2)(x)).save('a.keras')",
+        # One list of variables, and one optimizer for each list.
+        "a.apply_gradients(zip(g, m.variables))\na.apply_gradients(zip(h, m.variables))",
+        "a.apply_gradients(zip(g, m.variables))\nb.apply_gradients(zip(h, n.variables))",
+        # Names that Keras 3 has.
+        "y = tf.keras.layers.Dense(3).weights\nfrom keras.utils import to_categorical",
+        "y = tf.keras.preprocessing.image.ImageDataGenerator()",
+        "y = tf.keras.applications.resnet50.preprocess_input(z)",
+        # Arguments that hvdkit has.
+        "hvd.DistributedOptimizer(optimizer, None, '', compression=hvd.Compression.fp16)",
+        "hvd.DistributedOptimizer(*everything, compressor=1)",
+        "class N(keras.Model):\n    def call(self, x):\n        return self.f(x, 1)",
+    ],
+)
+def test_what_works_gets_no_advice(line):
+    head = "import keras\nimport tensorflow as tf\nimport hvdkit.keras as hvd\n"
+    text = f"{head}x = keras.Input((10,))\n{line}\n"
+    assert migrate(text) == (text, [])
 
 
 PLOT = """\

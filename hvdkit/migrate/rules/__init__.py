@@ -2,6 +2,8 @@
 
 from hvdkit.migrate.rules import (
     horovod,
+    keras_api,
+    keras_functional,
     keras_models,
     keras_modules,
     keras_optimizers,
@@ -15,6 +17,8 @@ RULES = (
     *keras_modules.RULES,
     *keras_optimizers.RULES,
     *keras_models.RULES,
+    *keras_functional.RULES,
+    *keras_api.RULES,
     *pytorch.RULES,
 )
 

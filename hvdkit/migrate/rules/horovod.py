@@ -163,6 +163,33 @@ def unknown_names(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
+    "The function of hvdkit does not have this argument.",
+    before="hvd.DistributedOptimizer(optimizer, compressor=mine)",
+    setup="import horovod.torch as hvd",
+)
+def unknown_arguments(self: Rule[Script], script: Script) -> None:
+    for call in script.calls():
+        module, name = split(script.name_of(call.func) or "")
+        signature = _signature(module, name) if module and name else None
+        if signature is None or any(each.star for each in call.args):
+            continue
+        positional, keywords = signature
+        given = [each.keyword.value for each in call.args if each.keyword]
+        unknown = sorted(set(given) - keywords) if keywords is not None else []
+        count = len(call.args) - len(given)
+        twice = [each for each in given if each in positional[:count]]
+        if unknown:
+            text = f"hvd.{name} has no argument {', '.join(unknown)}: remove or replace it"
+            script.advise(self.name, call, text)
+        elif twice:
+            text = (
+                f"argument {positional.index(twice[0]) + 1} of hvd.{name} is {twice[0]}, which is "
+                f"also given by its name: remove or replace one of them"
+            )
+            script.advise(self.name, call, text)
+
+
+@rule(
     "Only TensorFlow 1 has global variables.",
     before="hvd.broadcast_global_variables(0)",
     setup="import horovod.tensorflow as hvd",
@@ -283,6 +310,10 @@ def lightning(self: Rule, script: Script) -> None:
             )
 
 
+# A string with such a name can only be the name of a module.
+_MODULE = re.compile(rf"horovod\.({'|'.join(_ADAPTERS)})(\.\w+)*")
+
+
 @rule(
     "The command does not change an import by a string.",
     before='importlib.import_module("horovod.torch")',
@@ -295,9 +326,10 @@ def dynamic_imports(self: Rule, script: Script) -> None:
         if not isinstance(value, str) or not re.fullmatch(r"horovod(\.\w+)*", value):
             continue
         call = script.parent(script.parent(node))
-        if isinstance(call, cst.Call) and (script.dotted(call.func) or "").endswith(
+        is_imported = isinstance(call, cst.Call) and (script.dotted(call.func) or "").endswith(
             ("import_module", "__import__", "try_import", "find_spec")
-        ):
+        )
+        if is_imported or _MODULE.fullmatch(value):
             new = value.replace("horovod", "hvdkit", 1)
             script.advise(self.name, node, f'this import by a string is not changed: use "{new}"')
 
@@ -332,6 +364,41 @@ def _source(place: Path) -> Path | None:
     for path in (place.with_suffix(".py"), place / "__init__.py"):
         if path.is_file():
             return path
+    return None
+
+
+def _signature(module: str, name: str) -> tuple[list[str], set[str] | None] | None:
+    """Return the arguments of a function or class of hvdkit, read from its source.
+
+    Returns:
+        The positional arguments, and all that may be given by name (None if any may be); None if
+        hvdkit does not define the function.
+    """
+    found = _definition(module, name)
+    skipped = 0
+    if isinstance(found, ast.ClassDef):
+        methods = [each for each in found.body if isinstance(each, ast.FunctionDef)]
+        found = next((each for each in methods if each.name == "__init__"), None)
+        skipped = 1
+    if found is None or found.args.vararg:
+        return None
+    arguments = found.args
+    positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][skipped:]
+    keywords = {*positional, *(each.arg for each in arguments.kwonlyargs)}
+    return positional, None if arguments.kwarg else keywords
+
+
+@cache
+def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Return the definition of a name, also in the module of hvdkit that it is imported from."""
+    path = _source(_PACKAGE.joinpath(*module.split(".")[1:]))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path else ():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdkit."):
+            for each in node.names:
+                if (each.asname or each.name) == name:
+                    return _definition(node.module or "", each.name)
     return None
 
 
@@ -372,6 +439,7 @@ RULES = (
     imports,
     unsupported_modules,
     unknown_names,
+    unknown_arguments,
     global_variables,
     initial_rate,
     first_fit,

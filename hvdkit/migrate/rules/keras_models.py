@@ -106,6 +106,25 @@ def predict_classes(self: Rule[Script], script: Script) -> None:
 
 
 @rule(
+    "In Keras 3, the method reset_states has the name reset_state.",
+    before="accuracy = keras.metrics.Accuracy()\naccuracy.reset_states()",
+    after="accuracy = keras.metrics.Accuracy()\naccuracy.reset_state()",
+    setup=SETUP,
+)
+def reset_states(self: Rule[Script], script: Script) -> None:
+    for call, owner in methods(script, "reset_states"):
+        assert isinstance(call.func, cst.Attribute)
+        made = script.made_by(owner) or [""]
+        if all((keras_name(each) or "").startswith("metrics.") for each in made):
+            script.set(call.func, attr=cst.Name("reset_state"))
+            script.change(self.name, call, self.reason)
+        elif script.imports("keras", "tensorflow") and not script.imports("torch"):
+            code = script.source(owner)
+            text = f"if {code} is a metric or a layer of Keras, write {code}.reset_state()"
+            script.advise(self.name, call, text)
+
+
+@rule(
     "The callback of Keras 3 does not have this argument.",
     before='keras.callbacks.TensorBoard("logs", write_grads=True)',
     after='keras.callbacks.TensorBoard("logs")',
@@ -264,6 +283,7 @@ RULES = (
     generators,
     workers,
     predict_classes,
+    reset_states,
     keras_accuracy.accuracy_name,
     tensorboard,
     run_tf_function,

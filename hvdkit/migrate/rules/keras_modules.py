@@ -208,7 +208,8 @@ def _advise_tf(self: Rule[Script], script: Script) -> None:
         if script.name_of(each) == "keras.backend.tf":
             code = script.source(each)
             text = (
-                f"Keras 3 has no {code}: import tensorflow as tf, and write tf in place of {code}"
+                f"Keras 3 has no {code}: import tensorflow as tf, and write tf in place of {code}. "
+                f"Then run the command again"
             )
             script.advise(self.name, each, text)
             return
@@ -285,8 +286,34 @@ def private_names(self: Rule[Script], script: Script) -> None:
     for node in script.all(cst.ImportFrom):
         for name, _ in imported_names(node):
             short = keras_name(name) or ""
-            if short.rpartition(".")[2].startswith("_"):
-                script.advise(self.name, node, f"keras.{short} is private to Keras 2: replace it")
+            last = short.rpartition(".")[2]
+            if last.startswith("_"):
+                hint = _PRIVATE.get(last, "replace it")
+                script.advise(self.name, node, f"keras.{short} is private to Keras 2: {hint}")
+
+
+_PRIVATE = {"_to_tensor": "use keras.ops.convert_to_tensor"}
+
+
+@rule(
+    "The package is no longer developed, and needs Keras 2.",
+    before="import tensorflow_addons as tfa",
+    setup=_SETUP,
+)
+def old_packages(self: Rule[Script], script: Script) -> None:
+    for node in script.all(cst.Import, cst.ImportFrom):
+        for package in sorted({name.split(".")[0] for name, _ in imported_names(node)}):
+            if package in _OLD_PACKAGES:
+                text = f"{package} is no longer developed, and needs Keras 2"
+                script.advise(self.name, node, f"{text}: {_OLD_PACKAGES[package]}")
+
+
+_OLD_PACKAGES = {
+    "keras_applications": "use keras.applications",
+    "keras_contrib": "use the layers of Keras 3, or write your own",
+    "keras_preprocessing": "use tensorflow.keras.preprocessing",
+    "tensorflow_addons": "use Keras 3, which has AdamW, Lamb, Lion, GroupNormalization and others",
+}
 
 
 RULES = (
@@ -298,4 +325,5 @@ RULES = (
     mixed_precision,
     wrappers,
     private_names,
+    old_packages,
 )

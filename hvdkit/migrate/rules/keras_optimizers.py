@@ -213,8 +213,10 @@ _APPLY = ("experimental_aggregate_gradients", "skip_gradients_aggregation")
 def optimizer_methods(self: Rule[Script], script: Script) -> None:
     for call, owner in methods(script, *_REMOVED_METHODS):
         assert isinstance(call.func, cst.Attribute)
-        if is_optimizer(script, owner):
-            name = call.func.attr.value
+        name = call.func.attr.value
+        # Only the optimizers of Keras have methods of these two names.
+        is_certain = name in ("get_scaled_loss", "get_unscaled_gradients")
+        if is_optimizer(script, owner) or (is_certain and script.imports("keras", "tensorflow")):
             script.advise(self.name, call, f"Keras 3 has no {name}: {_REMOVED_METHODS[name]}")
 
 

@@ -123,6 +123,9 @@ def next_method(self: Rule[Script], script: Script) -> None:
         ):
             script.edit(call, lambda each: cst.Call(cst.Name("next"), [cst.Arg(each.func.value)]))
             script.change(self.name, call, self.reason)
+        elif any(name.endswith(".ImageDataGenerator") for name in script.imported):
+            code = script.source(function.value)
+            script.advise(self.name, call, f"if {code} is an iterator, write next({code})")
 
 
 @rule(

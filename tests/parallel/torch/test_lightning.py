@@ -271,19 +271,82 @@ class Stream(IterableDataset):
         return iter(torch.ones(self.count, 2))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["sized", "stream"])
+class StreamOfWrongLength(Stream):
+    """A stream that ends before its length."""
+
+    def __len__(self):
+        return 10
+
+
+# kind -> (data of a rank, additional arguments of the Trainer, part of the error).
+UNEVEN = {
+    "sized": (lambda rank: torch.ones(3 + rank, 2), {}, "rank 1 has 4"),
+    "stream": (lambda rank: Stream(3 + rank), {}, "end after 3 batches: 0"),
+    "limited": (
+        lambda rank: Stream(4 - rank),
+        {"limit_train_batches": 10, "max_epochs": 2},
+        "end after 3 batches: 1",
+    ),
+    "wrong length": (lambda rank: StreamOfWrongLength(3 + rank), {}, "end after 3 batches: 0"),
+    "empty": (lambda rank: Stream(3 * rank), {}, "end after 0 batches: 0"),
+    "accumulated": (
+        lambda rank: Stream(4 - rank),
+        {"accumulate_grad_batches": 4, "limit_train_batches": 8},
+        "end after 3 batches: 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.long] * (each != "limited")) for each in UNEVEN]
+)
 def test_different_numbers_of_batches_raise_on_all_ranks(hvd, kind):
     L = lightning()
     from hvdkit.lightning import HvdkitStrategy
 
-    count = 3 + hvd.rank()
-    data = torch.ones(count, 2) if kind == "sized" else Stream(count)
-    trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False)
+    data, arguments, error = UNEVEN[kind]
+    trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False, **arguments)
     with pytest.raises(UsageError, match="different numbers of batches") as caught:
-        trainer.fit(one_layer(L), DataLoader(data, 1))
+        trainer.fit(one_layer(L), DataLoader(data(hvd.rank()), 1))
     assert_raised_on_all_ranks(hvd, caught)
-    assert ("rank 1 has 4" if kind == "sized" else "end after 3 batches: 0") in str(caught.value)
+    assert error in str(caught.value)
+
+
+def own_loop(self, dataloader_iter):
+    """Train on an iterator, as a module with its own prefetching does."""
+    batch, _, _ = next(dataloader_iter)
+    return self.net(batch).square().mean()
+
+
+@pytest.mark.long
+def test_a_stream_that_training_step_reads_needs_equal_batches(hvd):
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    loader = DataLoader(Stream(3 + hvd.rank()), 1)
+    with pytest.raises(UsageError, match="takes a dataloader_iter") as caught:
+        make_trainer(L, HvdkitStrategy()).fit(one_layer(L, training_step=own_loop), loader)
+    assert_raised_on_all_ranks(hvd, caught)
+    trainer = make_trainer(L, HvdkitStrategy())
+    trainer.fit(one_layer(L, training_step=own_loop), hvd.equal_batches(loader))
+    assert trainer.global_step == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("limit", [2, 3, 10, 0.5])
+def test_equal_streams_train_to_their_end(hvd, limit):
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    data = Stream(3) if limit != 0.5 else torch.ones(6, 2)
+    model = one_layer(L)
+    arguments = {"use_distributed_sampler": False, "max_epochs": 2, "limit_train_batches": limit}
+    trainer = make_trainer(L, HvdkitStrategy(), **arguments)
+    callbacks = list(trainer.callbacks)
+    trainer.fit(model, DataLoader(data, 1))
+    assert trainer.global_step == 2 * min(3, limit if limit != 0.5 else 3)
+    assert trainer.callbacks == callbacks
+    assert_same_on_all_ranks(hvd, model)
 
 
 @pytest.mark.long
