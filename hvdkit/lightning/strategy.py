@@ -1,7 +1,5 @@
 """`HvdkitStrategy` for Lightning's `Trainer`."""
 
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +21,7 @@ from hvdkit.lightning.ranks import (
     check_batch_norm,
     no_sync,
 )
+from hvdkit.lightning.stopping import CommonStop
 from hvdkit.torch import hooks
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torchmetrics import compute_over_ranks
@@ -86,10 +85,10 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     # --- setup ----------------------------------------------------------------------------------
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Set up the model and its optimizers, and check the numbers of batches in `fit`."""
+        """Set up the model and its optimizers. In `fit`, add hvdkit's own callbacks."""
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            trainer.callbacks.insert(0, BatchCounts())
+            trainer.callbacks[:0] = [BatchCounts(), CommonStop()]
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if self._layer_sync is not None and self._trainer.state.fn == TrainerFn.FITTING:
@@ -169,7 +168,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def on_train_start(self) -> None:
         """Compute metrics over all ranks, also those that the module has created since `setup`."""
         self._compute_metrics_over_ranks()
-        _stop_on_sigusr1()
 
     def on_validation_start(self) -> None:
         """Copy rank 0's buffers to all ranks, so that all validate the model of the checkpoint."""
@@ -200,7 +198,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None:
             trainer.callbacks[:] = [
-                each for each in trainer.callbacks if not isinstance(each, BatchCounts)
+                each for each in trainer.callbacks if not isinstance(each, BatchCounts | CommonStop)
             ]
         super().teardown()
 
@@ -211,18 +209,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def _broadcast_buffers(self) -> None:
         assert self.lightning_module is not None
         broadcast_buffers(self.lightning_module)
-
-
-def _stop_on_sigusr1() -> None:
-    """Handle SIGUSR1 like SIGTERM, on which Lightning stops after a batch.
-
-    `hvdkit run` forwards SIGUSR1, which batch systems send before a time limit. By default, it
-    kills the process. Lightning restores the default at the end of the training.
-    """
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGTERM)
-        if callable(handler) and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, handler)
 
 
 def _check_separate(optimizers: list[torch.optim.Optimizer]) -> None:

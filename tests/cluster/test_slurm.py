@@ -379,6 +379,7 @@ def lightning(tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launch",
     [
@@ -400,6 +401,7 @@ def test_a_lightning_trainer_uses_the_ranks_of_hvdkit(jobs, lightning, launch):
     assert both == [["2", "24", both[0][2]]] * 2
 
 
+@pytest.mark.long
 def test_a_lightning_trainer_in_a_batch_job(jobs, lightning, tmp_path):
     command = shlex.join([*_HVDKIT, "run", *lightning("two")])
     output = tmp_path / "out"
@@ -412,6 +414,7 @@ def test_a_lightning_trainer_in_a_batch_job(jobs, lightning, tmp_path):
     assert lines[0] == lines[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_lightning_trainer_that_is_asked_to_stop_saves(jobs, lightning, start, tmp_path, number):
     *command, _ = lightning("stopped")

@@ -345,9 +345,7 @@ def test_a_callback_with_collectives_on_one_rank_only(hvd, name, tmp_path):
 
     make, _ = IN_LOCAL_FIT[name]
     callbacks = [make(hvd, tmp_path)] if hvd.rank() == 1 else []
-    with pytest.raises(
-        UsageError, match=rf"different callbacks .*ranks? 0.*none; rank 1: {name}"
-    ):
+    with pytest.raises(UsageError, match=rf"different callbacks .*ranks? 0.*none; rank 1: {name}"):
         fit(hvd, classifier(distributed(hvd)), callbacks=callbacks)
     same_everywhere("no rank waits")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import signal
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hvdkit.errors import UsageError
+from hvdkit.errors import RESUMABLE, UsageError
 from tests.parallel.torch.oracle import (
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
@@ -347,6 +348,25 @@ def test_equal_streams_train_to_their_end(hvd, limit):
     assert trainer.global_step == 2 * min(3, limit if limit != 0.5 else 3)
     assert trainer.callbacks == callbacks
     assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_batch(hvd, number):
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    def step(self, batch, index):
+        if index == 2 and hvd.rank() == 1:
+            signal.raise_signal(number)
+        return self.net(batch).square().mean()
+
+    trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False)
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(one_layer(L, training_step=step), DataLoader(torch.ones(6, 2), 1))
+    assert caught.value.code == RESUMABLE
+    assert on_all_ranks(hvd, trainer.global_step) == [3] * hvd.size()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
 @pytest.mark.long
