@@ -85,6 +85,10 @@ class Horovod(Protocol):
         """Shut down Horovod."""
         ...
 
+    def is_initialized(self) -> bool:
+        """Whether `init` was called, and not `shutdown` after it."""
+        ...
+
     def rank(self) -> int:
         """This process's rank."""
         ...
@@ -218,6 +222,8 @@ class Runtime:
         - Buckets of ranks on one host are reduced in shared memory, unless a rank has
           HVDKIT_COLLECTIVES=flat.
 
+        As in Horovod, a second call without `shutdown` between the two calls does nothing.
+
         Raises:
             HvdkitError: a launcher started several processes, but they did not form one job, or
                 the installed Horovod cannot connect them. Or `shutdown` has finalized MPI.
@@ -227,6 +233,9 @@ class Runtime:
         check_choice()
         stall_seconds(os.environ)
         horovod = self._horovod
+        if horovod.is_initialized():
+            horovod.init(*args, **kwargs)
+            return
         limit_stalls(os.environ)
         # `comm` may name only some of the ranks that were started.
         whole_world = not (args or kwargs.get("comm"))
@@ -253,14 +262,15 @@ class Runtime:
                 f"which cannot connect them. Unset HOROVOD_CONTROLLER, or start the script with "
                 f"`hvdkit run`."
             )
-        if mpi_finalized(horovod._basics.MPI_LIB_CTYPES):
+        single = whole_world and processes == 1 and horovod.gloo_built()
+        over_gloo = single or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+        if not over_gloo and mpi_finalized(horovod._basics.MPI_LIB_CTYPES):
             raise HvdkitError(
                 "hvd.init() is called after hvd.shutdown(), which has finalized MPI. MPI cannot "
                 "start again in a process. Call hvd.shutdown() only once, import mpi4py.MPI before "
                 "the first hvd.init(), or use Gloo (`hvdkit run --launcher gloo`)."
             )
         self.departure.remove()
-        single = whole_world and processes == 1 and horovod.gloo_built()
         if whole_world:
             # Otherwise the launcher would wait for ranks that do not take part.
             self.recorder.note_init(record_files.ENTERED, self._starts + 1)

@@ -31,11 +31,17 @@ class SimulatedHorovod:
         self._local = local
         self._size, self._rank, self._mpi, self._gloo = size, rank, mpi, gloo
         self.calls = []
+        self._initialized = False
+
+    def is_initialized(self):
+        return self._initialized
 
     def init(self, *args, **kwargs):
+        self._initialized = True
         self.calls.append(("init", args, kwargs, os.environ.get("HOROVOD_CONTROLLER")))
 
     def shutdown(self):
+        self._initialized = False
         self.calls.append(("shutdown",))
 
     def rank(self):
@@ -179,7 +185,7 @@ def test_ranks_of_one_mpi_job(no_launcher):
 @pytest.mark.parametrize(
     ("arguments", "noted"),
     [
-        ({}, {record_files.ENTERED, record_files.CONNECTED}),
+        ({}, {record_files.ENTERED.format(1), record_files.CONNECTED.format(1)}),
         # Ranks outside of `comm` need not call `init`.
         ({"comm": [0, 1]}, set()),
     ],
@@ -241,6 +247,7 @@ def test_missing_features_of_the_engine_are_logged_once(
     runtime = runtime_of(SimulatedHorovod(rank=rank), version, engine)
     with caplog.at_level(logging.WARNING, logger="hvdkit.torch"):
         runtime.init()
+        runtime.shutdown()
         runtime.init()
     assert len(caplog.messages) == len(said)
     assert all(part in message for part, message in zip(said, caplog.messages, strict=True))
@@ -300,3 +307,35 @@ def test_one_rank_of_torchrun_on_each_of_several_slurm_tasks(no_launcher, monkey
     for name, value in {**TORCHRUN, "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}.items():
         monkeypatch.setenv(name, value)
     runtime_of(SimulatedHorovod(size=1, mpi=False)).init()
+
+
+def test_a_call_of_init_by_one_rank_that_has_started_is_no_new_start(no_launcher, tmp_path):
+    """Otherwise the launcher over MPI would wait for the other ranks, and then end the job."""
+    no_launcher.setenv("HVDKIT_RECORD_DIR", str(tmp_path))
+    runtime = runtime_of(SimulatedHorovod(size=2))
+    runtime.init()
+    generation = runtime.generation
+    runtime.init()
+    assert not list(tmp_path.glob("init-2-*"))
+    assert runtime.generation == generation  # the ranks compare it
+    runtime.shutdown()
+    runtime.init()
+    assert len(list(tmp_path.glob("init-2-*"))) == 2
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_only_ranks_over_mpi_need_mpi(no_launcher, controller):
+    """The script has finalized MPI itself."""
+
+    def finalized(flag):
+        flag._obj.value = 1
+
+    horovod = SimulatedHorovod(size=2)
+    no_launcher.setattr(horovod._basics.MPI_LIB_CTYPES, "MPI_Finalized", finalized, raising=False)
+    no_launcher.setenv("HOROVOD_CONTROLLER", controller)
+    no_launcher.setenv("OMPI_COMM_WORLD_SIZE", "2" if controller == "mpi" else "1")
+    if controller == "mpi":
+        with pytest.raises(HvdkitError, match="has finalized MPI"):
+            runtime_of(horovod).init()
+    else:
+        runtime_of(horovod).init()
