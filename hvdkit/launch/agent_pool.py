@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from operator import methodcaller
 from typing import Any, Self
 
@@ -44,7 +45,8 @@ class AgentPool:
 
     Attributes:
         connections: the connections to the agents.
-        unused: the connections to agents of hosts without ranks in this start (`KeptAgents`).
+        unused: the connections to agents of hosts without ranks in this start (`KeptAgents`). Their
+            messages are ignored.
         events: the queue of the agents' messages.
         explained: whether the outcome explains the end of the job by something other than the loss
             of an agent.
@@ -58,6 +60,8 @@ class AgentPool:
         self._heartbeat_seconds = min(messages.HEARTBEAT_SECONDS, silence / 5)
         self.connections: list[Connection] = []
         self.unused: list[Connection] = []
+        # Those that `only` leaves out.
+        self._left_out: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
         self.explained = False
         self._stop = threading.Event()
@@ -66,7 +70,18 @@ class AgentPool:
     @property
     def every(self) -> list[Connection]:
         """The connections to all agents, with those of hosts without ranks."""
-        return [*self.connections, *self.unused]
+        return [*self.connections, *self.unused, *self._left_out]
+
+    @contextmanager
+    def only(self, chosen: Sequence[Connection]) -> Iterator[None]:
+        """Context in which `connections` are `chosen`. The other agents still get heartbeats."""
+        before = self.connections
+        self._left_out = [connection for connection in before if connection not in chosen]
+        self.connections = list(chosen)
+        try:
+            yield
+        finally:
+            self.connections, self._left_out = before, []
 
     def __enter__(self) -> Self:
         self._heartbeat.start()

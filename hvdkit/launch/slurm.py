@@ -132,11 +132,9 @@ def _started(
         command = srun_command(plan, allocation, local_agent_command(), names, kind)
         env, timeout = _srun_environment(here), settings.timeouts.start
         with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
-            every_agent = agents.connections
             # Ask one agent of each host.
-            first = {connection.host: connection for connection in reversed(every_agent)}
-            agents.connections = [first[host] for host in plan.hosts]
-            try:
+            first = {connection.host: connection for connection in reversed(agents.connections)}
+            with agents.only([first[host] for host in plan.hosts]):
                 answers = agents.require_facts(prepare.task(plan, settings), timeout)
                 facts = {
                     host: _facts(answers[agent], host, plan, allocation)
@@ -148,8 +146,6 @@ def _started(
                     preflight.before_start(
                         agents, interfaces, plan, settings, server.getsockname(), say
                     )
-            finally:
-                agents.connections = every_agent
             # Slurm also sends signals to the tasks, here the agents.
             agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
             yield _Started(agents, command, facts, interfaces, address)

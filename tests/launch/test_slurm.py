@@ -3,14 +3,15 @@ import os
 import socket
 import subprocess
 import sys
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import allocation, prepare, slurm
+from hvdkit.launch import allocation, preflight, prepare, slurm
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Settings
+from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.ssh import Ssh
 from tests.launch.test_allocation import ENV
@@ -70,7 +71,7 @@ def test_the_network_is_tested_at_a_port_that_listens(monkeypatch):
     plan = make_plan(["true"], "/", [host], 1)
     allocated = allocation.Allocation([host], {host: 1})
     agent = Mock(host=host)
-    agents = Mock(connections=[agent])
+    agents = MagicMock(connections=[agent])
     agents.require_facts.return_value = {agent: {"cores": 1}}
 
     @contextlib.contextmanager
@@ -149,3 +150,36 @@ def test_wrong_arguments_are_status_2(arguments, env, expected):
 def test_named_hosts_take_precedence_over_an_allocation():
     done = run("-H", "localhost:2", sys.executable, "-c", "print('up')", **ENV)
     assert sorted(done.stdout.splitlines()) == ["[0] up", "[1] up"]
+
+
+#: A simulated srun, which starts all tasks on this machine.
+SRUN = """#!/bin/sh
+for word; do case $word in --ntasks=*) tasks=${word#*=};; esac; done
+while [ "${1#--}" != "$1" ]; do shift; done
+task=0
+while [ $task -lt $tasks ]; do SLURM_PROCID=$task "$@" & task=$((task + 1)); done
+wait
+"""
+
+
+def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
+    """Without heartbeats, the second agent of a host would give the launcher up after a minute."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    connected = []
+
+    def before_start(agents, *others):
+        connected.append((len(agents.connections), len(agents.every)))
+        check(agents, *others)
+
+    check = preflight.before_start
+    monkeypatch.setattr(preflight, "before_start", before_start)
+    hosts = [Host("localhost", 2), Host("127.0.0.1", 1)]
+    allocated = allocation.Allocation(hosts, dict.fromkeys(hosts, 2))
+    launcher = slurm.Slurm(
+        make_plan(["true"], "/", hosts, 3), Settings(Ssh(), sys.executable), allocated, None
+    )
+    with Output(3, progress=False) as output:
+        assert launcher.run(output, print).status == 0
+    assert connected == [(2, 3)]
