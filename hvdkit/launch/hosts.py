@@ -126,7 +126,7 @@ def own_addresses() -> set[str]:
 def _resolve(name: str) -> set[str]:
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is empty or too long
         return set()  # the name may be an alias of ssh's configuration
 
 

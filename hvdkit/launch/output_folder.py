@@ -75,7 +75,7 @@ def write_error(
         "rank": failure.rank,
         "host": plan.places[failure.rank].host.name,
         "status": None if by_signal else failure.status,
-        "signal": signal.Signals(-failure.status).name if by_signal else None,
+        "signal": _signal_name(-failure.status) if by_signal else None,
         "possible_causes": possible_causes or None,
         "exception": failure.exception,
         "traceback": failure.traceback,
@@ -85,3 +85,10 @@ def write_error(
         (folder / ERROR).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         say(f"cannot write {folder / ERROR}: {error.strerror}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"  # Python names only some of these

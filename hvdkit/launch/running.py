@@ -59,7 +59,7 @@ def say(text: str) -> None:
     # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
     # errors, because a closed terminal must not prevent the ranks from saving.
     with contextlib.suppress(OSError):
-        os.write(2, f"hvdkit run: {text}\n".encode())
+        os.write(2, f"hvdkit run: {text}\n".encode(errors="surrogateescape"))
 
 
 def _raise_file_limit(plan: Plan) -> None:

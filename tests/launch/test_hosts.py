@@ -87,6 +87,11 @@ def test_local_hosts(name, addresses, expected):
     assert found is expected
 
 
+@pytest.mark.parametrize("name", ["node1..cluster", "n" * 70])
+def test_a_name_that_cannot_be_a_host(name):
+    assert not is_local(Host(name, 1))
+
+
 def test_names_are_looked_up_in_parallel_with_a_timeout():
     together = threading.Barrier(21)
     answer = threading.Event()

@@ -7,6 +7,7 @@ import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import output_folder, starts
+from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import make_plan
@@ -77,6 +78,12 @@ def test_a_signal_is_named(tmp_path):
     error = json.loads((tmp_path / "logs" / "latest" / "error.json").read_text())
     assert (error["rank"], error["status"], error["signal"]) == (1, None, "SIGSEGV")
     assert (error["exception"], error["traceback"]) == (None, [])
+
+
+def test_a_signal_without_a_name_in_python(tmp_path):
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    output_folder.write_error(tmp_path, Failure(0, -40, []), "", plan, print)
+    assert json.loads((tmp_path / "error.json").read_text())["signal"] == "SIGRTMIN+6"
 
 
 def test_a_start_that_still_runs(tmp_path):
