@@ -9,7 +9,8 @@ and on SIGTERM or SIGHUP. If the task says `stay`, the agent waits for the next 
 ranks have ended by themselves or at the launcher's request.
 
 mpirun and srun start one agent for each rank instead. Two environment variables tell such an agent
-how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun.
+how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun. Such an
+agent ends only after the launcher has closed the connection.
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class Agent:
         self._ending: Iterator[None] | None = None
         self._last_received = self._stepped_at = time.monotonic()
         self._launcher_lost = False
+        # Whether `done` was sent, and no other start follows.
+        self._done = False
         self._stays = False
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
@@ -118,7 +121,7 @@ class Agent:
         try:
             while not self._finished():
                 self._step()
-            while self._overrides is not None and self.outcome is None and not self._launcher_lost:
+            while self._waits_for_launcher():
                 self._step()
         finally:
             # Also after an exception, no process of the job may remain.
@@ -130,7 +133,8 @@ class Agent:
 
     def _step(self) -> None:
         self._select_pipes()
-        poll = _RECORDS_SECONDS if self._ending is None else _ENDING_POLL_SECONDS
+        ending = self._ending is not None and not self._done
+        poll = _ENDING_POLL_SECONDS if ending else _RECORDS_SECONDS
         ready = self._selector.select(poll)
         now = time.monotonic()
         if now > self._stepped_at + messages.PAUSE_SECONDS:
@@ -170,11 +174,22 @@ class Agent:
             if self._stays and self.outcome is None:
                 self._prepare_next_start()
                 return False
+            self._done = True
             return True
         except HvdkitError as error:
             self._send("failed", reason=str(error))
             return True
         return False
+
+    def _waits_for_launcher(self) -> bool:
+        """Return whether to stay connected, although no process of the job is left here."""
+        if self._launcher_lost:
+            return False
+        if self._overrides is not None:
+            return self.outcome is None
+        # When the agent of a rank that has failed ends, mpirun ends the other ranks at once. They
+        # could not report their errors, and their SIGTERM would look like another failure.
+        return self._keep_rank_variables and self._done
 
     def _prepare_next_start(self) -> None:
         """Forget the ranks, which have ended, and wait for the launcher to start them again."""

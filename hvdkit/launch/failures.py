@@ -18,10 +18,10 @@ from hvdkit.errors import RESUMABLE
 from hvdkit.processes import exit_text
 
 #: Kinds of failures, from probable causes to probable consequences: a traceback or a signal, an
-#: exit status alone, a broken connection, a lost peer.
-_EXPLAINED, _UNEXPLAINED, _BROKEN_CONNECTION, _LOST_PEER = range(4)
+#: exit status alone, SIGTERM over MPI, a broken connection, a lost peer.
+_EXPLAINED, _UNEXPLAINED, _TERMINATED, _BROKEN_CONNECTION, _LOST_PEER = range(5)
 #: By kind, the seconds to wait for other ranks to fail by themselves.
-_WAITS = (0.5, 2.0, 5.0, 5.0)
+_WAITS = (0.5, 2.0, 2.0, 5.0, 5.0)
 #: The same after SIGKILL, which no rank gets as a consequence of another failure.
 _KILLED_WAIT = 0.1
 
@@ -53,11 +53,14 @@ class Failure:
         rank: the rank.
         status: its exit status, negative for a signal.
         tail: its last lines of output.
+        over_mpi: whether MPI may have ended it. When a rank calls MPI_Abort, mpirun sends SIGTERM
+            to all ranks.
     """
 
     rank: int
     status: int
     tail: Sequence[str]
+    over_mpi: bool = False
 
     @property
     def traceback(self) -> list[str]:
@@ -106,6 +109,8 @@ class Failure:
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION
+        if self.over_mpi and self.status == -signal.SIGTERM and not self.traceback:
+            return _TERMINATED
         return _EXPLAINED if self.traceback or self.status < 0 else _UNEXPLAINED
 
     @property
@@ -122,15 +127,18 @@ class Failures:
     Args:
         describe: returns a text for ranks, such as "rank 1 on host1".
         orderly: the statuses of orderly ends, which are not failures.
+        over_mpi: whether the ranks run over MPI.
     """
 
     def __init__(
         self,
         describe: Callable[[list[int]], str],
         orderly: Collection[int] = (RESUMABLE,),
+        over_mpi: bool = False,
     ) -> None:
         self._describe = describe
         self._orderly = orderly
+        self._over_mpi = over_mpi
         self._found: list[Failure] = []
         self._deadline = float("inf")
 
@@ -139,7 +147,7 @@ class Failures:
 
     def add(self, rank: int, status: int, tail: Sequence[str]) -> None:
         """Add a rank that has ended with `status`, which is not 0."""
-        failure = Failure(rank, status, tail)
+        failure = Failure(rank, status, tail, self._over_mpi)
         self._found.append(failure)
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
@@ -216,7 +224,9 @@ class Failures:
             parts.append(f"{_count(len(after))} failed after it, because a peer was lost")
         lines = ["; ".join(parts) + "."]
         if ended:
-            lines[0] += f" The launcher ended {ended} other rank{'' if ended == 1 else 's'}."
+            lines[0] += f" The launcher ended {_others(ended)}."
+        if first.kind < _TERMINATED and (by_mpi := sum(f.kind == _TERMINATED for f in others)):
+            lines[0] += f" MPI ended {_others(by_mpi)}."
         if first.kind == _LOST_PEER:
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
             if departed:
@@ -227,7 +237,8 @@ class Failures:
                 lines.append(_without_cause(self._describe, finished, stopped, silent))
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
-        similar = [f for f in others if f.kind < _LOST_PEER or first.kind == _LOST_PEER]
+        consequences = (_TERMINATED, _LOST_PEER) if first.kind < _TERMINATED else (_LOST_PEER,)
+        similar = [f for f in others if f.kind not in consequences or f.kind == first.kind]
         for failure in similar:
             if failure.last_line not in shown and len(shown) < _SHOWN:
                 shown.add(failure.last_line)
@@ -279,6 +290,10 @@ def tail_of(rank: int, tail: Sequence[str]) -> str:
         return f"Rank {rank} wrote nothing."
     shown = tail[-_SHOWN_LINES:]
     return "\n".join([f"Rank {rank}'s last lines:", *(f"  {line}" for line in shown)])
+
+
+def _others(number: int) -> str:
+    return f"{number} other rank{'' if number == 1 else 's'}"
 
 
 def _count(number: int) -> str:

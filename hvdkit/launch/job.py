@@ -136,7 +136,7 @@ class Job:
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
-        self._failures = Failures(self._ranks, self._orderly)
+        self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
         self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
@@ -175,7 +175,7 @@ class Job:
         finally:
             restore(signal.SIGTSTP, previous)
         outcome = self._outcome()
-        self._agents.explained = bool(outcome.report) and not (self._lost or self._lost_agent)
+        self._agents.explained = outcome.status != 0 and not (self._lost or self._lost_agent)
         return replace(outcome, saved=self._saved, lost=tuple(self._lost))
 
     # Messages of agents

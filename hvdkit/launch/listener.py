@@ -200,8 +200,9 @@ class _ExternalLauncher:
     """A running mpirun or srun, whose output is shown to the user.
 
     When a rank fails, Open MPI describes the failure as that of its agent, in 16 lines that blame
-    the program for a missing call. So what mpirun or srun says after the end of an agent is held
-    back, and shown only if the outcome of the job does not explain its end.
+    the program for a missing call. So what mpirun says after the end of an agent is held back, and
+    shown only if the outcome of the job does not explain its end. What srun says is always shown:
+    it may tell that a process used too much memory.
     """
 
     def __init__(
@@ -273,6 +274,7 @@ def agents_started_by(
     plan: Plan,
     timeout: float,
     say: Callable[[str], None],
+    holds: bool = False,
 ) -> Iterator[AgentPool]:
     """Run mpirun or srun, which starts an agent for each rank, and accept the agents.
 
@@ -286,6 +288,7 @@ def agents_started_by(
         plan: the job.
         timeout: seconds for all agents to connect.
         say: prints a message for the user.
+        holds: whether to hold back the command's messages about ranks that have failed.
 
     Raises:
         HvdkitError: the command cannot be started or ends, or agents do not connect in time.
@@ -313,7 +316,8 @@ def agents_started_by(
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
             listener.close()
-            launcher.hold(lambda: any(connection.ended for connection in connected.values()))
+            if holds:
+                launcher.hold(lambda: agents.explained or any(c.ended for c in connected.values()))
             yield agents
             explained = agents.explained
     finally:

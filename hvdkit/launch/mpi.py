@@ -196,7 +196,7 @@ class Mpi:
             env |= listener.variables()
             timeout = self.settings.timeouts.start
             with agents_started_by(
-                "mpirun", command, env, listener, self.plan, timeout, say
+                "mpirun", command, env, listener, self.plan, timeout, say, holds=True
             ) as agents:
                 agents.require_facts(prepare.task(self.plan, self.settings), timeout)
                 prepare.start_ranks(

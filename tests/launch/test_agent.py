@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -81,6 +83,29 @@ def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent
     assert agent.receive("ended") == {"kind": "ended", "rank": 5, "status": 0}
     agent.receive("done")
     assert agent.process.wait(timeout=10) == 0
+
+
+def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
+    """If it ended, mpirun would end the other ranks at once, which have errors to report."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hvdkit.launch.agent"],
+            env=os.environ
+            | {messages.ADDRESS_VARIABLE: f"127.0.0.1:{server.getsockname()[1]}"}
+            | {messages.TOKEN_VARIABLE: "secret", "OMPI_COMM_WORLD_RANK": "5"},
+        )
+        connection, _ = server.accept()
+        with process, connection, connection.makefile("rwb") as file:
+            assert file.readline() == b"secret 5\n"
+            agent = Launched(SimpleNamespace(stdin=file, stdout=file))
+            agent.start("import sys; sys.exit(3)")
+            assert agent.receive("ended")["status"] == 3
+            agent.receive("done")
+            agent.send("heartbeat")
+            agent.receive("alive")
+            assert process.poll() is None
+            connection.shutdown(socket.SHUT_WR)
+            assert process.wait(timeout=20) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

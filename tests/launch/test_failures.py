@@ -91,6 +91,25 @@ def test_each_kind_of_failure_is_shown_once():
     assert "HorovodInternalError" not in report
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_mpirun_has_ended_is_not_the_cause(first):
+    """Rank 1 calls MPI_Abort, and mpirun sends SIGTERM to rank 0."""
+    found = Failures(lambda ranks: f"rank {ranks[0]}", over_mpi=True)
+    for rank in (first, 1 - first):
+        found.add(rank, (-15, 7)[rank], ["step 3"])
+    assert found.cause.rank == 1
+    report = found.report(ended=0, finished=[])
+    assert report.startswith("rank 1 failed: exit status 7. MPI ended 1 other rank.\n")
+    assert "too" not in report
+
+
+def test_a_rank_over_mpi_that_a_user_has_ended_is_the_cause():
+    found = Failures(lambda ranks: f"rank {ranks[0]}", over_mpi=True)
+    found.add(1, 1, LOST)
+    found.add(0, -15, ["step 3"])
+    assert found.cause.rank == 0
+
+
 def test_a_rank_that_ended_without_an_error_is_named():
     report = failures((0, 1, LOST), (1, 1, LOST)).report(ended=0, finished=[2])
     assert "Each rank that failed had lost a peer, and none reported why." in report

@@ -51,7 +51,7 @@ def outcome(monkeypatch):
     monotonic = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)
 
-    def run(*events, registered=lambda: {0, 1}, say=print, **timeouts):
+    def run(*events, registered=lambda: {0, 1}, say=print, stdout_closed=False, **timeouts):
         hosts = [Host("host0", 1), Host("host1", 1)]
         agents = [Agent(host) for host in hosts]
         left = list(events)
@@ -69,7 +69,10 @@ def outcome(monkeypatch):
         pool = SimpleNamespace(connections=agents, next_event=next_event)
         plan = make_plan(["true"], "/", hosts, 2)
         with Output(2, None, None, say=print, progress=False) as output:
-            return Job(plan, pool, output, Timeouts(**timeouts), registered, say).run()
+            output.stdout_closed = stdout_closed
+            found = Job(plan, pool, output, Timeouts(**timeouts), registered, say).run()
+        run.explained = pool.explained
+        return found
 
     return run
 
@@ -143,6 +146,13 @@ def test_a_rank_that_ends_in_init_is_named(outcome):
         "all ranks have called hvd.init(), but MPI did not connect rank 0 on host0 and rank 1 on "
         "host1 ended in hvd.init() within 3 s (--start-timeout)."
     )
+
+
+def test_a_closed_standard_output_explains_the_end(outcome):
+    """Otherwise `hvdkit run --launcher mpi | head` shows what mpirun says about the end."""
+    found = outcome(ended(0, -15), ended(1, -15), *DONE, registered=None, stdout_closed=True)
+    assert (found.status, found.report) == (128 + signal.SIGPIPE, "")
+    assert outcome.explained
 
 
 def test_a_rank_that_is_late_in_the_second_start_is_named(outcome):

@@ -100,3 +100,22 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
         ):
             pytest.fail("not all agents are connected")
         assert connection.recv(10_000).count(b'"heartbeat"') >= 3
+
+
+@pytest.mark.parametrize(
+    ("holds", "explained", "shown"),
+    [(True, True, False), (True, False, True), (False, True, True)],
+)
+def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained, shown):
+    """Those of srun, with `holds` False, may tell that a process used too much memory."""
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    command = ("launcher", ["sh", "-c", "sleep 0.5; echo late"], dict(os.environ))
+    said = []
+    with socket.create_connection(listener.address, timeout=5) as connection:
+        connection.sendall(f"{token(listener)} 0\n".encode())
+        with agents_started_by(
+            *command, listener, plan, timeout=10, say=said.append, holds=holds
+        ) as agents:
+            agents.explained = explained
+            connection.close()
+    assert said == (["launcher: late"] if shown else [])
