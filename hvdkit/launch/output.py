@@ -143,8 +143,7 @@ class Output:
             prefix = b"[%*d] " % (self._width, rank)
             out = self._streams[stream]
             try:
-                out.write(b"".join(prefix + line + b"\n" for line in visible))
-                out.flush()
+                _write_all(out, b"".join(prefix + line + b"\n" for line in visible))
             except OSError as error:
                 self._drop(stream, error)
 
@@ -186,6 +185,28 @@ class Output:
             self._say(
                 f"{names[stream]}: {error.strerror}. The ranks' output to it is not shown any more"
             )
+
+
+def _write_all(out: IO[bytes], data: bytes) -> None:
+    """Write data to a stream, also if it does not block.
+
+    Another program that shares the terminal or the pipe may have set this, for example a rank of
+    `--debug-rank`. The stream then fails whenever its reader is slow.
+    """
+    while data:
+        try:
+            # None, or less than the data: the stream is unbuffered (PYTHONUNBUFFERED).
+            written = out.write(data) or 0
+        except BlockingIOError as error:
+            written = error.characters_written
+        data = data[written:]
+        if data:
+            os.set_blocking(out.fileno(), True)
+    try:
+        out.flush()
+    except BlockingIOError:  # the data is still in the stream's buffer
+        os.set_blocking(out.fileno(), True)
+        out.flush()
 
 
 class _NullStream(io.BytesIO):

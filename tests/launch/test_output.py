@@ -1,10 +1,14 @@
 import errno
 import io
+import os
+import threading
+import time
 
 import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.output import Output
+from hvdkit.launch.running import say
 
 
 class Terminal(io.BytesIO):
@@ -125,3 +129,33 @@ def test_a_closed_terminal_does_not_end_the_job(tmp_path):
         output.write(0, "stdout", b"one\n")
         output.write(0, "stdout", b"two\n")
     assert (tmp_path / "rank.0.log").read_bytes() == b"one\ntwo\n"
+
+
+@pytest.mark.parametrize("buffering", [-1, 0], ids=["", "unbuffered"])
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_nothing_is_lost_if_the_stream_does_not_block(size, buffering):
+    """The reader begins when the pipe is full."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    lines = [b"%*d" % (size, number) for number in range(1_000_000 // size)]
+    received = []
+
+    def read():
+        time.sleep(0.2)
+        while data := os.read(reader, 65536):
+            received.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with open(writer, "wb", buffering) as stream:
+        output = Output(1, stdout=stream, stderr=io.BytesIO())
+        for line in lines:
+            output.write(0, "stdout", line + b"\n")
+    thread.join()
+    os.close(reader)
+    assert b"".join(received) == b"".join(b"[0] " + line + b"\n" for line in lines)
+
+
+def test_a_message_with_a_name_that_is_not_utf_8(capfdbinary):
+    say("/data/\udcff is full")
+    assert capfdbinary.readouterr().err == b"hvdkit run: /data/\xff is full\n"
