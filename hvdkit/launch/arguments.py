@@ -19,6 +19,9 @@ EXAMPLE = """\
   hvdkit run train.py                              # a rank for each GPU; runs python train.py
   hvdkit run -np 2 --dry-run python train.py       # print the plan"""
 
+# Seconds, about 30 years. The system refuses to wait for much longer.
+_LONGEST = 1e9
+
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit run`."""
@@ -322,11 +325,11 @@ def _count(text: str) -> int | None:
 
 
 def _seconds(text: str) -> float:
-    """Return a number of seconds above 0."""
+    """Return a number of seconds above 0, at most `_LONGEST`."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
-    return seconds
+    return min(seconds, _LONGEST)

@@ -35,6 +35,8 @@ _STRANGERS = 64
 BACKLOG = 4096
 # Threads of connections that were closed a moment ago count too.
 _THREADS_PER_CONNECTION = 4
+# The largest values that Linux accepts: in seconds, and in milliseconds.
+_LONGEST_KEEPALIVE, _LONGEST_USER_TIMEOUT = 32767, 2**31 - 1
 # The seconds in which mpirun and srun should end by themselves after their ranks.
 _END_SECONDS = 10.0
 
@@ -186,12 +188,13 @@ def _enable_keepalive(connection: socket.socket, silence: float) -> None:
     TCP_USER_TIMEOUT would then end the agent's connection.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    interval = max(1, int(silence / 3))
+    interval = min(max(1, int(silence / 3)), _LONGEST_KEEPALIVE)
+    milliseconds = min(int(1000 * silence), _LONGEST_USER_TIMEOUT)
     for option, value in (
         (socket.TCP_KEEPIDLE, interval),
         (socket.TCP_KEEPINTVL, interval),
         (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, int(1000 * silence)),
+        (socket.TCP_USER_TIMEOUT, milliseconds),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

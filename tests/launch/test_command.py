@@ -432,6 +432,12 @@ def test_wrong_arguments_are_status_2(arguments, expected):
     assert "Traceback" not in done.stderr
 
 
+def test_a_time_limit_may_be_longer_than_the_system_can_wait():
+    options = [word for name in ("start-timeout", "stop-grace") for word in (f"--{name}", "1e300")]
+    done = run("-np", "1", *options, "true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_missing_program_is_reported_before_the_start():
     done = run("-np", "2", "no-such-program")
     assert done.returncode == 1

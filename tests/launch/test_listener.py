@@ -44,9 +44,12 @@ def test_an_agent_with_the_token_is_accepted(listener):
     assert connect(listener, f"{token(listener)} 1\n".encode()) == 1
 
 
-def test_the_connection_of_a_host_that_does_not_answer_ends():
+@pytest.mark.parametrize(
+    ("silence", "expected"), [(6.0, [6000, 2, 2, 3]), (1e9, [2147483647, 32767, 32767, 3])]
+)
+def test_the_connection_of_a_host_that_does_not_answer_ends(silence, expected):
     """`silence` is in seconds, and one of the system's options in milliseconds."""
-    listener = AgentListener("127.0.0.1", 1, silence=6.0)
+    listener = AgentListener("127.0.0.1", 1, silence=silence)
     try:
         with socket.create_connection(listener.address, timeout=5) as connection:
             connection.sendall(f"{token(listener)} 0\n".encode())
@@ -55,7 +58,7 @@ def test_the_connection_of_a_host_that_does_not_answer_ends():
                 names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
                 options = [getattr(socket, name) for name in names]
                 values = [accepted.getsockopt(socket.IPPROTO_TCP, each) for each in options]
-                assert values == [6000, 2, 2, 3]
+                assert values == expected
                 assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     finally:
         listener.close()
