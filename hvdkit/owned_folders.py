@@ -87,8 +87,14 @@ def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # Another process may have taken the new folder for an abandoned one.
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        try:
             return folder, _lock(folder)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        except OSError:  # a full disk, for example
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise
 
 
 def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:

@@ -1,9 +1,12 @@
 """Temporary folders that belong to a process."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from hvdkit.owned_folders import OwnedFolder
 
@@ -88,4 +91,14 @@ def test_processes_that_make_folders_at_the_same_time(tmp_path):
     statuses = [process.wait(timeout=120) for process in processes]
     assert statuses == [0] * len(processes)
     OwnedFolder(tmp_path, "test-").remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_if_there_is_no_space_for_the_lock(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left"):
+        OwnedFolder(tmp_path, "test-")
     assert not list(tmp_path.iterdir())
