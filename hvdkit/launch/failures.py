@@ -235,6 +235,8 @@ class Failures:
                 lines.append("Before it failed: " + before.replace("\n", " "))
             else:
                 lines.append(_without_cause(self._describe, finished, stopped, silent))
+        if first.kind == _TERMINATED:
+            lines.append("If mpirun or srun gets SIGTERM, it sends SIGTERM to all ranks.")
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
         consequences = (_TERMINATED, _LOST_PEER) if first.kind < _TERMINATED else (_LOST_PEER,)
