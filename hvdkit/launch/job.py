@@ -167,10 +167,12 @@ class Job:
             with handle_stop_signals(self._on_signal):
                 while len(self._finished) < len(self._agents.connections):
                     event = self._agents.next_event(_POLL_SECONDS)
-                    self._notice_pause(time.monotonic())
+                    # One time for both: the process may be stopped between the two calls.
+                    now = time.monotonic()
+                    self._notice_pause(now)
                     if event is not None:
                         self._handle(event.connection, event.message)
-                    self._check_deadlines()
+                    self._check_deadlines(now)
                     self._output.status(self._progress())
         finally:
             restore(signal.SIGTSTP, previous)
@@ -257,8 +259,7 @@ class Job:
 
     # Deadlines
 
-    def _check_deadlines(self) -> None:
-        now = time.monotonic()
+    def _check_deadlines(self, now: float) -> None:
         if not self._ending and (late := self._start.check(now)) is not None:
             self._on_late_start(late)
         self._check_silence(now)

@@ -139,6 +139,18 @@ def test_answers_that_arrive_while_the_launcher_is_stopped_are_read_before_a_ver
     assert not said
 
 
+def test_a_launcher_that_is_stopped_while_it_shows_output_does_not_blame_an_agent(
+    outcome, monkeypatch
+):
+    monkeypatch.setattr(Agent, "silent_since", time.monotonic())
+    before, stopped = time.monotonic, []
+    monkeypatch.setattr(time, "monotonic", lambda: before() + 70.0 * len(stopped))
+    monkeypatch.setattr(Output, "write", lambda *_: stopped.append(True))
+    output = 0, {"kind": "output", "rank": 0, "stream": "stdout", "text": "step 1"}
+    found = outcome(output, ended(0), ended(1), *DONE)
+    assert (found.status, found.report) == (0, "")
+
+
 def test_a_rank_that_ends_in_init_is_named(outcome):
     notes = [init(0), init(1), ended(1)]
     found = outcome(*notes, 4.0, END, *DONE, registered=None, start=3.0)
