@@ -49,6 +49,15 @@ _OWN = {
 }
 
 
+# The name of a call without a name, outside of a graph of TensorFlow: the patch
+# `tensorflow-eager-names`.
+_BY_LINE = re.compile(r"(\w+)\.line \d+ of ")
+_SAME_NAME = (
+    "Outside of a tf.function, ranks match calls without a name by their line of code. If these "
+    "calls belong together, give all of them the same name."
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The cause of a job without progress.
@@ -144,6 +153,8 @@ def judge(
     lines += [_describe(r, records.get(r), states.get(r)) for r in wait.missing[:_SHOWN]]
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
+    if _differ_in_line(wait, records):
+        lines.append(_SAME_NAME)
     if not any(rank in records for rank in wait.missing):
         lines += silent
     deadlock = bool(incomplete) and _all_wait(records, states, size)
@@ -266,6 +277,14 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
         since = record.time - (last.ended or record.time)
         text += f" Its last collective, {describe_call(last, record)}, ended {since:.0f} s ago."
     return text
+
+
+def _differ_in_line(wait: _Wait, records: Mapping[int, Record]) -> bool:
+    """Return whether a missing rank waits for the same operation, called in another line."""
+    called = _BY_LINE.match(wait.call.name)
+    others = (call.name for r in wait.missing if r in records for call in records[r].open)
+    found = (_BY_LINE.match(name) for name in others)
+    return called is not None and any(other and other[1] == called[1] for other in found)
 
 
 def _all_entered(states: Mapping[int, str]) -> str:

@@ -14,8 +14,9 @@ from hvdkit.tensorflow import runtime
 class TensorFlowCollectives(ProcessSetCollectives):
     """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set.
 
-    Collectives run immediately, even while a graph is traced. Horovod matches eager collectives
-    by their order and not by their names, so every rank must call them in the same order.
+    Collectives run immediately, even while a graph is traced. A Horovod without hvdkit's patches
+    matches eager collectives by their order and not by their names. Collectives block, so every
+    rank must call them in the same order with every engine.
 
     A rank outside the set, or in a set of one rank, skips all collectives.
     """

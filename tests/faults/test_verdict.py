@@ -86,6 +86,15 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock(size, data):
     assert verdict.whole_text.endswith("has not called: a deadlock.")
 
 
+def test_calls_in_different_lines_need_the_same_name():
+    hint = "give all of them the same name"
+    program, other = ["line 5 of train.py"], "line 9 of train.py"
+    assert hint in judge(simulate(2, program, {1: 0}, {1: other}), {}, 2).text
+    assert hint not in judge(simulate(2, program, {1: 0}, {1: "extra"}), {}, 2).text
+    assert hint not in judge(simulate(2, ["bucket"], {1: 0}, {1: other}), {}, 2).text
+    assert hint not in judge(simulate(2, program, {1: 0}), {}, 2).text
+
+
 def test_another_thread_of_the_user_may_call_the_collective():
     records = simulate(2, ["bucket"], {1: 0}, {1: "extra"})
     thread = 'Thread 0x03 (most recent call first):\n  File "/home/me/train.py", line 9 in run\n'
