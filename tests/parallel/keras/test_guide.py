@@ -141,8 +141,12 @@ def test_diffs_of_the_guides(hvd, page):
             assert Path("checkpoint-2.keras").exists()
 
 
-def test_accumulation_in_the_tensorflow_guide(hvd):
-    (block,) = blocks("tensorflow.md", "python")
+def test_code_blocks_of_the_tensorflow_guide(hvd):
+    accumulation, same_name = blocks("tensorflow.md", "python")
     with prepared(hvd) as names:
-        run(block, names)
+        run(accumulation, names)
         assert names["optimizer"].apply_gradients
+        if "tf" in names:
+            prepared_by = []
+            run(same_name, names | {"prepare_data": lambda: prepared_by.append(hvd.rank())})
+            assert prepared_by == [0][hvd.rank() :]
