@@ -57,7 +57,7 @@ class AgentPool:
 
     def __init__(self, silence: float) -> None:
         # The system detects the loss of a host only some time after a message that is not answered.
-        self._heartbeat_seconds = min(messages.HEARTBEAT_SECONDS, silence / 5)
+        self._heartbeat_seconds = messages.heartbeat_interval(silence)
         self.connections: list[Connection] = []
         self.unused: list[Connection] = []
         # Those that `only` leaves out.

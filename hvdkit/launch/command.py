@@ -34,6 +34,7 @@ from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Launcher, Settings
+from hvdkit.launch.messages import longest_silence
 from hvdkit.launch.mpi import Mpi
 from hvdkit.launch.nodes import joining
 from hvdkit.launch.nodes import settings as node_options
@@ -69,7 +70,7 @@ def _settings(options: argparse.Namespace, **others: Any) -> Settings:
     )
     if vars(options).get("restarts") or vars(options).get("elastic"):
         # After a failure, the other ranks cannot save, so they need little time to end.
-        timeouts = replace(timeouts, end=_END_SECONDS, lost=silence)
+        timeouts = replace(timeouts, end=_END_SECONDS, lost=longest_silence(silence))
     return Settings(
         ssh=Ssh(options.ssh_port, options.ssh_identity, options.ssh_arg, silence),
         python=options.python,

@@ -66,13 +66,36 @@ TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
 #: The descriptors of the user's terminal (input, output, errors), for an agent on this machine.
 TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
-#: Seconds between two heartbeats.
+#: The most seconds between two heartbeats.
 HEARTBEAT_SECONDS = 5.0
+# The system and ssh report a lost host at most so many seconds after the time that was set.
+_REPORT_SECONDS = 2.0
 #: Seconds without a message after which an agent decides that the launcher is lost, and the other
 #: way around.
 LOST_SECONDS = 60.0
 #: A process that has not looked for messages for so many seconds was stopped itself.
 PAUSE_SECONDS = 5.0
+
+
+def heartbeat_interval(silence: float) -> float:
+    """Return the seconds between two heartbeats.
+
+    Args:
+        silence: the seconds without an answer after which a host is lost (`--host-timeout`).
+    """
+    return min(HEARTBEAT_SECONDS, silence / 5)
+
+
+def longest_silence(silence: float) -> float:
+    """Return the seconds without a message after which an agent is lost.
+
+    They are more than `silence`, so that the system or ssh reports a lost host first. Otherwise it
+    would not be known whether the host is lost, or only the agent is stopped.
+
+    Args:
+        silence: the seconds without an answer after which a host is lost (`--host-timeout`).
+    """
+    return silence + heartbeat_interval(silence) + _REPORT_SECONDS
 
 
 def encode(kind: str, **fields: Any) -> bytes:

@@ -234,26 +234,6 @@ def test_a_job_is_restarted_in_its_allocation(jobs, tmp_path):
 
 
 @pytest.mark.long
-def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start):
-    code = "print('up'); time.sleep(60)"
-    options = ("run", "--restarts", "3", "--host-timeout", "3")
-    job = start("salloc", "--nodes=2", "--ntasks=2", *_HVDKIT, *options, *python(code))
-    wait_for(job, "[0] up", "[1] up")
-    second = jobs.cluster.hosts[1]
-    link = ["ip", "-n", second.namespace, "link", "set", second.interface]
-    subprocess.run([*link, "down"], timeout=20, check=True)
-    try:
-        _, err = job.communicate(timeout=60)
-        assert job.returncode == 75
-        assert "lost host1" in err
-        assert "the allocation has lost a node" in err
-    finally:
-        subprocess.run([*link, "up"], timeout=20, check=True)
-        # Slurm repeats its messages to the node after longer and longer times.
-        jobs.check_nothing_is_left(120)
-
-
-@pytest.mark.long
 def test_ctrl_c_lets_every_rank_save(jobs, start):
     job = start(*UNEVEN, *_HVDKIT, "run", *python(ORDERLY))
     wait_for(job, "[0] up", "[1] up", "[2] up")
@@ -434,3 +414,24 @@ def test_a_lightning_trainer_that_is_asked_to_stop_saves(jobs, lightning, start,
     assert (tmp_path / "stopped" / "last.ckpt").exists()
     (one,) = lightning_results(jobs.run("srun", *lightning("stopped", ranks=1)))
     assert one[:2] == ["1", "24"]
+
+
+# The last test: MPI does not connect the hosts after a link was down.
+@pytest.mark.long
+def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start):
+    code = "print('up'); time.sleep(60)"
+    options = ("run", "--restarts", "3", "--host-timeout", "3")
+    job = start("salloc", "--nodes=2", "--ntasks=2", *_HVDKIT, *options, *python(code))
+    wait_for(job, "[0] up", "[1] up")
+    second = jobs.cluster.hosts[1]
+    link = ["ip", "-n", second.namespace, "link", "set", second.interface]
+    subprocess.run([*link, "down"], timeout=20, check=True)
+    try:
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 75
+        assert "lost host1" in err
+        assert "the allocation has lost a node" in err
+    finally:
+        subprocess.run([*link, "up"], timeout=20, check=True)
+        # Slurm repeats its messages to the node after longer and longer times.
+        jobs.check_nothing_is_left(120)
