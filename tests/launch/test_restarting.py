@@ -227,6 +227,7 @@ def test_spares_become_ranks(tmp_path):
     (tmp_path / "train.py").write_text(
         # Without WITHOUT_DYNAMO: a spare gives up if the script has replaced a module of PyTorch.
         "import os, sys, time\nprint('loaded', 'torch' in sys.modules, flush=True)\n"
+        "import torch\n"
         + TRAIN.format(kills=[3], flips=-1)
         .replace("hvd.init()", WAIT_FOR)
         .replace("step += 1", "step += 1; step == 3 and wait_for('go')")
@@ -237,10 +238,13 @@ def test_spares_become_ranks(tmp_path):
     lines = iter(job.stdout.readline, "")
     waiting = next(line for line in lines if "waiting" in line)
     (agent,) = psutil.Process(job.pid).children()
+    deadline = time.monotonic() + 120
     while len(spares := [c for c in agent.children() if _is_spare(c)]) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     # An interpreter that waits uses no processor.
     while any(spare.status() != psutil.STATUS_SLEEPING for spare in spares) or not _idle(spares):
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     (tmp_path / "go").touch()
     rest = [line for line in lines if "loaded" in line]

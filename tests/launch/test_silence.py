@@ -9,6 +9,10 @@ import time
 import psutil
 import pytest
 
+from hvdkit import cli
+from hvdkit.launch import command as run_command
+from hvdkit.launch import messages
+
 # `hvdkit run` that waits for seconds where it usually waits for a minute.
 RUN = """
 import sys
@@ -106,3 +110,12 @@ def test_a_whole_job_that_is_stopped_for_a_while_continues(launcher):
     stdout, stderr = job.communicate(timeout=60)
     assert job.returncode == 0, stderr
     assert "continued" in stdout
+
+
+@pytest.mark.parametrize("silence", ["3", "30"])
+def test_a_lost_host_is_reported_before_its_agent_is_given_up(silence):
+    """Only the system or ssh knows whether the host is lost, or the agent is stopped."""
+    words = ["run", "--restarts", "1", "--host-timeout", silence, "train.py"]
+    timeouts = run_command._settings(cli._parser(["run"]).parse_args(words)).timeouts
+    latest_message = min(messages.HEARTBEAT_SECONDS, float(silence) / 5)
+    assert timeouts.lost >= float(silence) + latest_message + 1
