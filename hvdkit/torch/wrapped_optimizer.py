@@ -237,6 +237,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def end_pass(self) -> bool:
         """Record that the pass has ended; return whether to reduce its gradients now."""
         self._task_id = self.graph_task = None
+        if self._collectives.single_rank:
+            # On several ranks, the next round plans parameters that were unfrozen.
+            self._gradients.plan_new_parameters(with_gradients=self._window.size > 1)
         self._gradients.hook_unplanned_parameters()
         arrived = self._nothing_to_reduce or self._gradients.end_pass()
         if self._collectives.single_rank and not self._local_pass:
