@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -24,6 +24,17 @@ from hvdkit.errors import HvdkitError
 
 _CHUNK_BYTES = 64 << 20
 _COMMIT = "hvdkit.elastic.commit"
+
+_NOT_STORED = (
+    "the elastic state was not committed, because an accumulation window is open: a commit cannot "
+    "contain accumulated gradients. The next commit after an update stores the state. To commit "
+    "exactly when you call commit(), call it after updates"
+)
+_STORED_IN_WINDOW = (
+    "the elastic state was committed within an accumulation window, because all recent calls of "
+    "commit() were within windows. The commit does not contain the accumulated gradients: after a "
+    "restart, the first batches of the window are not trained. Call commit() after updates"
+)
 
 _log = logging.getLogger("hvdkit.elastic")
 
@@ -46,26 +57,21 @@ class Committer:
         self._store = CommitStore(start.folders, key)
         self._writes = writes
         self._number = 0
-        self._warned = False
+        self._warnings: set[bool] = set()
 
-    def in_window(self, own: bool) -> bool:
-        """Return whether a rank is in an accumulation window. Equal on all ranks.
+    def anywhere(self, own: Sequence[int]) -> list[int]:
+        """Return the largest value of all ranks, for each of the values."""
+        return self._collectives.max(own, "hvdkit.elastic.window")
+
+    def warn_of_window(self, stores: bool) -> None:
+        """Log once, on the first rank, that a commit is within an accumulation window.
 
         Args:
-            own: whether this rank is in one.
+            stores: whether the commit is stored, without the accumulated gradients.
         """
-        (anywhere,) = self._collectives.max([int(own)], "hvdkit.elastic.window")
-        return bool(anywhere)
-
-    def warn_of_window(self) -> None:
-        """Log once, on the first rank, that a commit within a window stores nothing."""
-        if not self._warned and self._collectives.rank == 0:
-            _log.warning(
-                "the elastic state was not committed, because an accumulation window is open: a "
-                "commit cannot contain accumulated gradients. The next commit after an update "
-                "stores the state. To commit exactly when you call commit(), call it after updates"
-            )
-        self._warned = True
+        if stores not in self._warnings and self._collectives.rank == 0:
+            _log.warning("%s", _STORED_IN_WINDOW if stores else _NOT_STORED)
+        self._warnings.add(stores)
 
     def commit(
         self, write: Callable[[IO[bytes]], None], save: Callable[[], None] = lambda: None

@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
@@ -38,6 +38,10 @@ class ReductionItem(Protocol):
         """Restore a result of `save`, possibly of another process. Not a collective."""
 
 
+#: After commits within this number of accumulation windows in a row, commits no longer wait.
+_MOST_WINDOWS = 8
+
+
 class CommittedState:
     """The part of an elastic state that stores its commits. A mixin before Horovod's state class.
 
@@ -55,6 +59,10 @@ class CommittedState:
     _interrupt: type[Exception]
     _committer: Committer | None = None
     _saved_reduction: Mapping[str, Any] = {}
+    # The windows that were open at the last call of `_must_wait`, and the number of different
+    # windows since the last call without an open window.
+    _windows_before: Set[Hashable] = frozenset()
+    _windows_in_row = 0
 
     _bcast_object: Callable[[Any], Any]
     on_reset: Callable[[], None]
@@ -63,12 +71,29 @@ class CommittedState:
         """Return the items of the gradient reduction, by name."""
         return {}
 
-    def _in_window(self) -> bool | None:
-        """Return whether this rank has accumulated gradients that no update has used.
+    def _open_windows(self) -> Set[Hashable]:
+        """Return the open accumulation windows of this rank; a different value for each window.
 
-        None if that is never the case. All ranks return None, or none of them.
+        A window is open if this rank has accumulated gradients that no update has used.
         """
-        return None
+        return set()
+
+    def _must_wait(self) -> bool:
+        """Return whether a commit must wait for the end of an accumulation window.
+
+        A collective in a job of `hvdkit run --elastic`: equal on all ranks. Ranks may have
+        different optimizers, so that only some of them may have windows.
+
+        A script may call `commit` only within windows, for example after the first batch of every
+        second window. After calls within `_MOST_WINDOWS` windows in a row, the state is therefore
+        committed without the accumulated gradients.
+        """
+        windows, before = self._open_windows(), self._windows_before
+        own = [int(bool(windows)), int(bool(windows) and windows.isdisjoint(before))]
+        is_open, is_new = own if self._committer is None else self._committer.anywhere(own)
+        self._windows_before = windows
+        self._windows_in_row = self._windows_in_row + is_new if is_open else 0
+        return bool(is_open) and self._windows_in_row < _MOST_WINDOWS
 
     def _discard_gradients(self) -> None:
         """Discard accumulated gradients, which differ between ranks after an interruption."""
@@ -119,20 +144,23 @@ class CommittedState:
         restarted ranks resume from the commit.
 
         Within an accumulation window, the call stores nothing, and does not end the ranks: the
-        accumulated gradients would be lost. The next commit after an update stores the state.
+        accumulated gradients would be lost. The next commit after an update stores the state. If
+        the calls in 8 windows in a row were all within the windows, the state is stored without the
+        accumulated gradients.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
             HvdkitError: on every rank, if a rank could not save its state or store the commit.
         """
-        in_window = self._in_window()
+        must_wait = self._must_wait()
         if self._committer is None:
-            if not in_window:
+            if not must_wait:
                 self.save()
             super().check_host_updates()  # type: ignore[misc]
-        elif in_window is not None and self._committer.in_window(in_window):
-            self._committer.warn_of_window()
-        elif self._committer.commit(self.write_saved, self.save):
+            return
+        if must_wait or self._windows_in_row:
+            self._committer.warn_of_window(stores=not must_wait)
+        if not must_wait and self._committer.commit(self.write_saved, self.save):
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
@@ -140,7 +168,7 @@ class CommittedState:
 
         If the hosts have changed, commit the state first, so that no work is lost. If not, save
         nothing: the call is then cheaper than `commit`. Within an accumulation window, the call
-        does not end the ranks.
+        does not end the ranks, as `commit`.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
@@ -149,8 +177,7 @@ class CommittedState:
         if self._committer is None:
             super().check_host_updates()  # type: ignore[misc]
         elif self._committer.hosts_changed():
-            in_window = self._in_window()
-            if in_window is not None and self._committer.in_window(in_window):
+            if self._must_wait():
                 return
             self._committer.commit(self.write_saved, self.save)
             raise self._interrupt(False)

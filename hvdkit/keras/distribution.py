@@ -245,6 +245,11 @@ class Distribution:
         return self._window is not None and int(self._window.passes) > 0
 
     @property
+    def updates(self) -> int:
+        """The number of updates."""
+        return int(self._optimizer.iterations)
+
+    @property
     def local_variables(self) -> list[Any]:
         """The trainable variables that are local to each rank."""
         return [v for v in self._variables if self.is_local(v)]

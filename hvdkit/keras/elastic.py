@@ -1,6 +1,6 @@
 """Horovod's elastic training for Keras models, for every backend of Keras."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
 import keras
@@ -95,11 +95,11 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
         return reduction_items_of(self.optimizer) | backend.tape_items()
 
-    def _in_window(self) -> bool | None:
+    def _open_windows(self) -> Set[Hashable]:
         distribution = distribution_of(self.optimizer)
-        if distribution is None or distribution.accumulation_steps == 1:
-            return None
-        return distribution.window_open
+        if distribution is None or not distribution.window_open:
+            return set()
+        return {distribution.updates}
 
     def _discard_gradients(self) -> None:
         distribution = distribution_of(self.optimizer)
@@ -173,8 +173,9 @@ class CommitStateCallback(CollectiveCallback):
         steps = (self.params or {}).get("steps")
         if self.batches_remaining > 0 or (steps is not None and batch + 1 >= steps):
             return
-        in_window = getattr(self.state, "_in_window", None)
-        if in_window is None or not in_window():
+        # Equal on all ranks, so that all of them commit.
+        must_wait = getattr(self.state, "_must_wait", None)
+        if must_wait is None or not must_wait():
             for update in _updates_of(self.state):
                 update.on_train_batch_end(batch, logs)
             self.commit()

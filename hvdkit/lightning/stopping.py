@@ -13,7 +13,7 @@ import hvdkit.torch as hvd
 
 
 class CommonStop(pl.Callback):
-    """After each batch, find out whether a rank got a stop signal. Then all ranks stop.
+    """After each batch and epoch, find out whether a rank got a stop signal. Then all ranks stop.
 
     Lightning alone stops a rank after the batch in which the rank got the signal. The other ranks
     may be in the batch before or after it, and would wait for this rank. A small sum for each batch
@@ -49,5 +49,15 @@ class CommonStop(pl.Callback):
 
     def on_train_batch_end(self, trainer: "pl.Trainer", *args: Any) -> None:  # noqa: ARG002
         """Let Lightning stop on every rank if one got a signal."""
-        asked = hvd.allreduce(torch.tensor([int(self._asked)]), op=hvd.Sum, name="lightning.stop")
-        trainer._signal_connector.received_sigterm = bool(asked.item())
+        self._let_stop(trainer)
+
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: Any) -> None:  # noqa: ARG002
+        """Let Lightning stop after the last epoch too, if the signal came in its validation."""
+        self._let_stop(trainer)
+
+    def _let_stop(self, trainer: "pl.Trainer") -> None:
+        connector = trainer._signal_connector
+        # A handler of the script may have replaced ours, and may call Lightning's.
+        own = self._asked or connector.received_sigterm
+        asked = hvd.allreduce(torch.tensor([int(own)]), op=hvd.Sum, name="lightning.stop")
+        connector.received_sigterm = bool(asked.item())

@@ -4,7 +4,7 @@
 `hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import wraps
 from typing import Any
 
@@ -91,9 +91,12 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
     def _reduction_items(self) -> Mapping[str, elastic.ReductionItem]:
         return {"reduction": reduction_item(self._optimizers())}
 
-    def _in_window(self) -> bool | None:
-        own = [each.window_open for each in self._distributions() if each.accumulation_steps > 1]
-        return any(own) if own else None
+    def _open_windows(self) -> Set[Hashable]:
+        return {
+            (number, each.updates)
+            for number, each in enumerate(self._distributions())
+            if each.window_open
+        }
 
     def _discard_gradients(self) -> None:
         for distribution in self._distributions():

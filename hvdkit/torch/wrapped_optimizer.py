@@ -132,6 +132,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         #: Called after each step in a trial of `hvdkit tune`; None in other jobs.
         self.trial: Callable[[], None] | None = None
         self._no_sync = False
+        # Whether gradients were added under `no_sync` on one rank, where nothing is reduced.
+        self._added_locally = False
         # Whether the modules that hold the parameters were checked; see `wrapped_modules`.
         self._modules_checked = False
         # The current backward pass.
@@ -199,6 +201,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "gradients of the step."
             )
         if self._nothing_to_reduce:
+            self._added_locally = self._no_sync
             if number is not None:
                 self._gradients.check_finite(number)
             return
@@ -237,6 +240,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def end_pass(self) -> bool:
         """Record that the pass has ended; return whether to reduce its gradients now."""
         self._task_id = self.graph_task = None
+        if self._collectives.single_rank:
+            # On several ranks, the next round plans parameters that were unfrozen.
+            self._gradients.plan_new_parameters(with_gradients=self._window.size > 1)
         self._gradients.hook_unplanned_parameters()
         arrived = self._nothing_to_reduce or self._gradients.end_pass()
         if self._collectives.single_rank and not self._local_pass:
@@ -453,7 +459,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
-        self._stepped = self._gradients.awaits_step = False
+        self._stepped = self._gradients.awaits_step = self._added_locally = False
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
         self._window.close()
@@ -476,7 +482,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         self._complete_earlier_passes()
         if self._window.size == 1:
-            self._window.passes = int(self._gradients.has_unreduced(assigned=False))
+            self._window.passes = int(self.accumulated)
         self._check_usable()
         with entry_lock:
             self.coordinator.enter_rounds_of_others(self.rounds)
@@ -495,7 +501,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.open and self._window.passes and not self._gradients.invalid_reason:
             return
         self._gradients.invalid_reason = ""
-        self._gradients.awaits_step = False
+        self._gradients.awaits_step = self._added_locally = False
         self._window.close()
         super().zero_grad(*args, **kwargs)
         self._gradients.discard()
@@ -532,7 +538,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Drop accumulated gradients and begin a new window. All ranks call it, or none."""
         self._drop_earlier_passes()
         self._gradients.invalid_reason = ""
-        self._stepped = self._gradients.awaits_step = False
+        self._stepped = self._gradients.awaits_step = self._added_locally = False
         self._window.close()
         self._gradients.discard()
 
@@ -560,7 +566,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
     @property
     def accumulated(self) -> bool:
         """Whether this rank has gradients that are not reduced."""
-        return bool(self._window.passes) or self._gradients.has_unreduced(assigned=False)
+        return (
+            bool(self._window.passes)
+            or self._added_locally
+            or self._gradients.has_unreduced(assigned=False)
+        )
 
     def complete_deferred(self) -> None:
         """Complete the deferred requests of the last round (`wire_format.GlobalMax.deferred`).

@@ -318,8 +318,8 @@ class WindowState(CommittedState, Saved):
         self.in_window = in_window
         self.saves = 0
 
-    def _in_window(self):
-        return self.in_window
+    def _open_windows(self):
+        return {self.in_window} - {False}
 
     def write_saved(self, file):
         file.write(b"saved")
@@ -344,6 +344,37 @@ def test_nothing_is_committed_within_an_accumulation_window(world, caplog, metho
     assert world.run(work) == [((None, 0), *after)] * 3
     warned = [record for record in caplog.records if "window is open" in record.getMessage()]
     assert len(warned) == (method == "commit")
+
+
+def test_a_rank_without_windows_commits_with_the_others(world):
+    """The last rank has no optimizer that accumulates gradients, such as in another process set."""
+
+    def work(committer, rank):
+        plain = type("PlainState", (WindowState,), {"_open_windows": CommittedState._open_windows})
+        state = (plain if rank == 2 else WindowState)(committer, True)
+        state.commit()
+        state.in_window = False
+        state.commit()
+        return state.saves
+
+    assert world.run(work) == [1] * 3
+
+
+def test_commits_that_are_always_within_windows_are_stored_after_some_time(world, caplog):
+    """Rank 2 is in the same window in two commits in a row, and then in another one."""
+    (world.folders[1] / HOSTS_FILE).write_text("5")
+
+    def work(committer, rank):
+        state = WindowState(committer, False)
+        for commit in range(2, 16):
+            state.in_window = rank == 2 and commit // 2
+            state.commit()
+        state.in_window = rank == 2 and "another window"
+        with pytest.raises(Interrupt):
+            state.check_host_updates()
+        return newest(CommitStore([world.folders[rank]], 0)), state.saves
+
+    assert world.run(work) == [((CommitId(0, 1), b"saved"), 1)] * 3
 
 
 class PlainState:

@@ -29,6 +29,56 @@ def test_one_rank_trains_as_without_it(hvd):
     assert torch.equal(model.weight, reference.weight)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_is_unfrozen_on_one_rank(hvd, passes):
+    """Its gradients are averaged over the passes, and no gradients remain after the step."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    nn.init.ones_(model[1].weight)
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=passes
+    )
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    model[0].requires_grad_(True)
+    for state.step in range(1, 3):
+        before = model[0].bias.clone()
+        nn.init.ones_(model[1].weight)
+        for _ in range(passes):
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(before - model[0].bias, torch.full((2,), 0.4))
+        assert optimizer.is_between_steps()
+        state.commit()
+        optimizer.zero_grad()
+    state.step = 0
+    state.restore()
+    assert state.step == 2
+
+
+def test_gradients_of_no_sync_on_one_rank(hvd):
+    """They wait for a step. `flush` makes the step."""
+    model = nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    before = model.bias.clone()
+    for ends_early in (False, True):
+        optimizer.zero_grad()
+        with hvd.no_sync(optimizer):
+            model(torch.ones(2, 3)).sum().backward()
+        assert not optimizer.is_between_steps()
+        state.step += 1
+        state.commit()
+        if not ends_early:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            assert optimizer.is_between_steps()
+    assert optimizer.flush()
+    assert not optimizer.flush()
+    torch.testing.assert_close(before - model.bias, torch.full((1,), 0.6))
+    state.restore()
+    assert state.step == 0
+
+
 def test_a_group_with_gradients_is_added_on_one_rank(hvd, tmp_path):
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(sgd(first), first.named_parameters())

@@ -1,7 +1,7 @@
 """The state of an elastic job: save it, restore it, and broadcast it to new ranks."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -136,9 +136,12 @@ class TorchState(ObjectState, horovod_state.TorchState):
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
         return {"optimizers": ReductionItem(self._optimizers())}
 
-    def _in_window(self) -> bool | None:
-        wrapped = self._wrapped_optimizers()
-        return any(optimizer.accumulated for optimizer in wrapped) if wrapped else None
+    def _open_windows(self) -> Set[Hashable]:
+        return {
+            (each.number, each.steps + each.skipped_steps)
+            for each in self._wrapped_optimizers()
+            if each.accumulated
+        }
 
     def _discard_gradients(self) -> None:
         for wrapped in self._wrapped_optimizers():

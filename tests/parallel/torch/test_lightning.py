@@ -369,6 +369,33 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_batch(hvd, number):
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
+@pytest.mark.parametrize("has_handler", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_signal_in_the_last_validation_is_not_lost(hvd, has_handler):
+    """The script may use another loop of the trainer afterwards. It may have its own handler."""
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    class Handler(L.Callback):
+        def on_sanity_check_start(self, trainer, module):
+            before = signal.getsignal(signal.SIGTERM)
+            if has_handler:
+                signal.signal(signal.SIGTERM, lambda *args: before(*args))
+
+    def validate(self, batch, index):
+        if self.global_step == 4 and hvd.rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(
+        L, HvdkitStrategy(), use_distributed_sampler=False, max_epochs=2,
+        num_sanity_val_steps=1, limit_val_batches=1, callbacks=[Handler()],
+    )  # fmt: skip
+    loader = DataLoader(torch.ones(2, 2), 1)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(one_layer(L, validation_step=validate), loader, loader)
+    assert caught.value.code == RESUMABLE
+    assert on_all_ranks(hvd, trainer.global_step) == [4] * hvd.size()
+
+
 @pytest.mark.long
 def test_equal_batches_in_a_trainer(hvd):
     L = lightning()
