@@ -107,7 +107,7 @@ class BucketPlan:
 def describe(specs: Sequence[ParameterSpec]) -> list[str]:
     """Return one line per parameter, for ranks to compare."""
     return [
-        f"gradient {i} is {spec.name!r}, {spec.dtype} {list(spec.shape)}"
+        f"gradient {i} is {without_model_names(spec.name)!r}, {spec.dtype} {list(spec.shape)}"
         + (f" in memory as {spec.layout}" if spec.layout else "")
         for i, spec in enumerate(specs)
     ]
@@ -192,6 +192,15 @@ def without_layer_numbers(path: str) -> str:
     models.
     """
     return re.sub(r"_\d+(?=/|$)", "", path)
+
+
+def without_model_names(path: str) -> str:
+    """Return the name of a variable and of its layer, without the names of models around it.
+
+    A Sequential model that Keras has loaded from a file does not have its own name in the paths of
+    its variables, other than a model that a script has built.
+    """
+    return "/".join(path.split("/")[-2:])
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.core.bucketing import without_layer_numbers
+from hvdkit.core.bucketing import without_layer_numbers, without_model_names
 from hvdkit.core.consistency import check_consistency, group_by_text
 from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
@@ -246,7 +246,7 @@ class Coordination:
         check_consistency(
             self.group,
             [
-                *(f"{without_layer_numbers(v.path)}, {v.dtype} {list(v.shape)}" for v in variables),
+                *(f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables),
                 *(str(d.check_settings) for d in checked),
             ],
             "the variables of the model",
@@ -393,3 +393,8 @@ def _acts_on_batches(callback: Any) -> bool:
         if owner not in ("keras", "hvdkit"):
             return True
     return False
+
+
+def _name_of(variable: Any) -> str:
+    """Return a variable's name that is equal on ranks with equal models."""
+    return without_model_names(without_layer_numbers(variable.path))

@@ -64,7 +64,7 @@ def run(options: Namespace) -> int:
         shown = found.shown[path]
         if options.diff:
             sys.stdout.writelines(_diff(shown, outcome))
-            for line in _by_hand(shown, outcome):
+            for line in [*_by_hand(shown, outcome), *_notes(outcome)]:
                 print(line, file=out)
         else:
             print(*_report(shown, outcome), sep="\n", end="\n\n")
@@ -98,8 +98,7 @@ def _report(path: Path, outcome: Outcome) -> Iterable[str]:
     for (rule, reason), lines in by_rule.items():
         yield f"  {_lines(lines)}: {rule}: {reason}"
     yield from _by_hand(path, outcome)
-    for each in outcome.notes:
-        yield f"  note, line {each.line}: {each.text}"
+    yield from _notes(outcome)
 
 
 def _by_hand(path: Path, outcome: Outcome) -> Iterable[str]:
@@ -107,6 +106,11 @@ def _by_hand(path: Path, outcome: Outcome) -> Iterable[str]:
         yield "  by hand:"
     for each in outcome.advice:
         yield f"  {path}:{each.line}: {each.text}"
+
+
+def _notes(outcome: Outcome) -> Iterable[str]:
+    for each in outcome.notes:
+        yield f"  note, line {each.line}: {each.text}"
 
 
 def _lines(lines: list[int]) -> str:

@@ -73,6 +73,20 @@ def test_advice_is_status_1_and_on_stderr_beside_a_diff(script, capsys):
     assert script.read_text() == ADVICE.replace("horovod", "hvdkit")
 
 
+def test_notes_are_printed_with_and_without_a_diff(script, capsys):
+    script.write_text(
+        "import torch\nimport torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n\n"
+        "dist.init_process_group('gloo')\ntotal = torch.ones(1)\ndist.reduce(total, dst=0)\n"
+        "model = DDP(torch.nn.Linear(1, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    )
+    run(script)
+    assert "note, line 7: " in capsys.readouterr().out
+    run("--diff", script)
+    assert "note, line 7: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["/gone.py"], ["--write", "--diff", "x"], ["--wirte", "x"]]
 )

@@ -100,6 +100,32 @@ def test_a_saved_model_loads_with_and_without_hvdkit(hvd, name):
         folder.rmdir()
 
 
+def test_a_rank_that_loads_a_model_trains_with_ranks_that_build_it(hvd):
+    """Horovod's examples resume in this way. A loaded Sequential model has shorter paths."""
+
+    def build():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+        model.compile(optimizer, "mse")
+        return model
+
+    def fit(model):
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(np.ones((8, 4)), np.ones((8, 3)), batch_size=4, verbose=0, callbacks=[broadcast])
+
+    model = build()
+    fit(model)
+    if hvd.rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/model.keras"
+            model.save(path)
+            model = hvd.load_model(path)
+    else:
+        model = build()
+    fit(model)
+    assert oracle.same_everywhere(hvd, model.get_weights())
+
+
 def check_training_continues(hvd, loaded):
     rng = np.random.default_rng(100 + hvd.rank())
     inputs = rng.normal(size=(8, oracle.FEATURES))
