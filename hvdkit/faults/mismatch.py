@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdkit.faults.records import Call, Record
+from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
 from hvdkit.faults.verdict import describe_call, name_ranks
 
 _MISMATCHED = "Mismatched"
@@ -43,4 +44,6 @@ def mismatch(records: Mapping[int, Record]) -> str | None:
         parts.append(f"{name_ranks(ranks).lower()}{on}: {operation} of {size:,} bytes of {dtype}")
     rank, call = next(iter(calls.items()))
     label = describe_call(call, records[rank]).partition(",")[0]
-    return f"Ranks differ in {label}: {'; '.join(parts)}."
+    text = f"Ranks differ in {label}: {'; '.join(parts)}."
+    lines = different_lines(records) if is_unnamed(call.name) else None
+    return f"{text}\n{lines}" if lines else text

@@ -40,6 +40,8 @@ class Call:
         bytes: the size of the rank's tensor.
         enqueued: the time of the call, in seconds since 1970.
         ended: the time of the end; None while it waits.
+        line: the file and line of the call, such as `train.py:21`; empty if it is not known. Only
+            calls of PyTorch without a name have it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Call:
     bytes: int
     enqueued: float
     ended: float | None
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ def _call(content: Mapping[str, Any]) -> Call:
         bytes=int(content["bytes"]),
         enqueued=float(content["enqueued"]),
         ended=None if ended is None else float(ended),
+        # Earlier engines did not write this field.
+        line=str(content.get("line", "")),
     )
 
 

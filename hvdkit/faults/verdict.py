@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.records import Call, Record
+from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
 _LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -155,6 +156,8 @@ def judge(
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
     if _differ_in_line(wait, records):
         lines.append(_SAME_NAME)
+    if any(is_unnamed(call.name) for record in records.values() for call in record.open):
+        lines += filter(None, [different_lines(records)])
     if not any(rank in records for rank in wait.missing):
         lines += silent
     deadlock = bool(incomplete) and _all_wait(records, states, size)

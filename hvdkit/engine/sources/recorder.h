@@ -41,6 +41,12 @@ class Recorder {
     return *recorder;
   }
 
+  // Sets the file and line of the next collective that this thread enqueues.
+  static void set_line(const std::string& line) { line_of_thread() = line; }
+
+  // Forgets the line, after a call that may have enqueued several tensors.
+  static void clear_line() { line_of_thread().clear(); }
+
   // Records a collective that is enqueued. Returns its number, for `end`.
   uint64_t begin(const std::string& name, int operation, int set, int dtype, uint64_t bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -52,7 +58,7 @@ class Recorder {
     } else if (calls_.size() < kNames) {
       call = calls_[name] = 1;
     }
-    open_.emplace(number, Entry{name, call, operation, set, dtype, bytes, Clock::now(), {}});
+    open_.emplace(number, Entry{name, call, operation, set, dtype, bytes, Clock::now(), {}, line_of_thread()});
     return number;
   }
 
@@ -142,7 +148,13 @@ class Recorder {
     int operation, set, dtype;
     uint64_t bytes;
     Clock::time_point enqueued, ended;
+    std::string line;  // the file and line of the call; empty if they are not known
   };
+
+  static std::string& line_of_thread() {
+    static thread_local std::string line;
+    return line;
+  }
 
   // Scripts may make new names in each step, so the number of counted names is limited.
   static constexpr size_t kEntries = 1000, kNames = 4096;
@@ -282,7 +294,7 @@ class Recorder {
            seconds(microseconds(entry.enqueued) + offset) + ", \"ended\": " +
            (entry.ended == Clock::time_point() ? "null"
                                                : seconds(microseconds(entry.ended) + offset)) +
-           "}";
+           (entry.line.empty() ? "" : ", \"line\": " + quoted(entry.line)) + "}";
   }
 
   // What the signal handler has written since the last record, at most 100 kB.

@@ -40,16 +40,17 @@ for step in range(12):
     time.sleep(0.05)
 print("trained", flush=True)
 """
+METRIC = "    metric = hvd.allreduce(torch.ones(1))\n"
 STALL = {"HVDKIT_STALL_TIMEOUT": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12"}
 
 
-def run(folder, fault, rank=1, ranks=4, *options, **env):
+def run(folder, fault, rank=1, ranks=4, *options, script=SCRIPT, **env):
     skip_where_unsupported(Configuration("torch", "gloo", ranks))
-    script = folder / "train.py"
-    script.write_text(WITHOUT_DYNAMO + SCRIPT.format(fault=fault, rank=rank))
+    path = folder / "train.py"
+    path.write_text(WITHOUT_DYNAMO + script.format(fault=fault, rank=rank))
     command = [sys.executable, "-m", "hvdkit", "run", "-np", str(ranks), "--output-dir"]
     return subprocess.run(
-        [*command, str(folder / "runs"), *options, str(script)],
+        [*command, str(folder / "runs"), *options, str(path)],
         capture_output=True,
         text=True,
         timeout=90,
@@ -101,6 +102,25 @@ def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     assert "a deadlock" in done.stderr
     assert json.loads((tmp_path / "runs" / "latest" / "start.json").read_text())["verdict"] is True
     assert "The job failed" not in why(tmp_path / "runs")
+
+
+def test_an_additional_call_without_a_name(tmp_path):
+    # Rank 1's additional call is combined with the metric of rank 0.
+    fault = "print('wrong', hvd.allreduce(torch.full((1,), 10.0)).item())"
+    script = SCRIPT.replace("    model(", METRIC + "    model(")
+    done = run(tmp_path, fault, 1, 2, script=script, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="600")
+    assert done.returncode == 1
+    assert "a deadlock" in done.stderr
+    place = re.escape(str(tmp_path / "train.py"))
+    expected = (
+        rf"In the allreduce 'noname\.11', rank 0 called it at {place}:(\d+), and rank 1 called it "
+        rf"at {place}:(\d+)\. If these calls do not belong together"
+    )
+    found = re.search(expected, done.stderr)
+    assert found, done.stderr
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert "metric" in lines[int(found[1]) - 1]
+    assert "wrong" in lines[int(found[2]) - 1]
 
 
 def test_a_rank_that_shuts_horovod_down_is_named(tmp_path):
