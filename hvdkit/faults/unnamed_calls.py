@@ -45,13 +45,12 @@ def different_lines(records: Mapping[int, Record]) -> str | None:
 
 
 def _numbered_calls(record: Record) -> Iterator[Call]:
-    """Return the calls without a name since the last `join`, which starts the numbers again."""
-    calls = [*record.done, *record.open]
+    """Yield the calls without a name since the last `join`, which starts the numbers again."""
     joined = max((c.enqueued for c in record.done if c.operation == "join"), default=0.0)
-    for call in calls:
-        if is_unnamed(call.name) and call.line and call.operation != "broadcast":
-            if call.enqueued > joined:
-                yield call
+    for call in (*record.done, *record.open):
+        counts = call.operation != "broadcast" and call.enqueued > joined
+        if is_unnamed(call.name) and call.line and counts:
+            yield call
 
 
 def _text(call: Call, places: Mapping[str, list[int]]) -> str:
