@@ -35,6 +35,9 @@ _RANK_VARIABLES = {
     *("GLOBAL_RANK", "NNODES", "GROUP_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
 }
 
+#: Seconds for programs that delete shared memory, after the other processes have ended.
+_CLEAN_SECONDS = 2.0
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -114,23 +117,30 @@ class ProcessGroup:
     def terminate(self, grace: float, kill_grace: float = 3.0) -> Iterator[None]:
         """End every process: SIGTERM, then SIGKILL to those that still run after `grace` seconds.
 
+        Programs that delete the shared memory of other processes get no signal, because they end
+        after these processes. If they do not end within two seconds, they get SIGKILL, too.
+
         Yields while processes run. The caller must continue the iteration a few times per second.
 
         Raises:
             HvdkitError: a process still runs `kill_grace` seconds after SIGKILL.
         """
+        cleaned_by = time.monotonic() + _CLEAN_SECONDS
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, kill_grace)):
             deadline = time.monotonic() + seconds
             signalled: set[psutil.Process] = set()
             while members := self._members():
-                # Processes may start new ones meanwhile.
-                for process in members - signalled:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(number)
-                        # A stopped process handles SIGTERM only after SIGCONT.
-                        process.send_signal(signal.SIGCONT)
-                signalled |= members
-                if time.monotonic() > deadline:
+                targets = {process for process in members if not _cleans(process)}
+                if targets:
+                    # Processes may start new ones meanwhile.
+                    for process in targets - signalled:
+                        _send(process, number)
+                    signalled |= targets
+                    cleaned_by = time.monotonic() + _CLEAN_SECONDS
+                elif time.monotonic() > cleaned_by:
+                    for process in members:
+                        _send(process, signal.SIGKILL)
+                if time.monotonic() > (deadline if targets else cleaned_by + kill_grace):
                     break
                 yield
             else:
@@ -183,6 +193,28 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _cleans(process: psutil.Process) -> bool:
+    """Return whether a process deletes the shared memory of other processes when these have ended.
+
+    Such programs are the resource trackers of multiprocessing and joblib, and PyTorch's manager of
+    shared tensors (the sharing strategy `file_system`).
+    """
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    if words and os.path.basename(words[0]) == "torch_shm_manager":
+        return True
+    return any(w.startswith("from ") and "resource_tracker import main" in w for w in words)
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+        # A stopped process handles SIGTERM only after SIGCONT.
+        process.send_signal(signal.SIGCONT)
 
 
 _libc = ctypes.CDLL(None)

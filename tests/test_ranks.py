@@ -10,6 +10,7 @@ import pytest
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.processes import ProcessGroup
 from hvdkit.ranks import (
     RankCommand,
     RanksFailed,
@@ -220,3 +221,54 @@ def test_sigterm_to_a_rank_is_a_failure(start):
         group.wait(timeout=30, failure_grace=0.2)
     assert caught.value.failed == [1]
     assert caught.value.results[1].exit_status == -signal.SIGTERM
+
+
+# A process that holds shared memory until another program deletes it.
+_HOLDERS = {
+    "multiprocessing": """
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=1000)
+print(memory.name, flush=True)
+""",
+    "torch": """
+import torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+memory = torch.ones(1000).share_memory_()
+print(memory.untyped_storage()._share_filename_cpu_()[1].decode().lstrip("/"), flush=True)
+""",
+}
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("kind", _HOLDERS)
+def test_shared_memory_of_killed_processes_is_deleted(kind, ignores):
+    if kind == "torch":
+        pytest.importorskip("torch")
+    code = "import signal, time\n"
+    if ignores:
+        code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    code += _HOLDERS[kind] + "time.sleep(60)"
+    group = ProcessGroup()
+    process = group.start(
+        [sys.executable, "-c", code], os.environ, stdout=subprocess.PIPE, stderr=None
+    )
+    with process.stdout:
+        name = process.stdout.readline().decode().strip()
+    assert name
+    assert (Path("/dev/shm") / name).exists()
+    began = time.monotonic()
+    for _ in group.terminate(0.3 if ignores else 10.0):
+        time.sleep(0.02)
+    assert not (Path("/dev/shm") / name).exists()
+    assert time.monotonic() - began < 9
+
+
+def test_a_program_that_does_not_delete_its_memory_is_ended(monkeypatch):
+    monkeypatch.setattr("hvdkit.processes._CLEAN_SECONDS", 0.3)
+    # Its command line is that of a resource tracker.
+    code = "from multiprocessing.resource_tracker import main; import time; time.sleep(60)"
+    group = ProcessGroup()
+    process = group.start([sys.executable, "-c", code], os.environ)
+    for _ in group.terminate(10.0):
+        time.sleep(0.02)
+    assert process.returncode == -signal.SIGKILL
