@@ -189,10 +189,12 @@ class VariablesState(CommittedState):
     Attributes:
         _saved_variables: the variables, and their values as of the last `save`.
         _saved_state: the objects as of the last `save`.
+        _saved_layout: the result of `_layout` as of the last `save`.
     """
 
     _saved_variables: Sequence[tuple[Any, Any]]
     _saved_state: Mapping[str, Any]
+    _saved_layout: Any = None
 
     def _stored_variables(self) -> Sequence[Any]:
         """Return the variables to store: those that `save` saves, without states of random seeds.
@@ -205,9 +207,20 @@ class VariablesState(CommittedState):
         """Copy the variables to host memory."""
         raise NotImplementedError
 
+    def _layout(self) -> Any:
+        """Return what `_build` needs: a picklable object."""
+
+    def _build(self, layout: Any) -> None:
+        """Create the variables that another process had. Not a collective.
+
+        Args:
+            layout: the result of `_layout` in the other process.
+        """
+
     def save(self) -> None:
         """Copy everything to host memory, except accumulated gradients."""
         self._save_variables()
+        self._saved_layout = self._layout()
         super().save()
 
     def restore(self) -> None:
@@ -220,7 +233,10 @@ class VariablesState(CommittedState):
         """Write what `save` has saved, and the positions of checkpointers, to a file."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        content = (stored, self._saved_state, positions(), self._saved_reduction)
+        content = (
+            *(stored, self._saved_state, positions(), self._saved_reduction),
+            self._saved_layout,
+        )
         pickle.dump(content, file, protocol=5)
 
     def read_saved(self, path: Path) -> None:
@@ -230,8 +246,10 @@ class VariablesState(CommittedState):
             UsageError: this state has other variables.
         """
         with path.open("rb") as file:
-            # Commits of earlier versions do not contain the state of the reduction.
-            values, self._saved_state, restored, *reduction = pickle.load(file)
+            # Commits of earlier versions lack the last parts.
+            values, self._saved_state, restored, *others = pickle.load(file)
+        if len(others) > 1 and others[1] is not None:
+            self._build(others[1])
         variables = self._stored_variables()
         if len(values) != len(variables):
             raise UsageError(
@@ -239,7 +257,7 @@ class VariablesState(CommittedState):
                 f"build the model and its optimizer in the same way at each start"
             )
         self._saved_variables = list(zip(variables, values, strict=True))
-        self._saved_reduction = reduction[0] if reduction else {}
+        self._saved_reduction = others[0] if others else {}
         restore_positions(restored)
 
 

@@ -33,7 +33,7 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
-from hvdkit.keras.models import distributions_of, finalize
+from hvdkit.keras.models import distributions_of, finalize, is_built
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
@@ -59,7 +59,8 @@ class Checkpoint(LastCallback):
 
     A checkpoint contains:
 
-    - the weights, and the optimizer state with its counters and loss scale;
+    - the weights, and the optimizer state with its counters and loss scale, also of optimizers that
+      are attributes of the model, as in a GAN;
     - the scales of the wire formats, and the position in the data;
     - the state of metrics in the current epoch;
     - the state of other callbacks: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, the history,
@@ -167,7 +168,7 @@ class Checkpoint(LastCallback):
         self._rank_items: dict[str, RankItem] = {}
         self._resumed: ResumedEpoch | None = None
         self._manager: Manager | None = None
-        self._distribution: Any = None
+        self._distributions: Sequence[Any] = ()
         self._elastic = ElasticStart.read() is not None
         # Whether the newest run in the folder is the run of this job.
         self._in_run = False
@@ -266,7 +267,7 @@ class Checkpoint(LastCallback):
         Raises:
             UsageError: the model is not built, or `data` does not fit.
         """
-        if not model.built:
+        if not is_built(model):
             raise UsageError(
                 "the model is not built: hvd.callbacks.Checkpoint needs a built model before fit. "
                 "Give the model an Input, or call it on a batch of data"
@@ -295,8 +296,9 @@ class Checkpoint(LastCallback):
             # Keras does not tell callbacks that an exception has ended `fit`.
             left_open.abandon()
         # The manager must not refer to this callback, whose finalizer closes the manager.
-        progress, metadata, compared = self._progress, self.metadata, distributions_of(model)
-        self._distribution = distribution = distribution_of(model.optimizer)
+        progress, metadata = self._progress, self.metadata
+        self._distributions = own = distributions_of(model)
+        distribution = distribution_of(model.optimizer)
         self._metrics.model = model
         collectives = distribution.collectives if distribution else backend.collectives()
         self._rank_items = rank_items_of(model)
@@ -319,10 +321,8 @@ class Checkpoint(LastCallback):
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
             sum_order=backend.hvd.runtime.host_collectives.sum_order,
-            cannot_save_now=lambda: (
-                progress.at_end or bool(distribution and distribution.window_open)
-            ),
-            replicas=lambda: [d.replicas if d.check_parameters else None for d in compared],
+            cannot_save_now=lambda: progress.at_end or any(d.window_open for d in own),
+            replicas=lambda: [d.replicas if d.check_parameters else None for d in own],
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,
@@ -368,7 +368,9 @@ class Checkpoint(LastCallback):
         metrics, began = self._metrics.restored, progress.epoch_began
 
         def prepare(epoch: Any) -> None:
-            backend.build_metrics(self.model, epoch)
+            # A model without `call` has only metrics of its own, which exist already.
+            if self.model.built:
+                backend.build_metrics(self.model, epoch)
             self._metrics.apply(metrics)
 
         def before() -> None:
@@ -454,7 +456,7 @@ class Checkpoint(LastCallback):
             wanted = wanted or progress.epoch % self._every_epochs == 0
         if self._maybe_save(metrics) or not wanted:
             return
-        if self._distribution is not None and self._distribution.window_open:
+        if any(each.window_open for each in self._distributions):
             # On several ranks `fit` has closed the window already.
             log.warning(
                 "epoch %d ends inside an accumulation window, so no checkpoint is saved until a "

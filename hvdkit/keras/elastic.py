@@ -11,7 +11,9 @@ from hvdkit.core.elastic import ReductionItem, VariablesState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.further_optimizers import build, further_optimizers, trained_of
 from hvdkit.keras.items import reduction_items_of
+from hvdkit.keras.models import is_built
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import CollectiveCallback
@@ -33,7 +35,9 @@ ObjectState = backend.hvd.elastic.ObjectState
 
 
 class KerasState(VariablesState, horovod_elastic.ObjectState):
-    """Elastic state of a Keras model, its optimizer, and any picklable objects.
+    """Elastic state of a Keras model, its optimizers, and any picklable objects.
+
+    Optimizers that are attributes of the model, as in a GAN, are part of the state.
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
     broadcasts the state of rank 0. `restore` in the same process also restores the states of random
@@ -71,7 +75,7 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         Raises:
             UsageError: the model is not built.
         """
-        if not model.built:
+        if not is_built(model):
             raise UsageError(
                 "the model is not built: add an Input or call the model on a batch before "
                 "KerasState"
@@ -93,29 +97,48 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         super().sync()
 
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
-        return reduction_items_of(self.optimizer) | backend.tape_items()
+        items = reduction_items_of(self.optimizer) | backend.tape_items()
+        for name, optimizer in self._further().items():
+            items |= {f"{name}.{key}": item for key, item in reduction_items_of(optimizer).items()}
+        return items
+
+    def _further(self) -> dict[str, Any]:
+        """Return the model's other optimizers, by name."""
+        found = further_optimizers(self.model)
+        return {name: each for name, each in found.items() if each is not self.optimizer}
+
+    def _optimizers(self) -> list[Any]:
+        return [each for each in (self.optimizer, *self._further().values()) if each is not None]
+
+    def _distributions(self) -> list[Any]:
+        return [d for each in self._optimizers() if (d := distribution_of(each)) is not None]
 
     def _open_windows(self) -> Set[Hashable]:
-        distribution = distribution_of(self.optimizer)
-        if distribution is None or not distribution.window_open:
-            return set()
-        return {distribution.updates}
+        found = enumerate(self._distributions())
+        return {(number, each.updates) for number, each in found if each.window_open}
 
     def _discard_gradients(self) -> None:
-        distribution = distribution_of(self.optimizer)
-        if distribution is not None:
+        for distribution in self._distributions():
             distribution.discard()
 
+    def _layout(self) -> Any:
+        return trained_of(self.model)
+
+    def _build(self, layout: Any) -> None:
+        build(self.model, layout)
+
+    def _optimizer_variables(self) -> list[Any]:
+        built = (each for each in self._optimizers() if each.built)
+        return [variable for each in built for variable in each.variables]
+
     def _stored_variables(self) -> list[Any]:
-        optimizer_variables = [] if self.optimizer is None else self.optimizer.variables
-        return [*self.model.weights, *optimizer_variables]
+        return [*self.model.weights, *self._optimizer_variables()]
 
     def _save_variables(self) -> None:
-        optimizer_variables = [] if self.optimizer is None else self.optimizer.variables
         # Copies, because on the CPU an array may share the memory of the variable.
         self._saved_variables = [
             (variable, keras.ops.convert_to_numpy(variable).copy())
-            for variable in [*self.model.variables, *optimizer_variables]
+            for variable in [*self.model.variables, *self._optimizer_variables()]
         ]
 
 

@@ -1,5 +1,6 @@
 """Collectives on values, models and optimizers, for every backend of Keras."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,6 +8,7 @@ import keras
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.further_optimizers import Trained, build, trained_of
 from hvdkit.keras.models import finalize
 
 hvd = backend.hvd
@@ -91,6 +93,9 @@ def broadcast_model(
 ) -> None:
     """Copy the weights of rank `root_rank`'s model and its optimizer's state to every rank.
 
+    If the model has further optimizers as attributes, as a GAN, the states of those that are built
+    on rank `root_rank` are copied, too.
+
     The optimizer's counters, learning rate and loss scale are part of its state. The states of
     random seeds are not broadcast: with equal seeds, all ranks would drop the same units in Dropout
     and augment their images equally.
@@ -111,16 +116,27 @@ def broadcast_model(
             `UsageError`.)
     """
 
+    group = backend.collectives(process_set)
+    trained: Trained = {}
+    if not group.single_rank:
+        # Every rank sends, because `root_rank` may be invalid on some ranks.
+        is_model = isinstance(model, keras.layers.Layer)
+        own = json.dumps(trained_of(model) if is_model else {}).encode()
+        gathered = group.allgather(own, "hvdkit.keras.optimizers")
+        trained = dict(zip(group.ranks, map(json.loads, gathered), strict=True)).get(root_rank, {})
+
     def variables() -> list[Any]:
         if not isinstance(model, keras.layers.Layer):
             raise UsageError(f"model is a {type(model).__name__}: expected a Keras model")
         own = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if own is not None and not own.built:
             own.build(model.trainable_variables)
+        further = build(model, trained).values()
+        found = [v for each in (own, *further) if each is not None for v in each.variables]
         local = {id(variable) for variable in local_variables}
         return [
             variable
-            for variable in [*model.weights, *(own.variables if own else [])]
+            for variable in [*model.weights, *found]
             if not backend.is_among(variable, local)
         ]
 

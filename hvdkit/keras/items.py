@@ -16,8 +16,17 @@ from hvdkit.checkpoint.items import LARGEST_STATISTICS, Plain, Variables, named,
 from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.further_optimizers import (
+    FurtherOptimizers,
+    further_optimizers,
+    trained_of,
+    trained_variables,
+)
 from hvdkit.keras.metrics import flat_metrics
 from hvdkit.keras.optimizer import distribution_of
+
+#: The part of a checkpoint with the optimizers that are attributes of the model.
+_FURTHER = "optimizers"
 
 
 def items_of(model: Any) -> dict[str, StatefulItem]:
@@ -30,6 +39,8 @@ def items_of(model: Any) -> dict[str, StatefulItem]:
         items["optimizer"] = Variables(
             lambda: named(optimizer.variables), "the optimizer", backend.tensor_of
         )
+    if further_optimizers(model):
+        items[_FURTHER] = FurtherOptimizers(model)
     items[h5.PART] = Layout(model)
     return items | reduction_items_of(optimizer)
 
@@ -67,11 +78,15 @@ class Layout:
         self._model = model
         self._layout: Tree = None
         self._others: dict[str, Any] = {}
+        # The optimizers that were built when the layout was looked up.
+        self._built: Sequence[str] = ()
 
     def save(self) -> Tree:
         """Return the layout, and the tensors that are neither weights nor optimizer state."""
-        if self._layout is None:
-            self._layout = self._look_up()
+        built = list(trained_of(self._model))
+        if self._layout is None or self._built != built:
+            self._others = {}
+            self._layout, self._built = self._look_up(), built
         others = {name: backend.tensor_of(variable) for name, variable in self._others.items()}
         return {h5.LAYOUT: self._layout, "others": others}
 
@@ -105,6 +120,11 @@ class Layout:
             )
             for name, variable in named(variables).items()
         }
+        further = further_optimizers(self._model)
+        for attribute in trained_of(self._model):
+            variables = named(further[attribute].variables)
+            part = f"{attribute}.variables"
+            known |= {id(v): (_FURTHER, f"{part}.{name}") for name, v in variables.items()}
         layout: list[Any] = []
         for path, name, values in recorder.groups:
             entries = []
@@ -245,18 +265,19 @@ def _local(model: Any) -> list[Any]:
     if sum(map(backend.bytes_of, statistics.values())) > LARGEST_STATISTICS:
         statistics = {}
     own = list(statistics.values())
-    distribution = distribution_of(model.optimizer)
-    if distribution is not None:
-        for variable in distribution.local_variables:
-            own += [variable, *_slots(model.optimizer, variable)]
+    for optimizer in (model.optimizer, *further_optimizers(model).values()):
+        distribution = distribution_of(optimizer)
+        if distribution is not None and optimizer.built:
+            for variable in distribution.local_variables:
+                own += [variable, *_slots(optimizer, variable)]
     return own
 
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:
     """Return the optimizer's variables for one model variable."""
+    trained = trained_variables(optimizer)
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
-    trained = list(optimizer._trainable_variables)
     index = [id(each) for each in trained].index(id(variable))
     # Lists with an entry for each variable, except the list of variables itself.
     return [

@@ -16,6 +16,7 @@ from keras.src.trainers.trainer import Trainer
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.further_optimizers import further_optimizers
 from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribution_of
 
 log = logging.getLogger("hvdkit.keras")
@@ -72,9 +73,22 @@ def distributions_of(model: Any) -> list[Distribution]:
 
     A model may have further optimizers as attributes, for example a GAN.
     """
-    own = [getattr(model, "optimizer", None), *vars(model).values()]
-    found = [distribution_of(each) for each in own if isinstance(each, keras.optimizers.Optimizer)]
+    own = [getattr(model, "optimizer", None), *further_optimizers(model).values()]
+    found = [distribution_of(each) for each in own]
     return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def is_built(model: Any) -> bool:
+    """Return whether all weights of a model exist.
+
+    A model with its own `train_step`, such as a GAN, may have no `call`. It is then never built
+    itself, but its layers are.
+    """
+    if model.built:
+        return True
+    layers = model._flatten_layers(include_self=False)
+    all_built = bool(model.layers) and all(layer.built for layer in layers)
+    return all_built and has_own_step(model) and type(model).build is keras.Model.build
 
 
 def has_own_step(model: Any) -> bool:

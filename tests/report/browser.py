@@ -33,6 +33,8 @@ class Browser:
             pass_fds=(requests, answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # It lives for several tests, and starts processes in them.
+            env=dict(os.environ) | {"HVDKIT_TEST_SERVER": "chromium"},
             start_new_session=True,
         )
         os.close(requests)

@@ -1,0 +1,147 @@
+"""Optimizers that are attributes of a model beside the optimizer of `compile`, as in a GAN.
+
+Keras creates the variables of such an optimizer in the first `apply_gradients`, for the variables
+that the model's `train_step` passes. A new process therefore needs their list before it can restore
+or receive the optimizer's state.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from hvdkit.checkpoint.items import Variables, does_not_fit, named
+from hvdkit.checkpoint.state import Tree
+from hvdkit.errors import UsageError
+from hvdkit.keras import backend
+from hvdkit.keras.optimizer import distribution_of
+
+#: Optimizer -> the indexes of its trained variables in `model.weights`; -1 for other variables.
+Trained = Mapping[str, Sequence[int]]
+
+
+def further_optimizers(model: Any) -> dict[str, Any]:
+    """Return the optimizers that are attributes of a model, or in a list or dict of it, by name.
+
+    The optimizer of `compile` and the inner optimizers of `LossScaleOptimizer` are left out.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(model).items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        elif isinstance(value, list | tuple):
+            found |= {f"{name}.{key}": each for key, each in enumerate(value)}
+        else:
+            found[name] = value
+    own = {n: each for n, each in found.items() if isinstance(each, keras.optimizers.Optimizer)}
+    first = getattr(model, "optimizer", None)
+    known = {id(first)}
+    for each in [first, *own.values()]:
+        while (each := getattr(each, "inner_optimizer", None)) is not None:
+            known.add(id(each))
+    result = {}
+    for name, each in own.items():
+        if id(each) not in known:
+            known.add(id(each))
+            result[name] = each
+    return result
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Return the variables for which an optimizer is built, in its order."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return list(optimizer._trainable_variables)
+
+
+def trained_of(model: Any) -> dict[str, list[int]]:
+    """Return for each further optimizer that is built: the variables that it trains."""
+    index = {id(variable): number for number, variable in enumerate(model.weights)}
+    return {
+        name: [index.get(id(variable), -1) for variable in trained_variables(optimizer)]
+        for name, optimizer in further_optimizers(model).items()
+        if optimizer.built
+    }
+
+
+def build(model: Any, trained: Trained) -> dict[str, Any]:
+    """Build further optimizers as in another process. Return them by name.
+
+    Args:
+        model: a built model.
+        trained: the result of `trained_of` in the other process.
+
+    Raises:
+        UsageError: the model lacks an optimizer or a variable.
+    """
+    own, weights = further_optimizers(model), model.weights
+    for name, numbers in trained.items():
+        if name not in own:
+            raise does_not_fit("the model's optimizers (saved -> here)", [f"{name} -> nothing"])
+        if own[name].built:
+            continue
+        if -1 in numbers or max(numbers, default=0) >= len(weights):
+            raise UsageError(
+                f"the optimizer {name} trains variables that are not weights of the model: call "
+                f"{name}.build(variables) before fit"
+            )
+        own[name].build([weights[number] for number in numbers])
+    return {name: own[name] for name in trained}
+
+
+class FurtherOptimizers:
+    """A `StatefulItem`: the variables and wire-format scales of the further optimizers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def save(self) -> Tree:
+        """Return the state of each optimizer that is built."""
+        own = further_optimizers(self._model)
+        return {
+            name: {
+                "trained": numbers,
+                "variables": _variables(name, own[name]).save(),
+                "reduction": _reduction_state(own[name]),
+            }
+            for name, numbers in trained_of(self._model).items()
+        }
+
+    def signature(self) -> list[str]:
+        """Return a text for each variable."""
+        own = further_optimizers(self._model)
+        return [
+            f"{name}: {line}"
+            for name in trained_of(self._model)
+            for line in _variables(name, own[name]).signature()
+        ]
+
+    def plan_restore(self, tree: Tree) -> Tree:
+        """Build the optimizers, and return their own memory as destinations.
+
+        Raises:
+            UsageError: the optimizers differ from those that were saved.
+        """
+        own = build(self._model, {name: saved["trained"] for name, saved in tree.items()})
+        return {
+            name: saved
+            | {"variables": _variables(name, own[name]).plan_restore(saved["variables"])}
+            for name, saved in tree.items()
+        }
+
+    def restore(self, tree: Tree) -> None:
+        """Restore the scales: the variables have been written to."""
+        own = further_optimizers(self._model)
+        for name, saved in tree.items():
+            distribution = distribution_of(own[name])
+            if distribution is not None:
+                distribution.restore_reduction_state(saved["reduction"])
+
+
+def _variables(name: str, optimizer: Any) -> Variables:
+    return Variables(lambda: named(optimizer.variables), f"the optimizer {name}", backend.tensor_of)
+
+
+def _reduction_state(optimizer: Any) -> Tree:
+    distribution = distribution_of(optimizer)
+    return None if distribution is None else distribution.reduction_state()

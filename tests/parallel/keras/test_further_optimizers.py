@@ -1,0 +1,157 @@
+"""A model with optimizers as attributes beside that of `compile`, such as a GAN."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parallel.keras.job import common_folder, of_every_rank, same_everywhere
+from tests.parallel.keras.test_checkpoint import Interrupted, interrupt_after
+
+EPOCHS, BATCHES, BATCH = 3, 4, 4
+
+
+def network(outputs):
+    import keras
+
+    layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(outputs)]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+def gan(hvd, rank=0, **options):
+    """Return a GAN without `call`, whose discriminator and generator have an optimizer each."""
+    import keras
+
+    class GAN(keras.Model):
+        def compile(self, optimizers):
+            super().compile()
+            self.optimizer_d = optimizers[0]
+            self.others = {"g": optimizers[1]}
+
+        def train_step(self, data):
+            x, _ = data
+            weights = self.discriminator.trainable_weights
+            loss = update(self.optimizer_d, lambda: self.loss_d(x), weights)
+            update(self.others["g"], lambda: self.loss_g(x), self.generator.trainable_weights)
+            return {"loss": loss}
+
+        def loss_d(self, x):
+            real, fake = self.discriminator(x), self.discriminator(self.generator(x))
+            return keras.ops.mean((real - 1.0) ** 2) + keras.ops.mean(fake**2)
+
+        def loss_g(self, x):
+            return keras.ops.mean((self.discriminator(self.generator(x)) - 1.0) ** 2)
+
+    keras.utils.set_random_seed(3 + rank)
+    model = GAN()
+    model.discriminator, model.generator = network(1), network(3)
+    # `fit` on Keras's PyTorch backend needs a model that is built.
+    model.built = keras.backend.backend() == "torch"
+    adams = [keras.optimizers.Adam(0.05), keras.optimizers.Adam(0.02)]
+    model.compile([hvd.DistributedOptimizer(each, bucket_bytes=64, **options) for each in adams])
+    return model
+
+
+def update(optimizer, compute, weights):
+    """Apply the gradients of a loss, with any backend."""
+    import keras
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = compute()
+        optimizer.apply(tape.gradient(loss, [weight.value for weight in weights]), weights)
+        return loss
+    import torch
+
+    loss = compute()
+    gradients = torch.autograd.grad(loss, [weight.value for weight in weights])
+    with torch.no_grad():
+        optimizer.apply(list(gradients), weights)
+    return loss
+
+
+def data(hvd):
+    x = np.random.default_rng(hvd.rank()).normal(size=(BATCHES * BATCH, 3)).astype("float32")
+    return x, x[:, :1]
+
+
+def content(model):
+    """Return the weights and the states of the optimizers of this rank."""
+    import keras
+
+    optimizers = model.optimizer_d.variables, model.others["g"].variables
+    variables = [*model.weights, *optimizers[0], *optimizers[1]]
+    return [keras.ops.convert_to_numpy(variable).tobytes().hex() for variable in variables]
+
+
+def fit(hvd, model, callbacks, interrupted_after=None, epochs=EPOCHS):
+    own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
+    if interrupted_after is not None:
+        own.append(interrupt_after(interrupted_after))
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    model.fit(*data(hvd), epochs=epochs, callbacks=own, **options)
+    return content(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "fp16", "accumulation_steps": 2}])
+def test_a_resumed_fit_is_bit_identical(hvd, options):
+    expected = same_everywhere(fit(hvd, gan(hvd, hvd.rank(), **options), []))
+    with common_folder(hvd) as folder:
+        checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
+        with pytest.raises(Interrupted):
+            fit(hvd, gan(hvd, hvd.rank(), **options), [checkpoint], BATCHES + 3)
+        checkpoint._manager.close()
+        resumed = fit(hvd, gan(hvd, 9, **options), [hvd.callbacks.Checkpoint(folder)])
+    assert resumed == expected
+
+
+def test_a_broadcast_builds_the_optimizers(hvd):
+    # Only the last rank has optimizers with a state, as after it has loaded a file.
+    root = hvd.size() - 1
+    model = gan(hvd, hvd.rank())
+    if hvd.rank() == root:
+        model.optimizer_d.build(model.discriminator.trainable_weights)
+        model.others["g"].build(model.generator.trainable_weights)
+        for variable in [*model.optimizer_d.variables, *model.others["g"].variables]:
+            variable.assign(np.full(variable.shape, 7))
+    hvd.broadcast_model(model, root)
+    assert same_everywhere(content(model)) == of_every_rank(content(model))[root]
+    assert int(model.others["g"].iterations) == 7
+
+
+def test_a_commit_contains_the_optimizers(hvd):
+    """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
+    options = {"compression": "fp16"}
+    model = gan(hvd, **options)
+    state = hvd.elastic.KerasState(model)
+    fit(hvd, model, [], epochs=1)
+    with tempfile.TemporaryDirectory() as folder:
+        state.save()
+        commit = Path(folder) / "commit"
+        with commit.open("wb") as file:
+            state.write_saved(file)
+        expected = same_everywhere(fit(hvd, model, [], epochs=1))
+        restarted = gan(hvd, 9, **options)
+        restarted_state = hvd.elastic.KerasState(restarted)
+        if hvd.rank() < hvd.size() - 1:
+            restarted_state.read_saved(commit)
+            restarted_state.restore()
+    restarted_state.sync()
+    assert fit(hvd, restarted, [], epochs=1) == expected
+    # In the same process.
+    state.restore()
+    assert fit(hvd, model, [], epochs=1) == expected
+
+
+def test_an_optimizer_that_is_missing_is_named(hvd):
+    with common_folder(hvd) as folder:
+        fit(hvd, gan(hvd), [hvd.callbacks.Checkpoint(folder)], epochs=1)
+        model = gan(hvd)
+        model.others = {}
+        from hvdkit.errors import UsageError
+
+        with pytest.raises(UsageError, match=r"optimizers \(saved -> here\): others\.g -> nothing"):
+            fit(hvd, model, [hvd.callbacks.Checkpoint(folder)])
