@@ -140,7 +140,12 @@ def judge(
         return Verdict(_without_wait(records, states, size, silent))
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
+    deadlock = bool(incomplete) and _all_wait(records, states, size)
     oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
+    if deadlock and len(oldest.missing) > len(oldest.waiting):
+        # Most ranks wait elsewhere: probably a few ranks have made an additional call.
+        by_most = [wait for wait in incomplete if len(wait.waiting) > len(wait.missing)]
+        oldest = min(by_most, key=lambda wait: wait.call.enqueued, default=oldest)
     # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
     # hvdkit itself, such as a comparison of states, says less.
     alike = [w for w in incomplete or waits if w.missing == oldest.missing]
@@ -160,7 +165,6 @@ def judge(
         lines += filter(None, [different_lines(records)])
     if not any(rank in records for rank in wait.missing):
         lines += silent
-    deadlock = bool(incomplete) and _all_wait(records, states, size)
     # The ranks may have different limits. `join` has none, because other ranks train meanwhile.
     limits = [records[rank].limit for rank in wait.waiting if wait.call.operation != "join"]
     return Verdict(

@@ -86,6 +86,21 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock(size, data):
     assert verdict.whole_text.endswith("has not called: a deadlock.")
 
 
+def test_a_rank_that_makes_an_additional_call_is_named_in_a_deadlock():
+    records = simulate(3, ["bucket", "bucket"], {1: 1}, {1: "extra"})
+    # The other ranks call the next collective after the additional call.
+    early = replace(records[1].open[0], enqueued=0.9)
+    records[1] = replace(records[1], open=[early])
+    verdict = judge(records, {}, 3)
+    assert verdict.deadlock
+    assert (list(verdict.waiting), list(verdict.missing)) == ([0, 2], [1])
+    assert "Rank 1 on host1 has not called it: the rank waits for the allreduce 'extra'" in (
+        verdict.text
+    )
+    # Between two ranks, the records do not tell which rank is wrong.
+    assert judge({r: records[r] for r in (0, 1)}, {}, 2).call.name == "allreduce.extra"
+
+
 def test_calls_in_different_lines_need_the_same_name():
     hint = "give all of them the same name"
     program, other = ["line 5 of train.py"], "line 9 of train.py"
