@@ -230,7 +230,8 @@ class Job:
         self._statuses[rank] = status
         if status == 0 or self._ending:
             return
-        self._failures.add(rank, status, self._output.tail(rank))
+        tail, raised_at = self._output.tail(rank), self._output.raised_at(rank)
+        self._failures.add(rank, status, tail, raised_at)
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()

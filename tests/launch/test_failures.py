@@ -1,5 +1,7 @@
 """The choice of the failure that is the cause of the others."""
 
+import time
+
 import pytest
 
 from hvdkit.errors import RESUMABLE
@@ -57,6 +59,19 @@ def failures(*ends):
 )
 def test_the_cause(ends, cause):
     assert failures(*ends).cause.rank == cause
+
+
+def test_the_first_rank_that_raises_is_the_cause_although_it_ends_later():
+    # Its `atexit` functions run after its traceback.
+    found = failures((2, 1, (LOST[0], "KeyError: 'label'")))
+    found.add(1, 1, BAD, time.monotonic() - 0.5)
+    assert found.cause.rank == 1
+
+
+def test_an_error_that_the_script_caught_long_ago_is_not_the_first():
+    found = failures((2, 1, BAD))
+    found.add(1, 3, BAD, time.monotonic() - 600.0)
+    assert found.cause.rank == 2
 
 
 @pytest.mark.parametrize(
