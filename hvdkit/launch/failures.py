@@ -95,7 +95,8 @@ class Failure:
             # All lines of a traceback but the first are indented.
             if before.startswith("  ") and line[:1].strip():
                 found = line
-            before = line
+            # TensorFlow writes an empty line after each frame.
+            before = line if line.strip() else before
         return found
 
     @property
