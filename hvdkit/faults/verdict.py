@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
@@ -74,6 +74,7 @@ class Verdict:
         deadlock: whether no rank can continue, because each waits for another one.
         expired: whether the collective has waited for longer than its limit.
         stopped: whether the process of a missing rank is stopped.
+        last_ranks: whether some ranks have ended, and no other rank waits for a collective.
     """
 
     text: str
@@ -85,6 +86,7 @@ class Verdict:
     deadlock: bool = False
     expired: bool = False
     stopped: bool = False
+    last_ranks: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -107,6 +109,8 @@ class Verdict:
             # A rank that has begun to receive data from the stopped process has a limit of its own.
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
             return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT}){earlier}."
+        if self.last_ranks:
+            return "The job ends when all ranks have ended."
         return "The job waits." if self.waiting else "The job has continued."
 
 
@@ -134,10 +138,15 @@ def judge(
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
     """
-    records = aligned(records)
+    # A rank that has ended does not wait any more.
+    records = {
+        rank: replace(record, open=[]) if states.get(rank) == ENDED else record
+        for rank, record in aligned(records).items()
+    }
     waits = _waits(records, states, size)
     if not waits:
-        return Verdict(_without_wait(records, states, size, silent))
+        text = _without_wait(records, states, size, silent)
+        return Verdict(text, last_ranks=ENDED in states.values())
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     deadlock = bool(incomplete) and _all_wait(records, states, size)
@@ -177,6 +186,34 @@ def judge(
         deadlock,
         stopped=any(states.get(rank) == STOPPED for rank in wait.missing),
     )
+
+
+def overdue(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> str:
+    """Return the verdict on a collective that waited until its limit while others ended.
+
+    Such a collective, for example one of a thread, leads to no verdict before its limit is over,
+    because the ranks make progress.
+
+    Args:
+        records: the records of the ranks after the engine has ended the job.
+        states: as for `judge`.
+        size: the number of ranks of the job.
+
+    Returns:
+        The verdict; "" if there is no such collective.
+    """
+    late = {}
+    for rank, record in records.items():
+        waited = [
+            call
+            for call in record.open
+            if call.ended is None
+            and call.operation != "join"
+            and record.time - call.enqueued >= record.limit > 0
+        ]
+        late[rank] = replace(record, open=waited if record.error else [])
+    verdict = judge(late, states, size)
+    return replace(verdict, expired=True).whole_text if verdict.missing else ""
 
 
 def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[_Wait]:
@@ -305,11 +342,17 @@ def _all_entered(states: Mapping[int, str]) -> str:
 def _without_wait(
     records: Mapping[int, Record], states: Mapping[int, str], size: int, silent: Sequence[str]
 ) -> str:
-    lines = ["No rank waits for a collective.", *silent]
+    ended = sorted(rank for rank, state in states.items() if state == ENDED)
+    text = "No rank waits for a collective."
+    if ended:
+        have = "have" if len(ended) > 1 else "has"
+        text = f"{name_ranks(ended)} {have} ended. No other rank waits for a collective."
+    lines = [text, *silent]
     lines += [
         f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
     ]
-    for rank, record in sorted(records.items())[:_SHOWN]:
+    # The record of a rank that has ended is an older one.
+    for rank, record in sorted((r, each) for r, each in records.items() if r not in ended)[:_SHOWN]:
         if frame := stacks.own_frame(stacks.main_thread(record.stacks)):
             lines.append(f"Rank {rank} on {record.host} is at {frame}.")
     absent = [rank for rank in range(size) if rank not in records and rank not in states]

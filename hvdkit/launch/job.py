@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 
-from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
+from hvdkit.core.recorder import STALL_SECONDS, stall_seconds
+from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, UsageError
 from hvdkit.faults.verdict import Verdict
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
@@ -137,7 +139,8 @@ class Job:
         self._statuses: dict[int, int] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
-        self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
+        directory, patience = output.directory, _patience(os.environ)
+        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience)
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
@@ -483,3 +486,11 @@ class Job:
 
     def _with_problem(self, report: str) -> str:
         return "\n".join(filter(None, [report, self._problem]))
+
+
+def _patience(environ: Mapping[str, str]) -> float:
+    """Return HVDKIT_STALL_TIMEOUT in seconds. The ranks report an invalid value."""
+    try:
+        return stall_seconds(environ)
+    except UsageError:
+        return STALL_SECONDS
