@@ -316,11 +316,20 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
     if frame := stacks.own_frame(frames):
         doing += f"{', ' if doing else 'the rank is '}at {frame}"
     text = f"{where} has not called it: {doing}."
+    # TensorFlow reads data in other threads.
+    if frames and frames[0].is_library and not stacks.waits(frames):
+        text += _other_thread(record)
     if record.done:
         last = record.done[-1]
         since = record.time - (last.ended or record.time)
         text += f" Its last collective, {describe_call(last, record)}, ended {since:.0f} s ago."
     return text
+
+
+def _other_thread(record: Record) -> str:
+    """Return a sentence about a thread, not the main thread, that runs code of the user."""
+    frame = stacks.other_thread(record.stacks)
+    return "" if frame is None else f" Another thread is at {frame}."
 
 
 def _differ_in_line(wait: _Wait, records: Mapping[int, Record]) -> bool:
@@ -353,8 +362,13 @@ def _without_wait(
     ]
     # The record of a rank that has ended is an older one.
     for rank, record in sorted((r, each) for r, each in records.items() if r not in ended)[:_SHOWN]:
-        if frame := stacks.own_frame(stacks.main_thread(record.stacks)):
-            lines.append(f"Rank {rank} on {record.host} is at {frame}.")
+        frame = stacks.own_frame(stacks.main_thread(record.stacks))
+        if frame is None:
+            continue
+        lines.append(f"Rank {rank} on {record.host} is at {frame}.")
+        # At the end of the script, Python waits for the other threads.
+        if frame.is_library:
+            lines[-1] += _other_thread(record)
     absent = [rank for rank in range(size) if rank not in records and rank not in states]
     if absent:
         lines.append(f"{name_ranks(absent)} did not report.")

@@ -272,7 +272,8 @@ class Job:
         read = self._pause == 0 or now > self._resumed_at + _READ_SECONDS
         if not self._ending and read:
             silent_hosts = partial(self._silent_hosts, now)
-            verdict = self._stalls.check(now, self._statuses, silent_hosts)
+            failed = bool(self._failures)
+            verdict = self._stalls.check(now, self._statuses, silent_hosts, failed)
             if verdict is not None:
                 self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:

@@ -129,6 +129,7 @@ class Stalls:
         now: float,
         ended: Collection[int],
         silent_hosts: Callable[[], Sequence[str]] = tuple,
+        failed: bool = False,
     ) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over; else None.
 
@@ -137,8 +138,11 @@ class Stalls:
             ended: the ranks that have ended.
             silent_hosts: returns a sentence for each host that did not answer the launcher for some
                 time.
+            failed: whether a rank has failed. The other ranks then end soon.
         """
-        if len(ended) != self._ended:
+        if failed:
+            self._last_ranks_at = float("inf")
+        elif len(ended) != self._ended:
             self._ended = len(ended)
             self._last_ranks_at = now + (self._patience or float("inf"))
         if now > min(self._confirm_at, self._expires_at, self._last_ranks_at):

@@ -22,6 +22,12 @@ SLEEPING = """Current thread 0x02 (most recent call first):
   File "/home/me/loader.py", line 7 in load
   File "/home/me/train.py", line 23 in <module>
 """
+OTHER_THREAD = """Thread 0x03 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/home/me/data.py", line 6 in load
+
+Current thread 0x02 (most recent call first):
+"""
 
 
 def call(name, number, at, ended=None, group=0):
@@ -220,3 +226,29 @@ def test_the_timeline_shows_who_came_when():
 )
 def test_a_script_in_a_folder_named_hvdkit_is_the_users(file, library):
     assert Frame(file, 1, "main").is_library == library
+
+
+def test_the_last_rank_waits_for_a_thread_at_its_end():
+    ends = Record(
+        1, 2, "host1", 1, "request", 60.0,
+        stacks=OTHER_THREAD + '  File "/venv/lib/python3.11/threading.py", line 9 in _shutdown',
+    )  # fmt: skip
+    assert judge({1: ends}, {0: ENDED}, 2).text == (
+        "Rank 0 has ended. No other rank waits for a collective.\nRank 1 on host1 is at "
+        "/venv/lib/python3.11/threading.py:9 in _shutdown. Another thread is at "
+        "/home/me/data.py:6 in load."
+    )
+
+
+def test_a_thread_that_loads_data_is_named():
+    records = simulate(2, ["bucket"], {1: 0})
+    records[1] = replace(
+        records[1],
+        stacks=OTHER_THREAD
+        + '  File "/venv/site-packages/tensorflow/execute.py", line 53 in quick_execute\n'
+        + '  File "/home/me/train.py", line 23 in <module>',
+    )
+    assert judge(records, {}, 2).text.endswith(
+        "the rank is at /home/me/train.py:23 in <module>. Another thread is at "
+        "/home/me/data.py:6 in load."
+    )

@@ -186,3 +186,11 @@ def test_a_collective_that_waits_until_its_limit_while_others_end():
     # The limit is not over: the ranks have failed for another reason.
     job.add(failed(0, {"x": 1, "y": 7}, time=61.0), 101.0)
     assert job.verdict_on_failure() == ""
+
+
+def test_ranks_that_fail_after_each_other_keep_their_verdict():
+    asked = []
+    job = Stalls(2, None, lambda: asked.append(1), patience=3.0)
+    assert job.check(100.0, {0}) is None
+    assert job.check(104.0, {0}, failed=True) is None
+    assert not asked
