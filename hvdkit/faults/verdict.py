@@ -165,7 +165,9 @@ def judge(
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
         lines.append(_all_entered(states))
-    lines += [_describe(r, records.get(r), states.get(r)) for r in wait.missing[:_SHOWN]]
+    for rank in wait.missing[:_SHOWN]:
+        text = _describe(rank, records.get(rank), states.get(rank))
+        lines.append(text + _blocked_by(rank, wait, incomplete, records))
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
     if _differ_in_line(wait, records):
@@ -324,6 +326,21 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
         since = record.time - (last.ended or record.time)
         text += f" Its last collective, {describe_call(last, record)}, ended {since:.0f} s ago."
     return text
+
+
+def _blocked_by(
+    rank: int, wait: _Wait, incomplete: Sequence[_Wait], records: Mapping[int, Record]
+) -> str:
+    """Return which ranks have not called the collective for which the missing `rank` waits.
+
+    Return "" if these are the ranks that wait for the missing rank.
+    """
+    own = next((each for each in incomplete if rank in each.waiting), None)
+    if own is None or set(own.missing) == set(wait.waiting):
+        return ""
+    have = "have" if len(own.missing) > 1 else "has"
+    name = name_call(own.call, records[rank])
+    return f" {name_ranks(own.missing)} {have} not called {name}."
 
 
 def _other_thread(record: Record) -> str:

@@ -252,3 +252,18 @@ def test_a_thread_that_loads_data_is_named():
         "the rank is at /home/me/train.py:23 in <module>. Another thread is at "
         "/home/me/data.py:6 in load."
     )
+
+
+def test_a_rank_that_skips_a_collective_of_its_process_set():
+    # Rank 1 has skipped `group`. Rank 2, which is not in this process set, calls the bucket first.
+    def waits(rank, name, at, group=0):
+        calls = {f"allreduce.{name}": 1}
+        waiting = [call(name, 1, at, group=group)]
+        return Record(rank, 3, "h", 1, "stall", 60.0, calls=calls, open=waiting, stacks=WAITING,
+                      groups={0: [], 5: [0, 1]})  # fmt: skip
+
+    records = {0: waits(0, "group", 2.0, 5), 1: waits(1, "bucket", 3.0), 2: waits(2, "bucket", 1.0)}
+    verdict = judge(records, {}, 3)
+    assert verdict.deadlock
+    assert "Rank 0 on h has not called it: the rank waits for the allreduce 'group'" in verdict.text
+    assert "Rank 1 has not called the allreduce 'group', 64 bytes of float32." in verdict.text
