@@ -138,10 +138,10 @@ def judge(
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
     """
-    # A rank that has ended does not wait any more.
+    # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
     records = {
-        rank: replace(record, open=[]) if states.get(rank) == ENDED else record
-        for rank, record in aligned(records).items()
+        rank: replace(r, open=[]) if states.get(rank) == ENDED and not r.error else r
+        for rank, r in aligned(records).items()
     }
     waits = _waits(records, states, size)
     if not waits:
@@ -228,6 +228,8 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
     waits = []
     for call in found.values():
         owner = next(r for r in records.values() if any(c.name == call.name for c in r.open))
+        # A record may lack the process sets, because another thread had locked their table.
+        owner = next((r for r in records.values() if call.group in r.groups), owner)
         members = [rank for rank in owner.members(call.group) if rank < size]
         entered = [
             r

@@ -267,3 +267,14 @@ def test_a_rank_that_skips_a_collective_of_its_process_set():
     assert verdict.deadlock
     assert "Rank 0 on h has not called it: the rank waits for the allreduce 'group'" in verdict.text
     assert "Rank 1 has not called the allreduce 'group', 64 bytes of float32." in verdict.text
+    # The record of the rank that waits may lack the process sets.
+    records[0] = replace(records[0], groups={})
+    assert judge(records, {}, 3) == verdict
+
+
+def test_a_rank_that_has_failed_and_ended_keeps_the_verdict():
+    records = simulate(2, ["bucket"], {1: 0})
+    text = judge(records, {}, 2).text
+    failed = {**records, 0: replace(records[0], error="failed: Horovod has been shut down")}
+    assert judge(failed, {0: ENDED}, 2).text == text
+    assert judge(records, {0: ENDED}, 2).text.startswith("Rank 0 has ended.")
