@@ -16,7 +16,7 @@ from hvdkit.faults.alignment import aligned
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
-from hvdkit.faults.verdict import describe_call, judge, timeline
+from hvdkit.faults.verdict import describe_call, judge, name_ranks, timeline
 from hvdkit.record_files import STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes, and
@@ -173,8 +173,14 @@ def _failure(path: Path) -> str | None:
         error = causes or content["exception"] or ""
         if not error and content["last_lines"]:
             error = f"Its last line of output: {content['last_lines'][-1]}"
-        host = content["host"]
-        return f"Rank {content['rank']} on {host} failed first: {ending}. {error}".rstrip()
+        who = f"Rank {content['rank']} on {content['host']} failed"
+        # Earlier versions did not write this field.
+        alike = sorted(content.get("suspects", ()))
+        if len(alike) > 1 and not content["signal"]:
+            who = f"{name_ranks(alike)} failed with the same error"
+        elif not causes:
+            who += " first"
+        return f"{who}: {ending}. {error}".rstrip()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -13,6 +13,7 @@ from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
 from hvdkit.faults.verdict import describe_call, name_ranks
 
 _MISMATCHED = "Mismatched"
+_WITH_JOIN = "not supported with Join"
 
 
 def mismatch(records: Mapping[int, Record]) -> str | None:
@@ -27,7 +28,7 @@ def mismatch(records: Mapping[int, Record]) -> str | None:
     """
     failed = [record for record in records.values() if _MISMATCHED in record.error]
     if not failed:
-        return None
+        return _after_join(records)
     groups: dict[tuple[str, str, int], list[int]] = {}
     calls: dict[int, Call] = {}
     for rank, record in sorted(records.items()):
@@ -47,3 +48,21 @@ def mismatch(records: Mapping[int, Record]) -> str | None:
     text = f"Ranks differ in {label}: {'; '.join(parts)}."
     lines = different_lines(records) if is_unnamed(call.name) else None
     return f"{text}\n{lines}" if lines else text
+
+
+def _after_join(records: Mapping[int, Record]) -> str | None:
+    """Return which ranks have joined, if a collective failed that needs all ranks."""
+    failed = [record for record in records.values() if _WITH_JOIN in record.error]
+    joined = [
+        rank
+        for rank, record in sorted(records.items())
+        if any(call.operation == "join" for call in record.open)
+    ]
+    call = next((c for r in failed for c in (*r.done, *r.open) if c.name == r.failed), None)
+    if call is None or not joined:
+        return None
+    has = "has" if len(joined) == 1 else "have"
+    return (
+        f"{name_ranks(joined)} {has} called hvd.join(). Before all ranks have called it, other "
+        f"ranks cannot call {describe_call(call, failed[0])}."
+    )

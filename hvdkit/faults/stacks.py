@@ -88,6 +88,12 @@ def has_other_thread(text: str) -> bool:
     return any(not frame.is_library for frames in others for frame in frames)
 
 
+def other_thread(text: str) -> Frame | None:
+    """Return the innermost frame of the user's code in a thread other than the main thread."""
+    others = (frames for current, frames in _threads(text) if not current)
+    return next((f for frames in others for f in frames if not f.is_library), None)
+
+
 def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     """Return whether a thread is the current one, and its frames, for each thread.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
@@ -74,6 +74,7 @@ class Verdict:
         deadlock: whether no rank can continue, because each waits for another one.
         expired: whether the collective has waited for longer than its limit.
         stopped: whether the process of a missing rank is stopped.
+        last_ranks: whether some ranks have ended, and no other rank waits for a collective.
     """
 
     text: str
@@ -85,6 +86,7 @@ class Verdict:
     deadlock: bool = False
     expired: bool = False
     stopped: bool = False
+    last_ranks: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -107,6 +109,8 @@ class Verdict:
             # A rank that has begun to receive data from the stopped process has a limit of its own.
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
             return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT}){earlier}."
+        if self.last_ranks:
+            return "The job ends when all ranks have ended."
         return "The job waits." if self.waiting else "The job has continued."
 
 
@@ -134,13 +138,23 @@ def judge(
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
     """
-    records = aligned(records)
+    # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
+    records = {
+        rank: replace(r, open=[]) if states.get(rank) == ENDED and not r.error else r
+        for rank, r in aligned(records).items()
+    }
     waits = _waits(records, states, size)
     if not waits:
-        return Verdict(_without_wait(records, states, size, silent))
+        text = _without_wait(records, states, size, silent)
+        return Verdict(text, last_ranks=ENDED in states.values())
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
+    deadlock = bool(incomplete) and _all_wait(records, states, size)
     oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
+    if deadlock and len(oldest.missing) > len(oldest.waiting):
+        # Most ranks wait elsewhere: probably a few ranks have made an additional call.
+        by_most = [wait for wait in incomplete if len(wait.waiting) > len(wait.missing)]
+        oldest = min(by_most, key=lambda wait: wait.call.enqueued, default=oldest)
     # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
     # hvdkit itself, such as a comparison of states, says less.
     alike = [w for w in incomplete or waits if w.missing == oldest.missing]
@@ -151,7 +165,9 @@ def judge(
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
         lines.append(_all_entered(states))
-    lines += [_describe(r, records.get(r), states.get(r)) for r in wait.missing[:_SHOWN]]
+    for rank in wait.missing[:_SHOWN]:
+        text = _describe(rank, records.get(rank), states.get(rank))
+        lines.append(text + _blocked_by(rank, wait, incomplete, records))
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
     if _differ_in_line(wait, records):
@@ -160,7 +176,6 @@ def judge(
         lines += filter(None, [different_lines(records)])
     if not any(rank in records for rank in wait.missing):
         lines += silent
-    deadlock = bool(incomplete) and _all_wait(records, states, size)
     # The ranks may have different limits. `join` has none, because other ranks train meanwhile.
     limits = [records[rank].limit for rank in wait.waiting if wait.call.operation != "join"]
     return Verdict(
@@ -175,6 +190,34 @@ def judge(
     )
 
 
+def overdue(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> str:
+    """Return the verdict on a collective that waited until its limit while others ended.
+
+    Such a collective, for example one of a thread, leads to no verdict before its limit is over,
+    because the ranks make progress.
+
+    Args:
+        records: the records of the ranks after the engine has ended the job.
+        states: as for `judge`.
+        size: the number of ranks of the job.
+
+    Returns:
+        The verdict; "" if there is no such collective.
+    """
+    late = {}
+    for rank, record in records.items():
+        waited = [
+            call
+            for call in record.open
+            if call.ended is None
+            and call.operation != "join"
+            and record.time - call.enqueued >= record.limit > 0
+        ]
+        late[rank] = replace(record, open=waited if record.error else [])
+    verdict = judge(late, states, size)
+    return replace(verdict, expired=True).whole_text if verdict.missing else ""
+
+
 def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[_Wait]:
     found: dict[tuple[str, int, int], Call] = {}
     for record in records.values():
@@ -185,6 +228,8 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
     waits = []
     for call in found.values():
         owner = next(r for r in records.values() if any(c.name == call.name for c in r.open))
+        # A record may lack the process sets, because another thread had locked their table.
+        owner = next((r for r in records.values() if call.group in r.groups), owner)
         members = [rank for rank in owner.members(call.group) if rank < size]
         entered = [
             r
@@ -275,11 +320,35 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
     if frame := stacks.own_frame(frames):
         doing += f"{', ' if doing else 'the rank is '}at {frame}"
     text = f"{where} has not called it: {doing}."
+    # TensorFlow reads data in other threads.
+    if frames and frames[0].is_library and not stacks.waits(frames):
+        text += _other_thread(record)
     if record.done:
         last = record.done[-1]
         since = record.time - (last.ended or record.time)
         text += f" Its last collective, {describe_call(last, record)}, ended {since:.0f} s ago."
     return text
+
+
+def _blocked_by(
+    rank: int, wait: _Wait, incomplete: Sequence[_Wait], records: Mapping[int, Record]
+) -> str:
+    """Return which ranks have not called the collective for which the missing `rank` waits.
+
+    Return "" if these are the ranks that wait for the missing rank.
+    """
+    own = next((each for each in incomplete if rank in each.waiting), None)
+    if own is None or set(own.missing) == set(wait.waiting):
+        return ""
+    have = "have" if len(own.missing) > 1 else "has"
+    name = name_call(own.call, records[rank])
+    return f" {name_ranks(own.missing)} {have} not called {name}."
+
+
+def _other_thread(record: Record) -> str:
+    """Return a sentence about a thread, not the main thread, that runs code of the user."""
+    frame = stacks.other_thread(record.stacks)
+    return "" if frame is None else f" Another thread is at {frame}."
 
 
 def _differ_in_line(wait: _Wait, records: Mapping[int, Record]) -> bool:
@@ -301,13 +370,24 @@ def _all_entered(states: Mapping[int, str]) -> str:
 def _without_wait(
     records: Mapping[int, Record], states: Mapping[int, str], size: int, silent: Sequence[str]
 ) -> str:
-    lines = ["No rank waits for a collective.", *silent]
+    ended = sorted(rank for rank, state in states.items() if state == ENDED)
+    text = "No rank waits for a collective."
+    if ended:
+        have = "have" if len(ended) > 1 else "has"
+        text = f"{name_ranks(ended)} {have} ended. No other rank waits for a collective."
+    lines = [text, *silent]
     lines += [
         f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
     ]
-    for rank, record in sorted(records.items())[:_SHOWN]:
-        if frame := stacks.own_frame(stacks.main_thread(record.stacks)):
-            lines.append(f"Rank {rank} on {record.host} is at {frame}.")
+    # The record of a rank that has ended is an older one.
+    for rank, record in sorted((r, each) for r, each in records.items() if r not in ended)[:_SHOWN]:
+        frame = stacks.own_frame(stacks.main_thread(record.stacks))
+        if frame is None:
+            continue
+        lines.append(f"Rank {rank} on {record.host} is at {frame}.")
+        # At the end of the script, Python waits for the other threads.
+        if frame.is_library:
+            lines[-1] += _other_thread(record)
     absent = [rank for rank in range(size) if rank not in records and rank not in states]
     if absent:
         lines.append(f"{name_ranks(absent)} did not report.")

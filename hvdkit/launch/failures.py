@@ -24,6 +24,9 @@ _EXPLAINED, _UNEXPLAINED, _TERMINATED, _BROKEN_CONNECTION, _LOST_PEER = range(5)
 _WAITS = (0.5, 2.0, 2.0, 5.0, 5.0)
 #: The same after SIGKILL, which no rank gets as a consequence of another failure.
 _KILLED_WAIT = 0.1
+#: The most seconds between the traceback of a rank and its end. An earlier traceback may be that of
+#: an error that the script has caught.
+_RAISED_SECONDS = 10.0
 
 #: The most failures whose last lines are shown. Failures with the same last line are shown once.
 _SHOWN = 3
@@ -37,7 +40,7 @@ _INTERNAL = re.compile(r"HorovodInternalError")
 _BROKEN = re.compile(
     r"Connection (?:closed|reset) by peer|ncclRemoteError|remote process exited|Broken pipe"
 )
-_TRACEBACK = "Traceback (most recent call last)"
+TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
 _GROUP, _WITHIN_GROUP = re.compile(r"^  [+|] "), re.compile(r"^ {4,}\|")
 _GROUP_HEADING = "Exception Group Traceback"
@@ -55,21 +58,21 @@ class Failure:
         tail: its last lines of output.
         over_mpi: whether MPI may have ended it. When a rank calls MPI_Abort, mpirun sends SIGTERM
             to all ranks.
+        began: when it raised its error, or else ended (`time.monotonic`).
     """
 
     rank: int
     status: int
     tail: Sequence[str]
     over_mpi: bool = False
+    began: float = 0.0
 
     @property
     def traceback(self) -> list[str]:
         """The lines from the last traceback on, including chained exceptions; may be empty."""
         lines = list(self.tail)
         starts = [
-            i
-            for i, line in enumerate(lines)
-            if _TRACEBACK in line and not _WITHIN_GROUP.match(line)
+            i for i, line in enumerate(lines) if TRACEBACK in line and not _WITHIN_GROUP.match(line)
         ]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
             starts.pop()
@@ -92,7 +95,8 @@ class Failure:
             # All lines of a traceback but the first are indented.
             if before.startswith("  ") and line[:1].strip():
                 found = line
-            before = line
+            # TensorFlow writes an empty line after each frame.
+            before = line if line.strip() else before
         return found
 
     @property
@@ -122,7 +126,7 @@ class Failure:
 
 
 class Failures:
-    """The failures of a job, in the order in which they are added.
+    """The failures of a job.
 
     Args:
         describe: returns a text for ranks, such as "rank 1 on host1".
@@ -145,9 +149,21 @@ class Failures:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def add(self, rank: int, status: int, tail: Sequence[str]) -> None:
-        """Add a rank that has ended with `status`, which is not 0."""
-        failure = Failure(rank, status, tail, self._over_mpi)
+    def add(
+        self, rank: int, status: int, tail: Sequence[str], raised_at: float = float("-inf")
+    ) -> None:
+        """Add a rank that has ended now.
+
+        Args:
+            rank: the rank.
+            status: its exit status, which is not 0.
+            tail: its last lines of output.
+            raised_at: when it wrote its last traceback (`time.monotonic`). Its `atexit` functions
+                run afterwards, so another rank may raise later and end earlier.
+        """
+        now = time.monotonic()
+        began = raised_at if now - raised_at < _RAISED_SECONDS else now
+        failure = Failure(rank, status, tail, self._over_mpi, began)
         self._found.append(failure)
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
@@ -188,7 +204,7 @@ class Failures:
 
     def _ordered(self) -> list[Failure]:
         failures = [failure for failure in self._found if failure.status not in self._orderly]
-        failures.sort(key=lambda failure: failure.kind)
+        failures.sort(key=lambda failure: (failure.kind, failure.began))
         # An error of one rank that all ranks raise, such as one of a checkpoint.
         alike = [each for each in failures if each.last_line == failures[0].last_line]
         origin = next((each for each in alike if each.is_chained), failures[0])

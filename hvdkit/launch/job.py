@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 
-from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
+from hvdkit.core.recorder import STALL_SECONDS, stall_seconds
+from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, UsageError
 from hvdkit.faults.verdict import Verdict
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
@@ -137,7 +139,8 @@ class Job:
         self._statuses: dict[int, int] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
-        self._stalls = Stalls(plan.size, output.directory, self._ask_for_records)
+        directory, patience = output.directory, _patience(os.environ)
+        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience)
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
@@ -230,7 +233,8 @@ class Job:
         self._statuses[rank] = status
         if status == 0 or self._ending:
             return
-        self._failures.add(rank, status, self._output.tail(rank))
+        tail, raised_at = self._output.tail(rank), self._output.raised_at(rank)
+        self._failures.add(rank, status, tail, raised_at)
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
@@ -268,7 +272,8 @@ class Job:
         read = self._pause == 0 or now > self._resumed_at + _READ_SECONDS
         if not self._ending and read:
             silent_hosts = partial(self._silent_hosts, now)
-            verdict = self._stalls.check(now, self._statuses, silent_hosts)
+            failed = bool(self._failures)
+            verdict = self._stalls.check(now, self._statuses, silent_hosts, failed)
             if verdict is not None:
                 self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:
@@ -482,3 +487,11 @@ class Job:
 
     def _with_problem(self, report: str) -> str:
         return "\n".join(filter(None, [report, self._problem]))
+
+
+def _patience(environ: Mapping[str, str]) -> float:
+    """Return HVDKIT_STALL_TIMEOUT in seconds. The ranks report an invalid value."""
+    try:
+        return stall_seconds(environ)
+    except UsageError:
+        return STALL_SECONDS

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
+from hvdkit.launch.failures import TRACEBACK
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
 TAIL_LINES = 100
@@ -80,6 +81,7 @@ class Output:
         }
         self._unfinished: dict[tuple[int, str], bytes] = {}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
+        self._raised_at = [float("-inf")] * size
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
         # None for a file that cannot be written to any more.
         self._files: list[IO[bytes] | None] = []
@@ -129,6 +131,10 @@ class Output:
         """Return the last lines of `rank`, of both streams."""
         return list(self._tails[rank])
 
+    def raised_at(self, rank: int) -> float:
+        """Return when `rank` wrote its last traceback (`time.monotonic`); -inf for never."""
+        return self._raised_at[rank]
+
     def status(self, text: str) -> None:
         """Draw the state of the job below the ranks' output, on a terminal."""
         progress = self._unfinished.get((0, "stderr")) or self._unfinished.get((0, "stdout"))
@@ -138,6 +144,8 @@ class Output:
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         visible = [_visible(line) for line in lines]
         self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in visible)
+        if any(TRACEBACK.encode() in line for line in visible):
+            self._raised_at[rank] = time.monotonic()
         if visible and rank in self._shown:
             self._status.clear()
             prefix = b"[%*d] " % (self._width, rank)

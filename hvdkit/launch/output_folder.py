@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,12 +61,18 @@ def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
 
 
 def write_error(
-    folder: Path, failure: Failure, possible_causes: str, plan: Plan, say: Callable[[str], None]
+    folder: Path,
+    failure: Failure,
+    possible_causes: str,
+    suspects: Sequence[int],
+    plan: Plan,
+    say: Callable[[str], None],
 ) -> None:
     """Write the failure that ended a job to `error.json`.
 
-    The keys are `rank`, `host`, `status`, `signal`, `possible_causes`, `exception`, `traceback` and
-    `last_lines`. `possible_causes` is null unless the rank has failed because it had lost a peer.
+    The keys are `rank`, `host`, `status`, `signal`, `suspects`, `possible_causes`, `exception`,
+    `traceback` and `last_lines`. `suspects` has all ranks that raised the same error, see
+    `Failures.suspects`. `possible_causes` is null unless the rank failed because it lost a peer.
     `status` is null after a signal, and `signal` (its name) is null without one. Without a Python
     exception, `exception` is null and `traceback` is empty.
     """
@@ -76,6 +82,7 @@ def write_error(
         "host": plan.places[failure.rank].host.name,
         "status": None if by_signal else failure.status,
         "signal": _signal_name(-failure.status) if by_signal else None,
+        "suspects": list(suspects),
         "possible_causes": possible_causes or None,
         "exception": failure.exception,
         "traceback": failure.traceback,

@@ -34,8 +34,9 @@ def run_job(plan: Plan, options: argparse.Namespace, run_ranks: RunRanks) -> Out
         output_folder.write_start(folder, start.end(Outcome(1, str(error), restartable=True)), say)
         raise
     output_folder.write_start(folder, start.end(outcome), say)
-    if outcome.failure is not None:
-        output_folder.write_error(folder, outcome.failure, outcome.possible_causes, plan, say)
+    if (failure := outcome.failure) is not None:
+        causes, suspects = outcome.possible_causes, outcome.suspects
+        output_folder.write_error(folder, failure, causes, suspects, plan, say)
     return outcome
 
 

@@ -19,7 +19,7 @@ from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.records import Record
-from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge
+from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge, overdue
 from hvdkit.record_files import RECORD
 
 #: Seconds to wait for the records of all ranks.
@@ -44,9 +44,13 @@ class Stalls:
         size: the number of ranks.
         output: the output folder of this start; None for none.
         ask: asks all ranks for records.
+        patience: the seconds for which the last ranks may run after another rank has ended, until
+            the launcher says what they do; 0 for any time.
     """
 
-    def __init__(self, size: int, output: Path | None, ask: Callable[[], None]) -> None:
+    def __init__(
+        self, size: int, output: Path | None, ask: Callable[[], None], patience: float = 0.0
+    ) -> None:
         self._size = size
         self._folder = None if output is None else output / FOLDER
         self._ask = ask
@@ -61,6 +65,10 @@ class Stalls:
         self._confirm_at = float("inf")
         # The time to check whether the limit of a stall is over.
         self._expires_at = float("inf")
+        self._patience = patience
+        # The number of ranks that have ended, and the time to ask what the others do.
+        self._ended = 0
+        self._last_ranks_at = float("inf")
 
     def add(self, text: str, now: float) -> None:
         """Add the record of a rank. If it reports a new stall, ask all ranks for records."""
@@ -100,11 +108,12 @@ class Stalls:
     def verdict_on_failure(self) -> str:
         """Return the last verdict if the ranks failed in the collective of this verdict.
 
-        Return "" if they have continued since the verdict, and then failed for another reason.
+        If they have continued since the verdict, return the verdict on a collective that has
+        waited until its limit meanwhile; "" without one.
         """
         verdict = self._verdict
         if verdict is None or verdict.call is None:
-            return ""
+            return overdue(self._records, self._states, self._size)
         call = verdict.call
         failed = [
             record
@@ -113,13 +122,14 @@ class Stalls:
             and record.error
             and record.calls.get(call.name, 0) == call.number
         ]
-        return verdict.text if failed else ""
+        return verdict.text if failed else overdue(self._records, self._states, self._size)
 
     def check(
         self,
         now: float,
         ended: Collection[int],
         silent_hosts: Callable[[], Sequence[str]] = tuple,
+        failed: bool = False,
     ) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over; else None.
 
@@ -128,9 +138,15 @@ class Stalls:
             ended: the ranks that have ended.
             silent_hosts: returns a sentence for each host that did not answer the launcher for some
                 time.
+            failed: whether a rank has failed. The other ranks then end soon.
         """
-        if now > self._confirm_at or now > self._expires_at:
-            self._confirm_at = self._expires_at = float("inf")
+        if failed:
+            self._last_ranks_at = float("inf")
+        elif len(ended) != self._ended:
+            self._ended = len(ended)
+            self._last_ranks_at = now + (self._patience or float("inf"))
+        if now > min(self._confirm_at, self._expires_at, self._last_ranks_at):
+            self._confirm_at = self._expires_at = self._last_ranks_at = float("inf")
             self._asked_at = now
             self._ask()
         if not self._asking:

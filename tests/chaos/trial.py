@@ -332,8 +332,8 @@ class Trial:
         def replace(match: re.Match[str]) -> str:
             return f"rank {match[1]} failed: killed by signal {signal.Signals[match[2]].value}"
 
-        text = re.sub(r"Rank (\d+ on \S+) failed first: (SIG[A-Z]+)", replace, text)
-        return re.sub(r"Rank (\d+ on \S+) failed first", r"rank \1 failed", text)
+        text = re.sub(r"Rank (\d+ on \S+) failed(?: first)?: (SIG[A-Z]+)", replace, text)
+        return re.sub(r"Rank (\d+ on \S+) failed(?: first)?", r"rank \1 failed", text)
 
     def _named(self, names: Sequence[str], outcome: str, text: str) -> bool | None:
         """Return whether the launcher has named the cause; None if there was nothing to name."""

@@ -74,8 +74,14 @@ def test_possible_causes_instead_of_a_lost_peer(start):
     content = ERROR | {"possible_causes": "rank 0 had ended without an error"}
     (start / "error.json").write_text(json.dumps(content | {"exception": "HorovodInternalError"}))
     assert why(start).startswith(
-        "Rank 1 on host1 failed first: SIGKILL. rank 0 had ended without an error"
+        "Rank 1 on host1 failed: SIGKILL. rank 0 had ended without an error"
     )
+
+
+def test_ranks_with_the_same_error_are_all_named(start):
+    content = ERROR | {"status": 1, "signal": None, "suspects": [1, 0]}
+    (start / "error.json").write_text(json.dumps(content | {"exception": "ValueError: bad"}))
+    assert why(start) == ("Ranks 0, 1 failed with the same error: exit status 1. ValueError: bad")
 
 
 def test_a_lost_host_is_named(tmp_path, start):

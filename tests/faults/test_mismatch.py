@@ -30,3 +30,19 @@ def test_ranks_that_do_not_differ():
     assert mismatch({0: record(0, 4), 1: record(1, 4)}) is None
     lost = "failed: Connection closed by peer"
     assert mismatch({0: record(0, 4, error=lost), 1: record(1, 12, error=lost)}) is None
+
+
+def test_the_rank_that_has_joined_alone():
+    error = "failed: Broadcast is not supported with Join at this time."
+    broadcast = Call("broadcast.best", 1, "broadcast", 0, "float32", 4, 1.0, 1.5)
+    join = Call("join.noname", 1, "join", 0, "float32", 0, 0.5, None)
+    records = {
+        0: Record(0, 2, "a", 1, "error", 9.0, error=error, failed="broadcast.best",
+                  done=[broadcast]),
+        1: Record(1, 2, "a", 2, "request", 9.0, open=[join]),
+    }  # fmt: skip
+    assert mismatch(records) == (
+        "Rank 1 has called hvd.join(). Before all ranks have called it, other ranks cannot call "
+        "the broadcast 'best', 4 bytes of float32."
+    )
+    assert mismatch({0: records[0]}) is None

@@ -22,6 +22,12 @@ SLEEPING = """Current thread 0x02 (most recent call first):
   File "/home/me/loader.py", line 7 in load
   File "/home/me/train.py", line 23 in <module>
 """
+OTHER_THREAD = """Thread 0x03 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/home/me/data.py", line 6 in load
+
+Current thread 0x02 (most recent call first):
+"""
 
 
 def call(name, number, at, ended=None, group=0):
@@ -84,6 +90,21 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock(size, data):
     verdict = judge(simulate(size, program, {other: position}, {other: "extra"}), {}, size)
     assert verdict.deadlock
     assert verdict.whole_text.endswith("has not called: a deadlock.")
+
+
+def test_a_rank_that_makes_an_additional_call_is_named_in_a_deadlock():
+    records = simulate(3, ["bucket", "bucket"], {1: 1}, {1: "extra"})
+    # The other ranks call the next collective after the additional call.
+    early = replace(records[1].open[0], enqueued=0.9)
+    records[1] = replace(records[1], open=[early])
+    verdict = judge(records, {}, 3)
+    assert verdict.deadlock
+    assert (list(verdict.waiting), list(verdict.missing)) == ([0, 2], [1])
+    assert "Rank 1 on host1 has not called it: the rank waits for the allreduce 'extra'" in (
+        verdict.text
+    )
+    # Between two ranks, the records do not tell which rank is wrong.
+    assert judge({r: records[r] for r in (0, 1)}, {}, 2).call.name == "allreduce.extra"
 
 
 def test_calls_in_different_lines_need_the_same_name():
@@ -205,3 +226,55 @@ def test_the_timeline_shows_who_came_when():
 )
 def test_a_script_in_a_folder_named_hvdkit_is_the_users(file, library):
     assert Frame(file, 1, "main").is_library == library
+
+
+def test_the_last_rank_waits_for_a_thread_at_its_end():
+    ends = Record(
+        1, 2, "host1", 1, "request", 60.0,
+        stacks=OTHER_THREAD + '  File "/venv/lib/python3.11/threading.py", line 9 in _shutdown',
+    )  # fmt: skip
+    assert judge({1: ends}, {0: ENDED}, 2).text == (
+        "Rank 0 has ended. No other rank waits for a collective.\nRank 1 on host1 is at "
+        "/venv/lib/python3.11/threading.py:9 in _shutdown. Another thread is at "
+        "/home/me/data.py:6 in load."
+    )
+
+
+def test_a_thread_that_loads_data_is_named():
+    records = simulate(2, ["bucket"], {1: 0})
+    records[1] = replace(
+        records[1],
+        stacks=OTHER_THREAD
+        + '  File "/venv/site-packages/tensorflow/execute.py", line 53 in quick_execute\n'
+        + '  File "/home/me/train.py", line 23 in <module>',
+    )
+    assert judge(records, {}, 2).text.endswith(
+        "the rank is at /home/me/train.py:23 in <module>. Another thread is at "
+        "/home/me/data.py:6 in load."
+    )
+
+
+def test_a_rank_that_skips_a_collective_of_its_process_set():
+    # Rank 1 has skipped `group`. Rank 2, which is not in this process set, calls the bucket first.
+    def waits(rank, name, at, group=0):
+        calls = {f"allreduce.{name}": 1}
+        waiting = [call(name, 1, at, group=group)]
+        return Record(rank, 3, "h", 1, "stall", 60.0, calls=calls, open=waiting, stacks=WAITING,
+                      groups={0: [], 5: [0, 1]})  # fmt: skip
+
+    records = {0: waits(0, "group", 2.0, 5), 1: waits(1, "bucket", 3.0), 2: waits(2, "bucket", 1.0)}
+    verdict = judge(records, {}, 3)
+    assert verdict.deadlock
+    assert "Rank 0 on h has not called it: the rank waits for the allreduce 'group'" in verdict.text
+    assert "Rank 1 has not called the allreduce 'group', 64 bytes of float32." in verdict.text
+    # The record of the rank that waits may lack the process sets.
+    records[0] = replace(records[0], groups={})
+    assert judge(records, {}, 3) == verdict
+
+
+def test_a_rank_that_has_failed_and_ended_keeps_the_verdict():
+    records = simulate(2, ["bucket"], {1: 0})
+    text = judge(records, {}, 2).text
+    failed = {**records, 0: replace(records[0], error="failed: Horovod has been shut down")}
+    assert judge(failed, {0: ENDED}, 2).text == text
+    assert judge(records, {0: ENDED}, 2).text.startswith("Rank 0 has ended.")

@@ -1,9 +1,11 @@
 """The choice of the failure that is the cause of the others."""
 
+import time
+
 import pytest
 
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.failures import Failures
+from hvdkit.launch.failures import Failure, Failures
 
 LOST = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down.")
 RESET = ("Traceback (most recent call last):", "ConnectionResetError: Connection reset by peer")
@@ -57,6 +59,19 @@ def failures(*ends):
 )
 def test_the_cause(ends, cause):
     assert failures(*ends).cause.rank == cause
+
+
+def test_the_first_rank_that_raises_is_the_cause_although_it_ends_later():
+    # Its `atexit` functions run after its traceback.
+    found = failures((2, 1, (LOST[0], "KeyError: 'label'")))
+    found.add(1, 1, BAD, time.monotonic() - 0.5)
+    assert found.cause.rank == 1
+
+
+def test_an_error_that_the_script_caught_long_ago_is_not_the_first():
+    found = failures((2, 1, BAD))
+    found.add(1, 3, BAD, time.monotonic() - 600.0)
+    assert found.cause.rank == 2
 
 
 @pytest.mark.parametrize(
@@ -177,3 +192,23 @@ def test_other_ranks_get_more_time_while_the_cause_is_unknown():
     known = failures((0, 1, BAD)).deadline
     assert lost > silent > known
     assert failures((0, RESUMABLE, ())).deadline == float("inf")
+
+
+def test_the_exception_within_an_error_of_tensorflow():
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "train.py", line 9, in <module>',
+        "tensorflow.python.framework.errors_impl.UnknownError: Graph execution error:",
+        "2 root error(s) found.",
+        "  (0) UNKNOWN:  OSError: cannot decode image 12",
+        "Traceback (most recent call last):",
+        "",
+        '  File "/venv/script_ops.py", line 267, in __call__',
+        "    ret = func(*args)",
+        "",
+        "OSError: cannot decode image 12",
+        "",
+        "",
+        "\t [[{{node PyFunc}}]]",
+    ]
+    assert Failure(1, 1, lines).exception == "OSError: cannot decode image 12"

@@ -62,7 +62,7 @@ def test_the_failure_is_written(tmp_path):
     assert run(tmp_path, RAISES).returncode == 1
     error = json.loads((tmp_path / "logs" / "latest" / "error.json").read_text())
     assert (error["rank"], error["host"], error["status"]) == (1, "localhost", 1)
-    assert error["signal"] is None
+    assert (error["signal"], error["suspects"]) == (None, [1])
     assert error["exception"] == "ValueError: shard 17"
     assert error["traceback"][0] == "Traceback (most recent call last):"
     assert error["traceback"][-2:] == error["last_lines"][-2:] == ["ValueError: shard 17", "is bad"]
@@ -82,7 +82,7 @@ def test_a_signal_is_named(tmp_path):
 
 def test_a_signal_without_a_name_in_python(tmp_path):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    output_folder.write_error(tmp_path, Failure(0, -40, []), "", plan, print)
+    output_folder.write_error(tmp_path, Failure(0, -40, []), "", [0], plan, print)
     assert json.loads((tmp_path / "error.json").read_text())["signal"] == "SIGRTMIN+6"
 
 

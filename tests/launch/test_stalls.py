@@ -9,6 +9,9 @@ WAITS = """Current thread 0x02 (most recent call first):
   File "/venv/site-packages/horovod/torch/mpi_ops.py", line 1 in synchronize
   File "/home/me/train.py", line 2 in <module>
 """
+LEAVES = """Current thread 0x02 (most recent call first):
+  File "/home/me/train.py", line 9 in upload
+"""
 
 
 def record(rank, name, reason="request", number=1, ahead=0.0):
@@ -141,3 +144,53 @@ def test_a_host_that_did_not_answer_is_named(tmp_path):
     verdict = job.check(101.0, (), lambda: [sentence])
     assert verdict.text.endswith(f"does not transfer its data.\n{sentence}")
     assert sentence in why(tmp_path)
+
+
+def test_ranks_that_run_long_after_another_rank_has_ended():
+    asked = []
+    job = Stalls(2, None, lambda: asked.append(1), patience=60.0)
+    job.add(record(0, "x"), 1.0)  # an older record of the rank that ends
+    assert job.check(100.0, {0: 0}) is None
+    assert job.check(159.0, {0: 0}) is None
+    assert not asked
+    assert job.check(161.0, {0: 0}) is None
+    assert asked == [1]
+    running = json.loads(record(1, "x")) | {"open": [], "stacks": LEAVES}
+    job.add(json.dumps(running), 162.0)
+    verdict = job.check(162.0, {0: 0})
+    assert verdict.text == (
+        "Rank 0 has ended. No other rank waits for a collective.\n"
+        "Rank 1 on h is at /home/me/train.py:9 in upload."
+    )
+    assert verdict.outlook == "The job ends when all ranks have ended."
+    assert not verdict.is_final
+    # Once.
+    assert job.check(500.0, {0: 0}) is None
+    assert asked == [1]
+
+
+def test_a_collective_that_waits_until_its_limit_while_others_end():
+    job, _ = stalls()
+
+    def failed(rank, calls, **changes):
+        content = json.loads(record(rank, "x", "error")) | {"error": "shut down", "failed": "y"}
+        return json.dumps(content | {"stacks": "", "calls": calls} | changes)
+
+    # A thread of rank 0 has called x; both ranks train meanwhile, and fail in y.
+    job.add(failed(0, {"x": 1, "y": 7}, time=92.0), 100.0)
+    job.add(failed(1, {"y": 7}, time=92.0, open=[]), 100.0)
+    text = job.verdict_on_failure()
+    assert text.startswith("Rank 0 has waited 91 s for the allreduce 'x', 4 bytes of float32.")
+    assert "Rank 1 on h has not called it" in text
+    assert text.endswith("The limit of 90 s is over (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).")
+    # The limit is not over: the ranks have failed for another reason.
+    job.add(failed(0, {"x": 1, "y": 7}, time=61.0), 101.0)
+    assert job.verdict_on_failure() == ""
+
+
+def test_ranks_that_fail_after_each_other_keep_their_verdict():
+    asked = []
+    job = Stalls(2, None, lambda: asked.append(1), patience=3.0)
+    assert job.check(100.0, {0}) is None
+    assert job.check(104.0, {0}, failed=True) is None
+    assert not asked
