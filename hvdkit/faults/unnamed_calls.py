@@ -27,7 +27,7 @@ def different_lines(records: Mapping[int, Record]) -> str | None:
         records: the records, by rank.
 
     Returns:
-        Two sentences and advice; None if all ranks made such calls in the same lines. Broadcasts do
+        Three sentences; None if all ranks made such calls in the same lines. Broadcasts do
         not count: rank 0 often calls them in a branch of its own.
     """
     calls: dict[tuple[int, str], dict[int, Call]] = {}
@@ -61,6 +61,6 @@ def _text(call: Call, places: Mapping[str, list[int]]) -> str:
     )
     return (
         f"Ranks match calls without a name in order. In the {call.operation} {name!r}, {where}. If "
-        "these calls do not belong together, wrong values were combined: remove the additional "
-        "call, or give the calls names."
+        "these calls do not belong together, values of different calls may have been combined: "
+        "remove the additional call, or give the calls names."
     )
