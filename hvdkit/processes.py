@@ -35,8 +35,9 @@ _RANK_VARIABLES = {
     *("GLOBAL_RANK", "NNODES", "GROUP_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
 }
 
-#: Seconds for programs that delete shared memory, after the other processes have ended.
-_CLEAN_SECONDS = 2.0
+#: Seconds for programs that delete shared memory, after the other processes have ended. PyTorch's
+#: `torch_shm_manager` waits for two seconds before it deletes files and ends.
+_CLEAN_SECONDS = 6.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -118,7 +119,7 @@ class ProcessGroup:
         """End every process: SIGTERM, then SIGKILL to those that still run after `grace` seconds.
 
         Programs that delete the shared memory of other processes get no signal, because they end
-        after these processes. If they do not end within two seconds, they get SIGKILL, too.
+        after these processes. If they do not end within six seconds, they get SIGKILL, too.
 
         Yields while processes run. The caller must continue the iteration a few times per second.
 
