@@ -26,7 +26,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import RankMismatchError, compare, first_difference, name_ranks
+from hvdkit.core.consistency import (
+    RankMismatchError,
+    compare,
+    error_text,
+    first_difference,
+    name_ranks,
+)
 from hvdkit.core.nonfinite import describe_weight
 from hvdkit.errors import UsageError
 
@@ -63,6 +69,8 @@ _ROUNDING_ADVICE = (
     "The differences are small, as if processors round differently. The job continues, and logs "
     "this only once. on_mismatch='repair' of hvd.DistributedOptimizer keeps the ranks equal."
 )
+#: The number of parameters that `Replicas.small` returns.
+SMALL = 8
 #: The folder, in the working directory, in which each rank saves its tensors that differ.
 FOLDER = "hvdkit-mismatch"
 
@@ -86,8 +94,8 @@ class Replicas(Protocol):
         """Return a 64-bit digest of each tensor."""
         ...
 
-    def smallest(self) -> int | None:
-        """Return the index of the smallest floating-point parameter; None if there is none."""
+    def small(self) -> Sequence[int]:
+        """Return the indices of a few floating-point parameters, the smallest first."""
         ...
 
     def read(self, index: int) -> np.ndarray:
@@ -151,6 +159,21 @@ class _Difference:
     root: int
     ranks: Sequence[int]
     majority: bool
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """The result of comparing one tensor of this rank with that of another rank.
+
+    Attributes:
+        far: whether it differs by more than rounding.
+        text: a text about the difference; empty if there is none.
+        failure: why the tensor was not compared or repaired; empty if it was.
+    """
+
+    far: bool = False
+    text: str = ""
+    failure: str = ""
 
 
 class ReplicaCheck:
@@ -252,22 +275,21 @@ class ReplicaCheck:
         """Log if the parameters of all ranks contain NaN or infinity. Not a collective.
 
         This happens after a step in which the loss was NaN on one rank. Such a loss makes all
-        parameters NaN, so only the smallest parameter is read.
+        parameters NaN that the loss depends on, so only a few small parameters are read.
         """
-        index = None if self._logged_nonfinite else own.smallest()
-        if index is None:
+        for index in () if self._logged_nonfinite else own.small():
+            values = own.values(index, own.read(index))
+            if np.isfinite(values).all():
+                continue
+            self._logged_nonfinite = True
+            weight = describe_weight(
+                own.names[index], bool(np.isnan(values).any()), f"After step {step}"
+            )
+            self._log(
+                f"{weight} on_nonfinite='raise' of hvd.DistributedOptimizer raises in the first "
+                f"such step, and names the rank."
+            )
             return
-        values = own.values(index, own.read(index))
-        if np.isfinite(values).all():
-            return
-        self._logged_nonfinite = True
-        weight = describe_weight(
-            own.names[index], bool(np.isnan(values).any()), f"After step {step}"
-        )
-        self._log(
-            f"{weight} on_nonfinite='raise' of hvd.DistributedOptimizer raises in the first such "
-            f"step, and names the rank."
-        )
 
     def _gather(self, data: bytes, name: str) -> dict[int, bytes]:
         """Return rank -> its data. A collective."""
@@ -300,15 +322,19 @@ class ReplicaCheck:
         answer = {
             "host": socket.gethostname(),
             "processor": _processor(),
-            "far": any(far for far, _ in found),
-            "texts": [text for _, text in found[:_SHOWN]],
+            "far": any(each.far for each in found),
+            "failure": next((each.failure for each in found if each.failure), ""),
+            "texts": [each.text for each in found[:_SHOWN]],
         }
         gathered = self._gather(json.dumps(answer).encode(), "values")
         answers = {rank: json.loads(data) for rank, data in gathered.items()}
         text = self._describe(step, own, differences, answers)
-        if repairs:
+        failures = {rank: answer["failure"] for rank, answer in answers.items()}
+        for rank in (rank for rank, failure in failures.items() if failure):
+            text += f" Rank {rank} cannot copy the values of the majority: {failures[rank]}."
+        if repairs and not any(failures.values()):
             self._log(f"{text} The values of the majority were copied to these ranks.")
-        elif not any(answer["far"] for answer in answers.values()):
+        elif not any(answer["far"] or answer["failure"] for answer in answers.values()):
             if not self._logged:
                 self._log(f"{text}{_processors(answers)} {_ROUNDING_ADVICE}")
             self._logged = True
@@ -322,28 +348,30 @@ class ReplicaCheck:
                 f"saved their versions of the tensors as {FOLDER}/step-{step}-rank-N.*."
             )
 
-    def _examine(self, own: Replicas, difference: _Difference, repairs: bool) -> tuple[bool, str]:
-        """Compare one tensor with that of `difference.root`. A collective.
-
-        Returns:
-            Whether the tensor differs by more than rounding, and a text about the difference, which
-            is empty if there is none.
-        """
+    def _examine(self, own: Replicas, difference: _Difference, repairs: bool) -> _Finding:
+        """Compare one tensor with that of `difference.root`, and repair it. A collective."""
         data = own.read(difference.index)
         root = difference.root
         theirs = np.frombuffer(
             self._collectives.broadcast(data.tobytes(), root, "hvdkit.replicas.tensor"), np.uint8
         )
         if self._collectives.rank not in difference.ranks:
-            return False, ""
+            return _Finding()
         if len(theirs) != len(data):
-            return True, f"has {len(data):,} bytes, and {len(theirs):,} on rank {root}"
-        far, text = _compare(
-            own.values(difference.index, data), own.values(difference.index, theirs), root
-        )
-        if repairs:
-            own.write(difference.index, theirs)
-        return far, text
+            text = f"has {len(data):,} bytes, and {len(theirs):,} on rank {root}"
+            return _Finding(True, text, "the sizes differ" if repairs else "")
+        far, text = True, f"differs from rank {root}"
+        try:
+            far, text = _compare(
+                own.values(difference.index, data), own.values(difference.index, theirs), root
+            )
+            if repairs:
+                own.write(difference.index, theirs)
+        except Exception as error:
+            # Any error: the other ranks wait in the next collective. PyTorch raises a RuntimeError
+            # if elements of a tensor share memory.
+            return _Finding(True, text, error_text(error))
+        return _Finding(far, text)
 
     def _describe(
         self,

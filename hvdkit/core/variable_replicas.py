@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdkit.core.bucketing import unique_names
+from hvdkit.core.replicas import SMALL
 
 # Keras numbers layers of the same class, also within the name of a slot:
 # `adam/sequential_1_dense_2_kernel_momentum`.
@@ -75,15 +76,15 @@ class VariableReplicas:
         """Return a 64-bit digest of each variable."""
         return self._access.digests(self._variables)
 
-    def smallest(self) -> int | None:
-        """Return the index of the smallest trained variable of floats; None if there is none."""
+    def small(self) -> Sequence[int]:
+        """Return the indices of a few trained variables of floats, the smallest first."""
         sizes = {
             index: math.prod(self._variables[index].shape)
             for index in self._parameters
             if self._access.dtype_of(self._variables[index]).kind not in "iubc"
         }
         filled = [index for index in sizes if sizes[index]]
-        return min(filled, key=lambda index: sizes[index], default=None)
+        return sorted(filled, key=lambda index: sizes[index])[:SMALL]
 
     def read(self, index: int) -> np.ndarray:
         """Return the bytes of a variable as a one-dimensional uint8 array."""

@@ -125,7 +125,7 @@ class TorchMemory:
             if gradient is view:
                 inside.append(view)
                 continue
-            if gradient is None:
+            if gradient is None or gradient.shape != view.shape:
                 view.zero_()
             else:
                 gradient = self._dense(k, gradient)
@@ -134,7 +134,7 @@ class TorchMemory:
                 else:
                     torch.mul(gradient, factor, out=view)
             # A frozen parameter gets no gradient, so that the optimizer skips it. If a parameter
-            # was moved to another dtype or device, the result of this round is not used.
+            # has another dtype, device or shape than before, the result of this round is not used.
             if (gradient is not None or p.requires_grad) and _fits(p, view):
                 p.grad = view
         if factor != 1.0 and inside:
@@ -150,7 +150,7 @@ class TorchMemory:
         flat, self._views = self._buffer(getattr(torch, dtype), keep)
         scale = _Scale(factor)
         for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if p.grad is None:
+            if p.grad is None or p.grad.shape != view.shape:
                 view.zero_()
             else:
                 _cast_scaled(self._dense(k, p.grad), view, scale)
@@ -166,6 +166,8 @@ class TorchMemory:
         """See `BucketMemory`. Writes in place, and creates gradients that do not exist."""
         scale = _Scale(factor)
         for p, view in zip(self._parameters, self._views, strict=True):
+            if p.shape != view.shape:
+                continue  # the result of this round is not used, see `in_place`
             if p.grad is None or p.grad.is_sparse:
                 if p.grad is None and not p.requires_grad:
                     continue
@@ -214,7 +216,11 @@ class TorchMemory:
 
 def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Return whether PyTorch accepts `gradient` as the parameter's `grad`."""
-    return gradient.dtype == dtype_of_gradient(parameter) and gradient.device == parameter.device
+    return (
+        gradient.dtype == dtype_of_gradient(parameter)
+        and gradient.device == parameter.device
+        and gradient.shape == parameter.shape
+    )
 
 
 class _Scale:

@@ -35,13 +35,22 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
     )
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the content of a dense tensor as a one-dimensional uint8 tensor on its device.
+
+    The result may share the tensor's memory.
+    """
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    return plain.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 @torch.no_grad()
 def digests(tensors: list[torch.Tensor]) -> list[int]:
     """Return a 64-bit digest of each tensor, with one copy to the host for all accelerators."""
     found: list[int | torch.Tensor] = []
     for tensor in tensors:
         dense = tensor.to_dense() if tensor.is_sparse else tensor
-        content = dense.detach().contiguous().view(-1).view(torch.uint8)
+        content = bytes_of(dense)
         if content.device.type == "cpu":
             host: Any = content.numpy()
             found.append(xxhash.xxh64_intdigest(host) if len(host) else 0)

@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -324,7 +325,9 @@ class OptimizerGradients:
 
     def check_finite(self, number: int) -> None:
         """Look for NaN and infinity in the unreduced gradient of a parameter, if requested."""
-        parameter = self._parameters[number]
+        self._check_finite(self._parameters[number])
+
+    def _check_finite(self, parameter: torch.nn.Parameter) -> None:
         if self._nonfinite is not None and parameter.grad is not None:
             self._nonfinite.add(self._owner._name_of(parameter), parameter.grad)
 
@@ -337,9 +340,10 @@ class OptimizerGradients:
         """Return the names of the unreduced gradients with NaN or infinity."""
         return [] if self._nonfinite is None else self._nonfinite.names()
 
-    def after_unplanned_accumulation(self) -> None:
+    def after_unplanned_accumulation(self, parameter: torch.nn.Parameter) -> None:
         """Record that a gradient of a parameter without a plan has been accumulated."""
         self._unplanned_arrived = True
+        self._check_finite(parameter)
 
     def end_pass(self) -> bool:
         """End a pass. Return whether it has accumulated any gradient.
@@ -397,7 +401,21 @@ class OptimizerGradients:
             f"{len(everything) - len(frozen)} of {len(everything)} parameters need gradients"
             f"{self._except(frozen)}, {len(held)} have one{self._except(missing)}"
             + (f", {len(bases)} from an earlier reduction{self._except(new)}" if bases else "")
+            + self._outdated_text()
         )
+
+    def _outdated_text(self) -> str:
+        """Return a text about parameters that differ from the plan; "" if there are none."""
+        outdated = [
+            f"{self._owner._name_of(p)} is now {str(p.dtype).removeprefix('torch.')} "
+            f"{list(p.shape)} on {p.device}"
+            for p, layout in zip(self._parameters, chain(*self._layouts), strict=True)
+            if _layout(p) != layout
+        ]
+        if not outdated:
+            return ""
+        shown = ", ".join(outdated[:_SHOWN]) + (", ..." if len(outdated) > _SHOWN else "")
+        return f", {len(outdated)} have another dtype, device or shape than before ({shown})"
 
     def _except(self, parameters: Sequence[torch.nn.Parameter]) -> str:
         names = ", ".join(self._owner._name_of(p) for p in parameters[:_SHOWN])

@@ -22,8 +22,8 @@ class Listener(Protocol):
         """Handle that a gradient is about to be added to `p.grad`."""
         ...
 
-    def _after_accumulation(self, number: int | None) -> None:
-        """Handle that `p.grad` is complete."""
+    def _after_accumulation(self, number: int | None, parameter: torch.nn.Parameter) -> None:
+        """Handle that `parameter.grad` is complete."""
         ...
 
 
@@ -73,7 +73,9 @@ def _before(reference: weakref.ref[Listener], number: int | None, _: torch.Tenso
         listener._before_accumulation(number)
 
 
-def _after(reference: weakref.ref[Listener], number: int | None, _: torch.Tensor) -> None:
+def _after(
+    reference: weakref.ref[Listener], number: int | None, parameter: torch.nn.Parameter
+) -> None:
     listener = reference()
     if listener is not None:
-        listener._after_accumulation(number)
+        listener._after_accumulation(number, parameter)

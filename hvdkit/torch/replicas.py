@@ -1,15 +1,36 @@
 """The tensors of an optimizer that must be equal on all ranks, see `hvdkit.core.replicas`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdkit.torch.digests import digests
+from hvdkit.core.replicas import SMALL
+from hvdkit.torch.digests import bytes_of, digests
+from hvdkit.torch.plain_tensors import is_plain
 
-_SCALARS = (bool, int, float)
+# Integers below it fit into a tensor.
+_LARGE = 1 << 63
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A tensor that must be equal on all ranks, or a number as a tensor of shape [].
+
+    Attributes:
+        name: its name.
+        tensor: the tensor.
+        write: sets it to another tensor of the same shape and dtype.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    write: Callable[[torch.Tensor], None]
 
 
 class TorchReplicas:
@@ -23,38 +44,41 @@ class TorchReplicas:
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> None:
-        named = dict(_named_tensors(parameters, optimizer.state))
+        compared = list(_compared(parameters, optimizer.state))
         #: The names of the tensors.
-        self.names: Sequence[str] = list(named)
+        self.names: Sequence[str] = [each.name for each in compared]
         #: The options of the parameter groups and the names, as text.
         self.settings: Sequence[str] = [
             *_options(optimizer),
-            *(f"the optimizer has {name}" for name in self.names),
+            *(
+                f"the optimizer has {each.name}, {str(each.tensor.dtype).removeprefix('torch.')} "
+                f"{list(each.tensor.shape)}"
+                for each in compared
+            ),
         ]
-        self._tensors = list(named.values())
+        self._tensors = [each.tensor for each in compared]
+        self._writes = [each.write for each in compared]
 
     def digests(self) -> Sequence[int]:
         """Return a 64-bit digest of each tensor."""
         return digests(self._tensors)
 
-    def smallest(self) -> int | None:
-        """Return the index of the smallest parameter that is trained; None if there is none."""
+    def small(self) -> Sequence[int]:
+        """Return the indices of a few parameters that are trained, the smallest first."""
         sizes = {
             index: tensor.numel()
             for index, tensor in enumerate(self._tensors)
             if tensor.requires_grad and tensor.numel() and not tensor.is_complex()
         }
-        return min(sizes, key=lambda index: sizes[index], default=None)
+        return sorted(sizes, key=lambda index: sizes[index])[:SMALL]
 
     def read(self, index: int) -> np.ndarray:
         """Return the bytes of a tensor as a one-dimensional uint8 array."""
-        host = self._tensors[index].detach().cpu().contiguous()
-        return host.view(-1).view(torch.uint8).numpy()
+        return bytes_of(self._tensors[index]).cpu().numpy()
 
     def write(self, index: int, data: np.ndarray) -> None:
         """Set a tensor to the bytes of a result of `read`."""
-        with torch.no_grad():
-            self._tensors[index].copy_(self._from_bytes(index, data))
+        self._writes[index](self._from_bytes(index, data))
 
     def values(self, index: int, data: np.ndarray) -> np.ndarray:
         """Return the bytes of a tensor as its elements, as float64, int64 or complex128."""
@@ -75,35 +99,109 @@ class TorchReplicas:
         return torch.from_numpy(data.copy()).view(tensor.dtype).view(tensor.shape)
 
 
-def _named_tensors(
+def _compared(
     parameters: Mapping[str, torch.Tensor], state: Mapping[Any, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[_Compared]:
     for name, parameter in parameters.items():
-        if _is_plain(parameter):
-            yield repr(name), parameter
-        of_parameter = state.get(parameter)
-        for key, value in of_parameter.items() if isinstance(of_parameter, Mapping) else ():
-            if _is_plain(value):
-                yield f"{key} of {name!r}", value
+        if _is_readable(parameter):
+            yield _Compared(repr(name), parameter, partial(_copy, parameter))
+        yield from _items("", repr(name), state.get(parameter))
+    # Some optimizers also keep state that belongs to no single parameter.
+    common = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    for key in sorted(common, key=str):
+        yield from _leaves(str(key), "the optimizer", common[key], partial(_set_item, state, key))
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether `value` is a tensor whose bytes can be read."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and value.device.type != "meta"
-        and not value.is_quantized
-    )
+def _items(path: str, owner: str, container: Any) -> Iterator[_Compared]:
+    """Yield the tensors and numbers in a dict, a list or a tuple; ignore other objects.
+
+    Args:
+        path: the name of the container within the state of `owner`; "" for the whole state.
+        owner: the name of the parameter that the state belongs to.
+        container: the container.
+    """
+    if isinstance(container, Mapping):
+        # Sorted, because ranks may have filled a dict in different orders.
+        keys: Sequence[Any] = sorted(container, key=str)
+    elif isinstance(container, list | tuple):
+        keys = range(len(container))
+    else:
+        return
+    changeable = isinstance(container, dict | list)
+    for key in keys:
+        replace = partial(_set_item, container, key) if changeable else None
+        own = f"{path}[{key!r}]" if path else str(key)
+        yield from _leaves(own, owner, container[key], replace)
+
+
+def _leaves(
+    path: str, owner: str, value: Any, replace: Callable[[Any], None] | None
+) -> Iterator[_Compared]:
+    """Yield the tensors and numbers in a value of the optimizer's state.
+
+    Args:
+        path: the name of the value within the state of `owner`.
+        owner: the name of the parameter that the state belongs to.
+        value: the value.
+        replace: replaces the value by another one; None if that is impossible.
+    """
+    name = f"{path} of {owner}"
+    if isinstance(value, torch.Tensor):
+        if _is_readable(value):
+            yield _Compared(name, value, partial(_copy, value))
+    elif isinstance(value, bool | int | float):
+        # An integer may be too large for a tensor.
+        if replace is not None and (isinstance(value, float) or abs(value) < _LARGE):
+            yield _Compared(name, _as_tensor(value), partial(_set_number, replace))
+    else:
+        yield from _items(path, owner, value)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and not torch.nn.parameter.is_lazy(tensor)
+
+
+def _set_item(container: Any, key: Any, value: Any) -> None:
+    container[key] = value
+
+
+def _as_tensor(number: bool | int | float) -> torch.Tensor:
+    dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    kind = next(each for each in dtype if isinstance(number, each))
+    return torch.tensor(number, dtype=dtype[kind])
+
+
+def _set_number(replace: Callable[[Any], None], number: torch.Tensor) -> None:
+    replace(number.item())
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    # `.data`, because the comparison runs at the end of a backward pass. Autograd would refuse to
+    # compute another pass of a graph whose parameters have changed, on the repaired rank only.
+    target.data.copy_(values)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     for number, group in enumerate(optimizer.param_groups):
         # Other keys are the script's own, and may differ between ranks.
         for key in (key for key in group if key in optimizer.defaults):
-            value = group[key]
-            plain = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-            if isinstance(plain, _SCALARS) or (
-                isinstance(plain, tuple) and all(isinstance(each, _SCALARS) for each in plain)
-            ):
-                yield f"{key} of parameter group {number} is {plain!r}"
+            if (text := _option_text(group[key])) is not None:
+                yield f"{key} of parameter group {number} is {text}"
+        yield f"parameter group {number} has {len(group['params'])} parameters"
+
+
+def _option_text(value: Any) -> str | None:
+    """Return a text that is equal for equal options, such as 1 and 1.0; None for other objects."""
+    if isinstance(value, torch.Tensor | np.generic | np.ndarray):
+        number = isinstance(value, np.generic) or (
+            math.prod(value.shape) == 1 and (isinstance(value, np.ndarray) or is_plain(value))
+        )
+        return _option_text(value.item()) if number else None
+    if isinstance(value, float) and value.is_integer():
+        return repr(int(value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        texts = [_option_text(each) for each in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    return None

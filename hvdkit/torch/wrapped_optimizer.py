@@ -191,7 +191,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self._gradients.invalidate(str(error))
                 raise
 
-    def _after_accumulation(self, number: int | None) -> None:
+    def _after_accumulation(self, number: int | None, parameter: torch.nn.Parameter) -> None:
         """Hook: a gradient has been accumulated."""
         if torch.is_grad_enabled():
             raise HvdkitError(
@@ -206,7 +206,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self._gradients.check_finite(number)
             return
         if number is None:
-            self._gradients.after_unplanned_accumulation()
+            self._gradients.after_unplanned_accumulation(parameter)
             return
         ready = not (self._local_pass or self._plan_outdated)
         self._gradients.after_accumulation(number, ready)

@@ -157,3 +157,26 @@ def test_wrong_uses(hvd):
     optimizer = wrapped(hvd, model, "skip")
     with pytest.raises(UsageError, match="Use on_nonfinite='raise'"):
         optimizer.step(lambda: loss_of(model, batch_of(hvd.rank(), 0)))
+
+
+def test_the_first_gradient_of_an_unfrozen_parameter(hvd):
+    """The ranks plan its reduction only in this pass."""
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    optimizer = wrapped(hvd, model, "raise")
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].bias.requires_grad_(True)
+    before = [p.detach().clone() for p in model.parameters()]
+    if hvd.rank() == 1:
+        spoil(model[0].bias, float("nan"))
+    with pytest.raises(NonFiniteGradients) as caught:
+        loss_of(model, batch_of(hvd.rank(), 1)).backward()
+    assert "rank 1: '0.bias'" in assert_raised_on_all_ranks(hvd, caught)
+    assert all(map(torch.equal, before, model.parameters()))
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        optimizer.step()
+    assert_same_on_all_ranks(hvd, model)

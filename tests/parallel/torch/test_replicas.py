@@ -4,9 +4,11 @@ import contextlib
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 
+from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.replicas import FOLDER, ReplicaCheck
 from hvdkit.errors import UsageError
@@ -416,3 +418,219 @@ def test_weights_that_are_nan_on_all_ranks_are_reported_once(hvd, make, bits):
     lines = [record.getMessage() for record in log]
     beginning = "After step 6, '4.bias' is NaN on all ranks: the loss or a gradient"
     assert sum(line.startswith(beginning) for line in lines) == (hvd.rank() == 0)
+
+
+class OptimizerWithNumbers(torch.optim.SGD):
+    """An optimizer that keeps numbers, lists and dicts in its state, as many libraries do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "count" not in state:
+                    state |= {"count": 0, "factor": 1.0, "sums": [torch.zeros_like(p)], "more": {}}
+                    state["more"]["square"] = torch.zeros_like(p)
+                state["count"] += 1
+                state["factor"] *= 0.9
+                state["sums"][0].add_(p.grad)
+                state["more"]["square"].add_(p.grad.square())
+        self.state["all"] = self.state.get("all", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["count", "factor", "sums[0]", "more['square']", "all"])
+def test_numbers_and_containers_in_the_state_are_compared(hvd, tmp_path, kind):
+    """Otherwise a repair would copy parameters again and again, and never the cause."""
+    model = small_model()
+    optimizer = wrapped(
+        hvd, model, lambda p: OptimizerWithNumbers(p, lr=0.01), on_mismatch="repair"
+    )
+
+    def before(step):
+        if step == 3 and hvd.rank() == 1:
+            state = optimizer.state[model[0].weight]
+            if kind == "all":
+                optimizer.state["all"] += 2
+            elif kind in ("count", "factor"):
+                state[kind] += 2
+            else:
+                (state["sums"][0] if kind == "sums[0]" else state["more"]["square"]).add_(2)
+
+    name = "all of the optimizer" if kind == "all" else f"{kind} of '0.weight'"
+    with contextlib.chdir(tmp_path), recorded("hvdkit") as log:
+        if hvd.size() == 2:
+            with pytest.raises(RankMismatchError) as caught:
+                train(hvd, model, optimizer, 8, before)
+            assert f"after step 3: {name} on rank 1 " in str(caught.value)
+            return
+        train(hvd, model, optimizer, 8, before)
+    assert (f"after step 3: {name} on rank 1 " in text_of(log)) == (hvd.rank() == 0)
+    assert len(log) == (hvd.rank() == 0)
+    state = optimizer.state[model[0].weight]
+    assert (state["count"], type(state["count"]), optimizer.state["all"]) == (8, int, 8)
+    assert state["factor"] == pytest.approx(0.9**8)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_a_parameter_of_a_subclass_is_compared(hvd, tmp_path):
+    class Weight(torch.nn.Parameter):
+        pass
+
+    model = small_model()
+    model[0].weight = Weight(model[0].weight.detach())
+    optimizer = wrapped(hvd, model, sgd)
+
+    def before(step):
+        if step == 1 and hvd.rank() == 1:
+            model[0].weight.data.mul_(2)
+
+    with (
+        contextlib.chdir(tmp_path),
+        pytest.raises(RankMismatchError, match=r"after step 3: '0\.weight' on rank 1 "),
+    ):
+        train(hvd, model, optimizer, 5, before)
+
+
+def test_a_conjugated_parameter_is_compared(hvd):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]).conj())
+    optimizer = wrapped(hvd, model, lambda p: torch.optim.SGD(p, lr=0.1))
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.weight.abs().sum().backward()
+        optimizer.step()
+
+
+def test_parameters_in_another_group_on_one_rank(hvd):
+    """The order of the parameters is the same, so only the groups differ."""
+    model = small_model()
+    parameters = list(model.parameters())
+    first = 3 if hvd.rank() == 1 else 2
+    groups = [{"params": parameters[:first], "lr": 0.1}, {"params": parameters[first:]}]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.01), model.named_parameters(), check_interval=INTERVAL
+    )
+    with pytest.raises(RankMismatchError) as caught:
+        train(hvd, model, optimizer, 5)
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert "rank 1: parameter group 0 has 3 parameters" in message
+
+
+@pytest.mark.parametrize("make", [float, int, np.float64, np.float32, torch.tensor])
+def test_equal_options_of_different_types(hvd, make):
+    model = small_model()
+    optimizer = wrapped(hvd, model, lambda p: torch.optim.SGD(p, lr=1.0, foreach=False))
+    if hvd.rank() == 1:
+        optimizer.param_groups[0]["lr"] = make(1)
+    train(hvd, model, optimizer, 5)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("lr", "0.5"), ("eps", "0.25"), ("betas", "(0.5, 0.9)"), ("foreach", "False")],
+)
+def test_options_that_are_no_plain_numbers(hvd, option, text):
+    model = small_model()
+    optimizer = wrapped(hvd, model, adamw)
+    values = {
+        "lr": torch.tensor([0.5]),
+        "eps": np.float32(0.25),
+        "betas": (torch.tensor(0.5), 0.9),
+        "foreach": False,
+    }
+    if hvd.rank() == 1:
+        optimizer.param_groups[0][option] = values[option]
+    with pytest.raises(RankMismatchError) as caught:
+        train(hvd, model, optimizer, 5)
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert f"rank 1: {option} of parameter group 0 is {text}" in message
+
+
+def test_state_of_another_dtype_is_not_repaired(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, sgd, on_mismatch="repair")
+
+    def before(step):
+        if step == 3 and hvd.rank() == 1:
+            state = optimizer.state[model[0].weight]
+            state["momentum_buffer"] = state["momentum_buffer"].float()
+
+    with pytest.raises(RankMismatchError) as caught:
+        train(hvd, model, optimizer, 5, before)
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert "rank 1: the optimizer has momentum_buffer of '0.weight', float32 [7, 5]" in message
+
+
+def test_a_tensor_that_cannot_be_repaired(hvd, tmp_path):
+    """The other ranks must not wait for the rank on which the copy raises."""
+    model = small_model()
+    model.scale = torch.nn.Parameter(torch.ones(1).expand(3), requires_grad=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = hvd.DistributedOptimizer(
+        sgd(trained), model.named_parameters(), check_interval=INTERVAL, on_mismatch="repair"
+    )
+
+    def before(step):
+        if step == 1 and hvd.rank() == 1:
+            model.scale.data = torch.full((1,), 5.0).expand(3)
+
+    with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError) as caught:
+        train(hvd, model, optimizer, 5, before)
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert "'scale' on rank 1 (host " in message
+    if hvd.size() > 2:
+        assert "Rank 1 cannot copy the values of the majority: RuntimeError: " in message
+
+
+def test_a_repair_between_two_passes_of_one_graph(hvd, tmp_path):
+    """Autograd refuses a pass of a graph whose parameters were changed in place."""
+    if hvd.size() == 2:
+        pytest.skip("a majority is needed")
+    model = small_model()
+    optimizer = wrapped(hvd, model, sgd, on_mismatch="repair")
+    with contextlib.chdir(tmp_path), recorded("hvdkit") as log:
+        for step in range(6):
+            if step == 2 and hvd.rank() == 1:
+                model[2].weight.data.mul_(2)
+            optimizer.zero_grad()
+            x = batch_of(hvd.rank(), step)
+            y = model(x)
+            y.square().mean().backward(retain_graph=True)
+            y.abs().mean().backward()
+            optimizer.step()
+    assert len(log) == (hvd.rank() == 0)
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+def test_a_parameter_that_one_rank_has_changed_to_another_shape(hvd, compression):
+    """No rank waits, and the error names the parameter."""
+    model = small_model(torch.float32)
+    optimizer = wrapped(hvd, model, sgd, compression=compression)
+
+    def before(step):
+        if step == 2 and hvd.rank() == 1:
+            optimizer.state.clear()
+            for p, shape in zip(model[:3].parameters(), [(9, 5), (9,), (6, 9)], strict=False):
+                p.data = torch.ones(shape)
+
+    with pytest.raises(PassesDiffer) as caught:
+        train(hvd, model, optimizer, 5, before, torch.float32)
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert "rank 1: step 3" in message
+    assert "dtype, device or shape than before (0.weight is now float32 [9, 5] on " in message
+
+
+def test_an_unused_parameter_does_not_hide_nan(hvd):
+    """The loss does not depend on the smallest parameter, which stays finite."""
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd([*model.parameters(), torch.nn.Parameter(torch.ones(()))]), check_interval=INTERVAL
+    )
+    with recorded("hvdkit") as log:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch_of(hvd.rank(), step))
+            (loss * torch.nan if step == 1 and hvd.rank() == 1 else loss).backward()
+            optimizer.step()
+    assert ("is NaN on all ranks" in text_of(log)) == (hvd.rank() == 0)
