@@ -18,14 +18,15 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.consistency import RankMismatchError, name_ranks
 from hvdkit.core.nonfinite import describe_weight
+from hvdkit.core.replicas import SMALL
 from hvdkit.tensorflow.graphs import GraphValue
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
 
-#: Variables are compared before these reductions, counted from 0, and then every `_INTERVAL`
-#: reductions. Reduction 0 is not included, because Horovod's scripts broadcast after it. Models of
-#: the same architecture share a count. The numbers have all remainders modulo 2 and 3. If a loop
+#: Variables are compared before these reductions, counted from 0, and from `_ERROR` on before every
+#: `_INTERVAL`th. Reduction 0 is not included, because Horovod's scripts broadcast after it. Models
+#: of the same architecture share a count. The numbers have all remainders modulo 2 and 3. If a loop
 #: trains two or three such models in turn, each of them is therefore compared.
 _COMPARED = (1, 2, 5, 10, 21, 42, 85, 170, 341)
 _INTERVAL = 97
@@ -66,6 +67,8 @@ class ValueCheck:
         self._counted = 0
         self._counter: GraphValue | None = None
         self._logged_nonfinite = False
+        # The text of an error that `compare` raises: TensorFlow would change its class.
+        self._mismatch = ""
 
     def compare(self, variables: Mapping[int, Any]) -> None:
         """Count one eager reduction, and compare if a comparison is due. A collective.
@@ -77,8 +80,11 @@ class ValueCheck:
             RankMismatchError: on every rank, naming the first variable that differs.
         """
         count, self._counted = self._counted, self._counted + 1
-        if count in _COMPARED or (count > _COMPARED[-1] and count % _INTERVAL == 0):
+        if count in _COMPARED or (count > _ERROR and count % _INTERVAL == 0):
             self._check(tf.constant(count), variables)
+            mismatch, self._mismatch = self._mismatch, ""
+            if mismatch:
+                raise RankMismatchError(mismatch)
 
     def compare_in_graph(self, variables: Mapping[int, Any]) -> Any:
         """Count one reduction in a graph, and compare if a comparison is due. A collective.
@@ -91,7 +97,7 @@ class ValueCheck:
             self._counter = GraphValue(tf.int32)
         handle = self._counter.handle()
         count = self._counter.read(handle)
-        later = tf.logical_and(count > _COMPARED[-1], tf.equal(count % _INTERVAL, 0))
+        later = tf.logical_and(count > _ERROR, tf.equal(count % _INTERVAL, 0))
         checked = tf.cond(
             tf.logical_or(tf.reduce_any(tf.equal(count, _COMPARED)), later),
             lambda: self._check(count, variables),
@@ -128,7 +134,8 @@ class ValueCheck:
     ) -> tf.Tensor:
         """Log if the variables of all ranks contain NaN or infinity. Not a collective.
 
-        A loss that is NaN on one rank makes all variables NaN, so only the smallest is read.
+        A loss that is NaN on one rank makes all variables NaN that the loss depends on, so only a
+        few small variables are read.
 
         Args:
             count: the number of reductions.
@@ -139,26 +146,27 @@ class ValueCheck:
         sizes = {
             k: math.prod(value.shape) for k, value in enumerate(values) if value.dtype.is_floating
         }
-        smallest = min((k for k in sizes if sizes[k]), key=lambda k: sizes[k], default=None)
-        if smallest is None:
+        small = sorted((k for k in sizes if sizes[k]), key=lambda k: sizes[k])[:SMALL]
+        if not small:
             return tf.constant(0)
-        value = values[smallest]
 
         @tf.autograph.experimental.do_not_convert
-        def log(count: tf.Tensor, has_nan: tf.Tensor) -> int:
+        def log(count: tf.Tensor, nan: tf.Tensor, finite: tf.Tensor) -> int:
             if not self._logged_nonfinite and mpi_ops.rank() == self._process_set.ranks[0]:
+                first = int(np.argmin(finite.numpy()))
                 when = f"After {int(count)} reductions of its gradient"
-                weight = describe_weight(repr(names[smallest]), bool(has_nan), when)
+                weight = describe_weight(repr(names[small[first]]), bool(nan[first]), when)
                 _log.warning("%s %s", weight, _NONFINITE_ADVICE)
             self._logged_nonfinite = True
             return 0
 
-        def found() -> tf.Tensor:
-            has_nan = tf.reduce_any(tf.math.is_nan(value))
-            return tf.ensure_shape(tf.py_function(log, [count, has_nan], tf.int32), ())
+        finite = tf.stack([tf.reduce_all(tf.math.is_finite(values[k])) for k in small])
 
-        finite = tf.reduce_all(tf.math.is_finite(value))
-        wrong = tf.logical_and(equal, tf.logical_not(finite))
+        def found() -> tf.Tensor:
+            nan = tf.stack([tf.reduce_any(tf.math.is_nan(values[k])) for k in small])
+            return tf.ensure_shape(tf.py_function(log, [count, nan, finite], tf.int32), ())
+
+        wrong = tf.logical_and(equal, tf.logical_not(tf.reduce_all(finite)))
         return tf.cond(wrong, found, lambda: tf.constant(0))
 
     def _report(
@@ -202,7 +210,7 @@ class ValueCheck:
             )
             for name, each in (("told", largest_of), ("digests", digests))
         ]
-        ranks = list(self._process_set.ranks)
+        ranks, is_eager = list(self._process_set.ranks), tf.executing_eagerly()
 
         @tf.autograph.experimental.do_not_convert
         def report(
@@ -219,7 +227,10 @@ class ValueCheck:
             )
             if reductions >= _ERROR:
                 self._reset()
-                raise RankMismatchError(text)
+                if not is_eager:
+                    raise RankMismatchError(text)
+                self._mismatch = text
+                return 1
             if mpi_ops.rank() == ranks[0]:
                 _log.warning("%s This will be an error after %d reductions.", text, _ERROR)
             return 1

@@ -199,7 +199,10 @@ def _option_text(value: Any) -> str | None:
         return _option_text(value.item()) if number else None
     if isinstance(value, float) and value.is_integer():
         return repr(int(value))
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, float):
+        # The math libraries of two hosts may round a schedule's cosine differently.
+        return f"{value:.12g}"
+    if value is None or isinstance(value, bool | int | str):
         return repr(value)
     if isinstance(value, list | tuple):
         texts = [_option_text(each) for each in value]

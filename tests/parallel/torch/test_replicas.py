@@ -1,6 +1,7 @@
 """Parameters, optimizer state and options that change on one rank only are found while training."""
 
 import contextlib
+import math
 import random
 import re
 
@@ -516,7 +517,13 @@ def test_parameters_in_another_group_on_one_rank(hvd):
     assert "rank 1: parameter group 0 has 3 parameters" in message
 
 
-@pytest.mark.parametrize("make", [float, int, np.float64, np.float32, torch.tensor])
+def rounded_differently(number):
+    return math.nextafter(number, 2.0)
+
+
+@pytest.mark.parametrize(
+    "make", [float, int, np.float64, np.float32, torch.tensor, rounded_differently]
+)
 def test_equal_options_of_different_types(hvd, make):
     model = small_model()
     optimizer = wrapped(hvd, model, lambda p: torch.optim.SGD(p, lr=1.0, foreach=False))
