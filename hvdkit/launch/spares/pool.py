@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from hvdkit.core.loaded_modules import MODULES, file_name
+from hvdkit.core.loaded_modules import MODULES, file_name, read_by_imports
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.spares.command import recognise
 from hvdkit.launch.spares.spare import Spare
@@ -57,7 +57,8 @@ class SparePool:
         self._group = ProcessGroup()
         self._spares: dict[int, Spare] = {}
         self._slots: list[Slot] = []
-        self._reports: dict[int, Mapping[str, Any]] = {}
+        # For each rank, the groups of `hvdkit.core.loaded_modules`.
+        self._reports: dict[int, list[Mapping[str, Any]]] = {}
         self._changed_at = float("inf")
         self._command: Sequence[str] = ()
         self._directory = "/"
@@ -88,14 +89,15 @@ class SparePool:
         ):
             return
         for slot in self._slots:
-            report = self._reports.get(slot.rank)
-            if report is None:
+            groups = self._reports.get(slot.rank)
+            if not groups:
                 continue
             if slot.rank not in self._spares:
-                self._start(slot, report)
+                self._start(slot, groups[0])
                 return
-            if self._spares[slot.rank].modules != report["modules"]:
-                self._load(self._spares[slot.rank], slot, report)
+            spare = self._spares[slot.rank]
+            if spare.loads < len(groups):
+                self._load(spare, slot, groups[spare.loads])
                 return
 
     def claim(
@@ -144,13 +146,16 @@ class SparePool:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found = json.loads((folder / file_name(slot.rank)).read_text())
                 # A script can write anything to this file, so accept only these modules.
-                report = {name: dict(found[name]) for name in ("modules", "variables")}
-                known = set(report["modules"]) <= set(MODULES)
-                if known and report != self._reports.get(slot.rank):
-                    self._reports[slot.rank] = report
+                groups: list[Mapping[str, Any]] = [
+                    {name: dict(group[name]) for name in ("modules", "variables")}
+                    for group in found["imports"]
+                ]
+                known = all(set(group["modules"]) <= set(MODULES) for group in groups)
+                if known and groups != self._reports.get(slot.rank):
+                    self._reports[slot.rank] = groups
                     self._changed_at = now
 
-    def _start(self, slot: Slot, report: Mapping[str, Any]) -> None:
+    def _start(self, slot: Slot, group: Mapping[str, Any]) -> None:
         python = recognise(self._command, self._directory, slot.environment)
         if python is None or psutil.virtual_memory().available < _MEMORY:
             self._slots = [each for each in self._slots if each is not slot]
@@ -163,15 +168,13 @@ class SparePool:
             self._slots = [each for each in self._slots if each is not slot]
             return
         self._spares[slot.rank] = spare
-        self._load(spare, slot, report)
+        self._load(spare, slot, group)
 
-    def _load(self, spare: Spare, slot: Slot, report: Mapping[str, Any]) -> None:
-        changed = {
-            name: value
-            for name, value in report["variables"].items()
-            if slot.environment.get(name) != value
-        }
-        spare.load(report["modules"], changed, _NICE if _can_undo_nice() else None)
+    def _load(self, spare: Spare, slot: Slot, group: Mapping[str, Any]) -> None:
+        # The script may also have deleted variables of the rank.
+        others = {n: value for n, value in slot.environment.items() if not read_by_imports(n)}
+        environment = others | group["variables"]
+        spare.load(group["modules"], environment, _NICE if _can_undo_nice() else None)
 
     def _give_up(self, rank: int) -> None:
         """End a spare, and make no other one for this rank until the next start."""

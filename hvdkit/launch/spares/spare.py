@@ -32,6 +32,10 @@ class Spare:
         directory: the working directory of the rank.
         environment: the environment that the rank has now.
         cpus: the CPUs that the rank is bound to.
+
+    Attributes:
+        ready: whether the spare has imported the modules of all calls of `load`.
+        loads: the number of calls of `load`.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Spare:
         cpus: Sequence[int],
     ) -> None:
         self.ready = False
-        self.modules: Mapping[str, str | None] = {}
+        self.loads = 0
         self.started_at = time.monotonic()
         self._python = python
         self._environment = dict(environment)
@@ -70,21 +74,21 @@ class Spare:
         self._socket = ours
 
     def load(
-        self, modules: Mapping[str, str | None], variables: Mapping[str, str], nice: int | None
+        self, modules: Mapping[str, str | None], environment: Mapping[str, str], nice: int | None
     ) -> None:
         """Let the spare import these modules.
 
         Args:
             modules: name -> the file that the rank has loaded it from.
-            variables: the variables that the script has set before it imported them.
+            environment: the environment during the imports, as the script has changed it.
             nice: the priority of the spare until it is started; None to leave it.
         """
         self.ready = False
-        self.modules = dict(modules)
+        self.loads += 1
         self._send(
             "load",
-            environment=self._environment | dict(variables),
-            modules=self.modules,
+            environment=dict(environment),
+            modules=dict(modules),
             path=list(self._python.path),
             file=self._python.file,
             nice=nice,

@@ -54,6 +54,20 @@ class _OptimizerHandler(horovod_state.OptimizerStateHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
+class _StateDictHandler(horovod_state.SamplerStateHandler):
+    """Keep an object with `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler.
+
+    The script's object gets the state. A copy of the object would be useless: the script may hold
+    the original, and a scheduler's copy has a copy of the optimizer.
+    """
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved_sampler_state))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
 class ObjectState(CommittedState, horovod_elastic.ObjectState):
     """Elastic state of picklable objects.
 
@@ -107,8 +121,9 @@ class TorchState(ObjectState, horovod_state.TorchState):
     Args:
         model: a model.
         optimizer: an optimizer.
-        kwargs: further models, optimizers, `ElasticSampler`s and picklable objects; they become
-            attributes.
+        kwargs: further models, optimizers, `ElasticSampler`s, objects with `state_dict` and
+            `load_state_dict` (such as schedulers), and picklable objects; they become attributes.
+            Picklable objects are replaced by copies at a start, the others get the state.
     """
 
     def __init__(
@@ -124,6 +139,11 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 self._handlers[name] = _ModelHandler(handler.value)
             elif isinstance(handler.value, torch.optim.Optimizer):
                 self._handlers[name] = _OptimizerHandler(handler.value)
+        # After the optimizers: a scheduler may read the learning rates.
+        for name, value in list(self._saved_state.items()):
+            if _has_state_dict(value):
+                del self._saved_state[name]
+                self._handlers[name] = _StateDictHandler(value)
         self._save_reduction()
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -161,3 +181,9 @@ class TorchState(ObjectState, horovod_state.TorchState):
     def _load_handlers(self, saved: Mapping[str, Any]) -> None:
         for name, attributes in saved.items():
             vars(self._handlers[name]).update(attributes)
+
+
+def _has_state_dict(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import time
 
@@ -14,7 +15,8 @@ from hvdkit.launch.spares import pool as pool_module
 from hvdkit.launch.spares.pool import Slot, SparePool
 from tests.launch.spares.test_spare import SECONDS, environment
 
-REPORT = {"modules": {"numpy": numpy.__spec__.origin}, "variables": {}}
+GROUP = {"modules": {"numpy": numpy.__spec__.origin}, "variables": {}}
+REPORT = {"imports": [GROUP]}
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_each_rank_gets_a_spare(pool, tmp_path):
 
 def test_a_malformed_report_is_ignored(pool, tmp_path):
     pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
-    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps({"modules": {}}))
+    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps({"imports": [{"modules": {}}]}))
     pool.step(tmp_path)
     assert children() == []
 
@@ -121,27 +123,30 @@ def test_ranks_that_report_nothing_have_no_spares(pool, tmp_path):
 def test_a_module_that_the_script_has_blocked_is_not_reported(monkeypatch, tmp_path):
     """`sys.modules[name] = None` makes an import fail, as scripts do for an optional dependency."""
     monkeypatch.setitem(sys.modules, "h5py", None)
-    loaded_modules.report(0, {loaded_modules.FOLDER_VARIABLE: str(tmp_path)})
-    report = json.loads((tmp_path / loaded_modules.file_name(0)).read_text())
-    assert "numpy" in report["modules"]
-    assert "h5py" not in report["modules"]
+    environ = {loaded_modules.FOLDER_VARIABLE: str(tmp_path)}
+    loaded_modules.report(0, environ, loaded_modules.ImportGroups())
+    (group,) = json.loads((tmp_path / loaded_modules.file_name(0)).read_text())["imports"]
+    assert "numpy" in group["modules"]
+    assert "h5py" not in group["modules"]
 
 
 def test_only_known_modules_are_imported(pool, tmp_path):
-    prepare(pool, tmp_path, report={"modules": {"antigravity": None}, "variables": {}}, ranks=())
-    (tmp_path / loaded_modules.file_name(0)).write_text(
-        json.dumps({"modules": {"antigravity": None}, "variables": {}})
-    )
+    report = {"imports": [{"modules": {"antigravity": None}, "variables": {}}]}
+    prepare(pool, tmp_path, report=report, ranks=())
+    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps(report))
     pool.step(tmp_path)
     assert children() == []
 
 
 def test_a_spare_imports_modules_that_are_loaded_later(pool, tmp_path):
-    prepare(pool, tmp_path, report={"modules": {}, "variables": {}})
+    first = {"modules": {}, "variables": {}}
+    prepare(pool, tmp_path, report={"imports": [first]})
     for rank in range(2):
-        (tmp_path / loaded_modules.file_name(rank)).write_text(json.dumps(REPORT))
+        (tmp_path / loaded_modules.file_name(rank)).write_text(
+            json.dumps({"imports": [first, GROUP]})
+        )
     deadline = time.monotonic() + SECONDS
-    while not all(s.modules and s.ready for s in pool._spares.values()):
+    while not all(s.loads == 2 and s.ready for s in pool._spares.values()):
         assert time.monotonic() < deadline
         pool.step(tmp_path)
         time.sleep(0.05)
@@ -158,7 +163,49 @@ def test_little_memory_is_left_to_the_ranks(pool, tmp_path, monkeypatch):
 
 def test_a_rank_reports_modules_and_variables(tmp_path):
     env = {"HVDKIT_RECORD_DIR": str(tmp_path), "OMP_NUM_THREADS": "3", "SECRET_TOKEN": "x"}
-    loaded_modules.report(1, env)
-    found = json.loads((tmp_path / "modules-1.json").read_text())
-    assert found["modules"]["numpy"] == numpy.__spec__.origin
-    assert found["variables"] == {"OMP_NUM_THREADS": "3"}
+    loaded_modules.report(1, env, loaded_modules.ImportGroups())
+    (group,) = json.loads((tmp_path / "modules-1.json").read_text())["imports"]
+    assert group["modules"]["numpy"] == numpy.__spec__.origin
+    assert group["variables"] == {"OMP_NUM_THREADS": "3"}
+
+
+def test_modules_are_imported_with_the_variables_of_their_time(pool, tmp_path):
+    """A variable that the script changes after an import has no effect on the module."""
+    for name in ("h5py", "scipy"):
+        (tmp_path / f"{name}.py").write_text("import os; THREADS = os.getenv('OMP_NUM_THREADS')")
+    (tmp_path / "script.py").write_text(
+        """
+import os, sys
+del os.environ["OMP_NUM_THREADS"]
+import h5py
+from hvdkit.core import loaded_modules
+os.environ["OMP_NUM_THREADS"] = "7"
+import scipy
+loaded_modules.report(0)
+print(h5py.THREADS, scipy.THREADS)
+"""
+    )
+    command = [sys.executable, "script.py"]
+    own = slots(HVDKIT_RECORD_DIR=str(tmp_path))[:1]
+    before = subprocess.run(
+        command, env=own[0].environment, cwd=tmp_path, capture_output=True, check=True
+    )
+    assert before.stdout == b"None 7\n"
+    pool.watch(command, str(tmp_path), own)
+    deadline = time.monotonic() + SECONDS
+    while not any(s.loads == 2 and s.ready for s in pool._spares.values()):
+        assert time.monotonic() < deadline
+        pool.step(tmp_path)
+        time.sleep(0.05)
+    _, started = pool.claim(own)
+    assert started[0].communicate(timeout=SECONDS)[0] == before.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TORCHINDUCTOR_USE_FAST_MATH", "TMPDIR", "TQDM_DISABLE", "NPY_DISABLE_CPU_FEATURES"],
+)
+def test_variables_that_imports_read_are_reported(name):
+    imports = loaded_modules.ImportGroups()
+    imports.note({name: "1"})
+    assert imports.groups[0]["variables"] == {name: "1"}

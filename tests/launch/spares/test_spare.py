@@ -70,7 +70,7 @@ def spare_of(group, command, folder, env, modules=NUMPY, variables=None):
     python = recognise(command, str(folder), env)
     assert python is not None
     spare = Spare(group, command, python, str(folder), env, [])
-    spare.load(modules, variables or {}, nice=10)
+    spare.load(modules, env | (variables or {}), nice=10)
     deadline = time.monotonic() + SECONDS
     while not spare.ready and spare.process.poll() is None and time.monotonic() < deadline:
         select.select([spare._socket], [], [], 0.1)

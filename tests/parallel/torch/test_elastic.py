@@ -38,6 +38,50 @@ def test_a_state_is_restored_twice(hvd):
             assert torch.equal(again, before)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_scheduler_and_a_scaler_get_the_state(hvd, tmp_path, wrapped):
+    """A copy of a scheduler would change the learning rate of a copy of the optimizer."""
+
+    def start(rate):
+        model = torch.nn.Linear(3, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer if wrapped else plain, lambda step: 0.5**step
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=rate)
+        state = hvd.elastic.TorchState(
+            model, optimizer, scheduler=scheduler, scaler=scaler, names=["a"]
+        )
+        return optimizer, scheduler, scaler, state
+
+    optimizer, scheduler, scaler, state = start(8.0)
+    state.sync()
+    assert state.scheduler is scheduler
+    assert state.scaler is scaler
+    for _ in range(2):
+        optimizer.zero_grad()
+        next(iter(optimizer.param_groups[0]["params"])).sum().backward()
+        optimizer.step()
+        state.scheduler.step()
+    scaler.scale(torch.ones(()))  # the scaler makes its state here
+    scaler.update(16.0)
+    state.names.append("b")
+    state.save()
+    commit = tmp_path / str(hvd.rank())
+    with commit.open("wb") as file:
+        state.write_saved(file)
+
+    optimizer, scheduler, scaler, state = start(4.0)
+    state.read_saved(commit)
+    state.restore()
+    state.sync()
+    scheduler.step()
+    assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (1.0, 3)
+    assert scaler.get_scale() == 16.0
+    assert state.names == ["a", "b"]
+
+
 def test_objects(hvd):
     state = hvd.elastic.ObjectState(step=hvd.rank(), names=["a"])
     state.sync()
