@@ -167,13 +167,19 @@ class Recorder:
     def _register(self, path: Path) -> int:
         """Let the signal write all stacks to `path`. Return the descriptor; -1 for none."""
         # `getsignal` does not return the handler of faulthandler.
-        if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+        ignored = signal.SIG_IGN if self._stacks else None
+        if signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, ignored):
             return -1  # the script uses the signal
         known = [file for file in self._stacks if file.name == str(path)]
         if known:
             return known[0].fileno()
         # The engine reads what faulthandler writes.
         file = path.open("w+b", buffering=0)
+        # When Python ends, faulthandler restores the disposition that it found. The engine still
+        # sends the signal then, and the default disposition would end the process.
+        if not self._stacks:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(_SIGNAL, signal.SIG_IGN)
         # Unlike a handler in Python, faulthandler's handler also runs while the GIL is held.
         faulthandler.register(_SIGNAL, file, all_threads=True, chain=False)
         self._stacks.append(file)
