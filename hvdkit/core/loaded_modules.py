@@ -84,11 +84,13 @@ class ImportGroups:
         """
         known = {name for group in self.groups for name in group["modules"]}
         # In the order of the script's imports, as in `sys.modules`. A script may set an entry to
-        # None, which makes the import fail.
+        # None, which makes the import fail, or to an object without a specification, such as a
+        # mock.
         origins = {
-            name: getattr(module.__spec__, "origin", None)
+            name: getattr(spec, "origin", None)
             for name, module in list(sys.modules.items())
-            if name in MODULES and name not in known and module is not None
+            if name in MODULES and name not in known
+            if (spec := getattr(module, "__spec__", None)) is not None
         }
         if origins:
             variables = {name: value for name, value in environ.items() if read_by_imports(name)}

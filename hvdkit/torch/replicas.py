@@ -1,7 +1,8 @@
 """The tensors of an optimizer that must be equal on all ranks, see `hvdkit.core.replicas`."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,10 @@ from hvdkit.torch.plain_tensors import is_plain
 
 # Integers below it fit into a tensor.
 _LARGE = 1 << 63
+# Larger keys of dicts may be the result of `id`, which differs between ranks.
+_LARGEST_KEY = 1 << 31
+# The name of a device with its number.
+_DEVICE = re.compile(r"[a-z]+:\d+")
 
 
 @dataclass(frozen=True)
@@ -107,22 +112,39 @@ def _compared(
             yield _Compared(repr(name), parameter, partial(_copy, parameter))
         yield from _items("", repr(name), state.get(parameter))
     # Some optimizers also keep state that belongs to no single parameter.
-    common = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    for key in sorted(common, key=str):
-        yield from _leaves(str(key), "the optimizer", common[key], partial(_set_item, state, key))
+    for key in _keys(state):
+        yield from _leaves(str(key), "the optimizer", state[key], partial(_set_item, state, key))
 
 
-def _items(path: str, owner: str, container: Any) -> Iterator[_Compared]:
+def _keys(container: Mapping[Any, Any]) -> Sequence[Any]:
+    """Return the keys of a dict that are equal on all ranks: names and small numbers.
+
+    They are sorted, because ranks may have filled a dict in different orders. The texts of objects
+    may contain addresses.
+    """
+    keys = [k for k in container if isinstance(k, str | int) and not _is_address(k)]
+    return sorted(keys, key=str)
+
+
+def _is_address(key: str | int) -> bool:
+    return isinstance(key, int) and abs(key) > _LARGEST_KEY
+
+
+def _items(
+    path: str, owner: str, container: Any, outer: Set[int] = frozenset()
+) -> Iterator[_Compared]:
     """Yield the tensors and numbers in a dict, a list or a tuple; ignore other objects.
 
     Args:
         path: the name of the container within the state of `owner`; "" for the whole state.
         owner: the name of the parameter that the state belongs to.
         container: the container.
+        outer: the `id`s of the containers that contain this one. A container may contain itself.
     """
+    if id(container) in outer:
+        return
     if isinstance(container, Mapping):
-        # Sorted, because ranks may have filled a dict in different orders.
-        keys: Sequence[Any] = sorted(container, key=str)
+        keys = _keys(container)
     elif isinstance(container, list | tuple):
         keys = range(len(container))
     else:
@@ -131,11 +153,15 @@ def _items(path: str, owner: str, container: Any) -> Iterator[_Compared]:
     for key in keys:
         replace = partial(_set_item, container, key) if changeable else None
         own = f"{path}[{key!r}]" if path else str(key)
-        yield from _leaves(own, owner, container[key], replace)
+        yield from _leaves(own, owner, container[key], replace, outer | {id(container)})
 
 
 def _leaves(
-    path: str, owner: str, value: Any, replace: Callable[[Any], None] | None
+    path: str,
+    owner: str,
+    value: Any,
+    replace: Callable[[Any], None] | None,
+    outer: Set[int] = frozenset(),
 ) -> Iterator[_Compared]:
     """Yield the tensors and numbers in a value of the optimizer's state.
 
@@ -144,6 +170,7 @@ def _leaves(
         owner: the name of the parameter that the state belongs to.
         value: the value.
         replace: replaces the value by another one; None if that is impossible.
+        outer: the `id`s of the containers that contain the value.
     """
     name = f"{path} of {owner}"
     if isinstance(value, torch.Tensor):
@@ -154,7 +181,7 @@ def _leaves(
         if replace is not None and (isinstance(value, float) or abs(value) < _LARGE):
             yield _Compared(name, _as_tensor(value), partial(_set_number, replace))
     else:
-        yield from _items(path, owner, value)
+        yield from _items(path, owner, value, outer)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -202,7 +229,10 @@ def _option_text(value: Any) -> str | None:
     if isinstance(value, float):
         # The math libraries of two hosts may round a schedule's cosine differently.
         return f"{value:.12g}"
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, str):
+        # Each rank of a host may have its own GPU: "cuda:0", "cuda:1".
+        return None if _DEVICE.fullmatch(value) else repr(value)
+    if value is None or isinstance(value, bool | int):
         return repr(value)
     if isinstance(value, list | tuple):
         texts = [_option_text(each) for each in value]
