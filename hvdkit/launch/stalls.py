@@ -60,7 +60,7 @@ class Stalls:
         self._verdict: Verdict | None = None
         self._asked_at = float("-inf")
         self._judged_at = float("-inf")
-        # The ranks' states at the first verdict of a deadlock, and the time to ask again.
+        # The ranks' states at the first verdict that needs a second one, and the time to ask again.
         self._unconfirmed: object = None
         self._confirm_at = float("inf")
         # The time to check whether the limit of a stall is over.
@@ -164,7 +164,8 @@ class Stalls:
         states = self._states | dict.fromkeys(ended, ENDED)
         silent_sentences = silent_hosts()
         verdict = judge(current, states, self._size, silent_sentences)
-        if verdict.deadlock:
+        all_entered = verdict.call is not None and not verdict.missing
+        if verdict.deadlock or all_entered:
             # The ranks do not write their records at the same time. One rank may continue while
             # another rank writes. If two rounds give the same states, all ranks had them at the
             # same time.
@@ -175,8 +176,15 @@ class Stalls:
             }
             if self._unconfirmed is None:
                 self._unconfirmed, self._confirm_at = seen, now + _CONFIRM_SECONDS
+                # The ranks may fail before the second round.
+                self._verdict = replace(verdict, deadlock=False)
                 return None
-            verdict = replace(verdict, deadlock=self._unconfirmed == seen)
+            is_confirmed = self._unconfirmed == seen
+            if all_entered and not is_confirmed:
+                # The last rank called the collective between the records, so it has ended.
+                self._unconfirmed = self._verdict = None
+                return None
+            verdict = replace(verdict, deadlock=verdict.deadlock and is_confirmed)
         if verdict.limit:
             left = verdict.limit - verdict.waited
             verdict = replace(verdict, expired=left <= 0)

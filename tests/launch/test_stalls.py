@@ -29,10 +29,10 @@ def stalls(tmp_path=None):
     return Stalls(2, tmp_path, lambda: asked.append(1)), asked
 
 
-def answer(job, now, second="y", number=1, ahead=0.0):
+def answer(job, now, second="y", number=1, ahead=0.0, silent=()):
     job.add(record(0, "x", ahead=ahead), now)
     job.add(record(1, second, number=number), now)
-    return job.check(now, ())
+    return job.check(now, (), lambda: silent)
 
 
 def test_a_stall_makes_the_launcher_ask_once():
@@ -62,6 +62,19 @@ def test_a_rank_that_has_continued_meanwhile_is_no_deadlock():
     verdict = answer(job, 106.0, number=2)
     assert verdict is not None
     assert not verdict.deadlock
+
+
+def test_a_rank_that_calls_the_collective_between_the_records_is_not_blamed_on_the_network():
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    # Rank 1 has called `x` after rank 0 has written its record, so it has ended on both.
+    assert answer(job, 101.0, second="x") is None
+    assert job.check(105.0, ()) is None
+    assert len(asked) == 2
+    job.add(record(0, "z"), 106.0)
+    job.add(record(1, "z"), 106.0)
+    assert job.check(106.0, ()) is None
+    assert job.verdict_on_failure() == ""
 
 
 def test_silent_ranks_have_some_seconds(tmp_path):
@@ -141,7 +154,9 @@ def test_a_host_that_did_not_answer_is_named(tmp_path):
     job.add(record(0, "x"), 101.0)
     job.add(record(1, "x"), 101.0)
     sentence = "host1 did not answer the launcher for 8 s, until 1 s ago."
-    verdict = job.check(101.0, (), lambda: [sentence])
+    assert job.check(101.0, (), lambda: [sentence]) is None
+    job.check(105.0, ())
+    verdict = answer(job, 106.0, second="x", silent=[sentence])
     assert verdict.text.endswith(f"does not transfer its data.\n{sentence}")
     assert sentence in why(tmp_path)
 
