@@ -29,6 +29,9 @@ def further_optimizers(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     visited: set[int] = set()
     for name, value in vars(model).items():
+        if name.startswith("_self_"):
+            # TensorFlow's lists of what it tracks. They contain the same optimizers.
+            continue
         _collect(name, value, found, visited)
     first = getattr(model, "optimizer", None)
     known = {id(first)}
@@ -79,13 +82,20 @@ def build(model: Any, trained: Trained) -> dict[str, Any]:
         trained: the result of `trained_of` in the other process.
 
     Raises:
-        UsageError: the model lacks an optimizer or a variable.
+        UsageError: the model lacks an optimizer or a variable, or an optimizer is built for other
+            variables.
     """
+    here = trained_of(model)
     own, weights = further_optimizers(model), model.weights
     for name, numbers in trained.items():
         if name not in own:
             raise does_not_fit("the model's optimizers (saved -> here)", [f"{name} -> nothing"])
         if own[name].built:
+            if here[name] != list(numbers):
+                raise UsageError(
+                    f"the optimizer {name} is built for other variables than in the process that "
+                    f"saved its state: build it for the same variables, in the same order"
+                )
             continue
         if -1 in numbers or max(numbers, default=0) >= len(weights):
             raise UsageError(

@@ -131,12 +131,35 @@ def test_optimizers_in_nested_lists_and_dicts_are_found(hvd):
     first, second, inner = (keras.optimizers.SGD() for _ in range(3))
     scaled = keras.optimizers.LossScaleOptimizer(inner)
     model.of_parts = {"a": [first, scaled], "b": {"c": (second, first)}}
-    model.again = inner
-    assert further_optimizers(model) == {
+    model.again, model.another = inner, keras.optimizers.SGD()
+    found = further_optimizers(model)
+    assert found.pop("another") is model.another
+    assert found == {
         "of_parts.a.0": first,
         "of_parts.a.1": scaled,
         "of_parts.b.c.0": second,
     }
+
+
+def test_an_optimizer_for_other_variables_is_an_error(hvd, tmp_path):
+    """All variables have the same shapes, so the state would fit."""
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    def made(layer):
+        layers = [keras.layers.Dense(3), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile("sgd", loss="mse")
+        model.further = keras.optimizers.SGD(momentum=0.5)
+        model.further.build(model.layers[layer].trainable_variables)
+        return hvd.elastic.KerasState(model)
+
+    with (tmp_path / "commit").open("wb") as file:
+        made(0).write_saved(file)
+    made(0).read_saved(tmp_path / "commit")
+    with pytest.raises(UsageError, match="further is built for other variables"):
+        made(1).read_saved(tmp_path / "commit")
 
 
 def small_model():
