@@ -174,6 +174,7 @@ class Checkpoint(LastCallback):
         self._in_run = False
         # The epochs that ended before this `fit`, which counts from 0 again.
         self._earlier_epochs = 0
+        self._update: UpdateEpochStateCallback | None = None
         # The position in the data, for commits.
         self._data_position: Tree = None
 
@@ -199,7 +200,8 @@ class Checkpoint(LastCallback):
         progress.epoch_steps = self.params.get("steps")
         progress.fit += 1
         updates = [each for each in callbacks if isinstance(each, UpdateEpochStateCallback)]
-        self._earlier_epochs = updates[0].initial_epoch if updates else 0
+        self._update = updates[0] if updates else None
+        self._count_earlier_epochs()
         committed = take_position(self._store.location) if self._elastic else None
 
         def prepare() -> tuple[None, Sequence[str]]:
@@ -231,6 +233,9 @@ class Checkpoint(LastCallback):
                 io_utils.print_msg(
                     f"resumed after step {self.step}, in epoch {self._progress.epoch + 1}"
                 )
+
+    def _count_earlier_epochs(self) -> None:
+        self._earlier_epochs = 0 if self._update is None else self._update.initial_epoch
 
     def position(self) -> Tree:
         """Return the position of the training, for a commit of an elastic job."""
@@ -394,6 +399,8 @@ class Checkpoint(LastCallback):
 
     def epoch_begins(self, epoch: int) -> None:
         """Begin at the position of the checkpoint."""
+        # This callback knows from the first epoch on whether `fit` counts earlier epochs.
+        self._count_earlier_epochs()
         self.model._initial_epoch = None
         resumed, self._resumed = self._resumed, None
         set_next_epoch(resumed)

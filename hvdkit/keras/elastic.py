@@ -8,6 +8,7 @@ from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvdkit.core.elastic import ReductionItem, VariablesState
+from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
@@ -68,8 +69,9 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         """
         Args:
             model: a built model.
-            optimizer: default: the optimizer of `model.compile`. It is built here if necessary, so
-                that old and new ranks have the same variables.
+            optimizer: default: the optimizer of `model.compile`, also if this one is a
+                `LossScaleOptimizer` around the given one. It is built here if necessary, so that
+                old and new ranks have the same variables.
             kwargs: further objects; they become attributes.
 
         Raises:
@@ -81,7 +83,7 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
                 "KerasState"
             )
         self.model = model
-        self.optimizer = model.optimizer if optimizer is None else optimizer
+        self.optimizer = outermost(model, optimizer)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         self._save_variables()
@@ -253,7 +255,13 @@ def _nothing() -> None:
 
 
 class UpdateEpochStateCallback(_UpdateCallback):
-    """Keep the number of completed epochs in `state.epoch`, including epochs before a reset."""
+    """Keep the number of completed epochs in `state.epoch`, including epochs before a reset.
+
+    `fit` may count from 0, with `epochs=10 - state.epoch`, or from `initial_epoch=state.epoch`.
+
+    Attributes:
+        initial_epoch: the completed epochs that `fit` does not count.
+    """
 
     def __init__(self, state: Any) -> None:
         """
@@ -262,11 +270,20 @@ class UpdateEpochStateCallback(_UpdateCallback):
         """
         super().__init__(state)
         self.initial_epoch = state.epoch
+        self._begins = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self.initial_epoch = self.state.epoch
+        self._begins = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        # A callback that resumes `fit` sets `_initial_epoch`: then `fit` has counted from 0.
+        resumed = getattr(self.model, "_initial_epoch", None)
+        if self._begins and not resumed and epoch == self.initial_epoch:
+            self.initial_epoch = 0
+        self._begins = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        # fit counts from 0 again after a reset. The epoch that ends here is completed.
+        # The epoch that ends here is completed.
         self.state.epoch = self.initial_epoch + epoch + 1

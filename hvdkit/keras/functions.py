@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import Trained, build, trained_of
@@ -107,7 +108,8 @@ def broadcast_model(
         process_set: the participating ranks; default: all.
         local_variables: variables of the model or optimizer that keep their own value on each
             rank. Every rank must pass the same variables.
-        optimizer: default: the optimizer of `model.compile`.
+        optimizer: default: the optimizer of `model.compile`, also if this one is a
+            `LossScaleOptimizer` around the given one.
 
     Raises:
         UsageError: `model` is not a Keras model, or `root_rank` does not exist.
@@ -128,7 +130,7 @@ def broadcast_model(
     def variables() -> list[Any]:
         if not isinstance(model, keras.layers.Layer):
             raise UsageError(f"model is a {type(model).__name__}: expected a Keras model")
-        own = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        own = outermost(model, optimizer)
         if own is not None and not own.built:
             own.build(model.trainable_variables)
         further = build(model, trained).values()

@@ -12,6 +12,7 @@ import keras
 
 from hvdkit.checkpoint.items import Variables, does_not_fit, named
 from hvdkit.checkpoint.state import Tree
+from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.optimizer import distribution_of
@@ -21,30 +22,39 @@ Trained = Mapping[str, Sequence[int]]
 
 
 def further_optimizers(model: Any) -> dict[str, Any]:
-    """Return the optimizers that are attributes of a model, or in a list or dict of it, by name.
+    """Return the optimizers that are attributes of a model, or in lists or dicts of it, by name.
 
     The optimizer of `compile` and the inner optimizers of `LossScaleOptimizer` are left out.
     """
     found: dict[str, Any] = {}
+    visited: set[int] = set()
     for name, value in vars(model).items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": each for key, each in value.items()}
-        elif isinstance(value, list | tuple):
-            found |= {f"{name}.{key}": each for key, each in enumerate(value)}
-        else:
-            found[name] = value
-    own = {n: each for n, each in found.items() if isinstance(each, keras.optimizers.Optimizer)}
+        if name.startswith("_self_"):
+            # TensorFlow's lists of what it tracks. They contain the same optimizers.
+            continue
+        _collect(name, value, found, visited)
     first = getattr(model, "optimizer", None)
     known = {id(first)}
-    for each in [first, *own.values()]:
-        while (each := getattr(each, "inner_optimizer", None)) is not None:
-            known.add(id(each))
+    for each in [first, *found.values()]:
+        known.update(map(id, inner_optimizers(each)))
     result = {}
-    for name, each in own.items():
+    for name, each in found.items():
         if id(each) not in known:
             known.add(id(each))
             result[name] = each
     return result
+
+
+def _collect(name: str, value: Any, found: dict[str, Any], visited: set[int]) -> None:
+    """Add the optimizers in a value to `found`, and the lists and dicts in it to `visited`."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        found[name] = value
+        return
+    if not isinstance(value, Mapping | list | tuple) or id(value) in visited:
+        return
+    visited.add(id(value))
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+        _collect(f"{name}.{key}", each, found, visited)
 
 
 def trained_variables(optimizer: Any) -> list[Any]:
@@ -72,13 +82,20 @@ def build(model: Any, trained: Trained) -> dict[str, Any]:
         trained: the result of `trained_of` in the other process.
 
     Raises:
-        UsageError: the model lacks an optimizer or a variable.
+        UsageError: the model lacks an optimizer or a variable, or an optimizer is built for other
+            variables.
     """
+    here = trained_of(model)
     own, weights = further_optimizers(model), model.weights
     for name, numbers in trained.items():
         if name not in own:
             raise does_not_fit("the model's optimizers (saved -> here)", [f"{name} -> nothing"])
         if own[name].built:
+            if here[name] != list(numbers):
+                raise UsageError(
+                    f"the optimizer {name} is built for other variables than in the process that "
+                    f"saved its state: build it for the same variables, in the same order"
+                )
             continue
         if -1 in numbers or max(numbers, default=0) >= len(weights):
             raise UsageError(

@@ -15,6 +15,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.items import several
 from hvdkit.core import elastic
+from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
@@ -134,8 +135,11 @@ class TensorFlowKerasState(_VariablesState):
 
     Args:
         model: a built model.
-        optimizer: default: the optimizer of `model.compile`. It is built here if necessary, so
-            that old and new ranks have the same variables.
+        optimizer: default: the optimizer of `model.compile`, also if this one is a
+            `LossScaleOptimizer` around the given one. It is built here if necessary, so that old
+            and new ranks have the same variables. The state does not contain further optimizers of
+            the model: for several, use `TensorFlowState` with a dict, or `hvdkit.keras`'s
+            `KerasState`.
         backend: for compatibility with Horovod; ignored.
         kwargs: further objects; they become attributes.
 
@@ -153,7 +157,7 @@ class TensorFlowKerasState(_VariablesState):
         if not getattr(model, "built", True):
             raise UsageError("the model is not built: call model.build(input_shape) before this")
         self.model = model
-        self.optimizer = optimizer or getattr(model, "optimizer", None)
+        self.optimizer = outermost(model, optimizer)
         if self.optimizer is not None and getattr(self.optimizer, "built", True) is False:
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)

@@ -1,6 +1,7 @@
 """Elastic states of Keras on one rank."""
 
 import numpy as np
+import pytest
 
 
 def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
@@ -44,3 +45,124 @@ def test_old_and_new_ranks_commit_after_the_same_batches(hvd):
         for batch in range(batches):
             callback.on_train_batch_end(batch)
     assert state.commits == 1
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+def test_fit_counts_from_0_or_from_the_first_epoch_left(hvd, tmp_path, counts_all):
+    """After a restart, `fit` may get `initial_epoch=state.epoch`. No epoch counts twice."""
+    import keras
+
+    model = small_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    state = hvd.elastic.KerasState(model, epoch=0)
+    update = hvd.elastic.UpdateEpochStateCallback(state)
+    checkpoint = hvd.callbacks.Checkpoint(tmp_path)
+    seen = []
+    for ends in (1, 3, 4, 6):
+        first = state.epoch if counts_all else 0
+        history = model.fit(
+            *(np.ones((4, 3)), np.ones((4, 2))),
+            initial_epoch=first,
+            epochs=first + ends - state.epoch,
+            callbacks=[update, checkpoint],
+            verbose=0,
+        )
+        seen.append((state.epoch, checkpoint._progress.epoch, len(history.epoch)))
+    assert seen == [(1, 1, 1), (3, 3, 2), (4, 4, 1), (6, 6, 2)]
+
+
+def test_a_checkpoint_that_is_resumed_counts_all_epochs(hvd, tmp_path):
+    """Without a commit, `fit` resumes at the newest checkpoint, and `state.epoch` is 0."""
+    seen = []
+    for epochs in (2, 5):
+        model = small_model()
+        model.compile("sgd", loss="mse")
+        state = hvd.elastic.KerasState(model, epoch=0)
+        model.fit(
+            *(np.ones((4, 3)), np.ones((4, 2))),
+            epochs=epochs,
+            callbacks=[
+                hvd.elastic.UpdateEpochStateCallback(state),
+                hvd.callbacks.Checkpoint(tmp_path),
+            ],
+            verbose=0,
+        )
+        seen.append(state.epoch)
+    assert seen == [2, 5]
+
+
+def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd, tmp_path):
+    """`compile` puts the given optimizer into a `LossScaleOptimizer`."""
+    import keras
+
+    model = small_model()
+    inner = keras.optimizers.SGD(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
+    state = hvd.elastic.KerasState(model, inner)
+    model.optimizer.dynamic_scale.assign(8.0)
+    state.save()
+    with (tmp_path / "commit").open("wb") as file:
+        state.write_saved(file)
+    model.optimizer.dynamic_scale.assign(2.0)
+    state.read_saved(tmp_path / "commit")
+    state.restore()
+    assert float(model.optimizer.dynamic_scale) == 8.0
+
+
+def test_a_state_of_a_model_without_compile(hvd):
+    import keras
+
+    model = small_model()
+    state = hvd.elastic.KerasState(model)
+    weights = model.get_weights()
+    model.set_weights([weight + 1 for weight in weights])
+    state.restore()
+    for own, saved in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(own, saved)
+    assert hvd.elastic.KerasState(model, keras.optimizers.SGD()).optimizer.built
+
+
+def test_optimizers_in_nested_lists_and_dicts_are_found(hvd):
+    import keras
+
+    from hvdkit.keras.further_optimizers import further_optimizers
+
+    model = small_model()
+    first, second, inner = (keras.optimizers.SGD() for _ in range(3))
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    model.of_parts = {"a": [first, scaled], "b": {"c": (second, first)}}
+    model.again, model.another = inner, keras.optimizers.SGD()
+    found = further_optimizers(model)
+    assert found.pop("another") is model.another
+    assert found == {
+        "of_parts.a.0": first,
+        "of_parts.a.1": scaled,
+        "of_parts.b.c.0": second,
+    }
+
+
+def test_an_optimizer_for_other_variables_is_an_error(hvd, tmp_path):
+    """All variables have the same shapes, so the state would fit."""
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    def made(layer):
+        layers = [keras.layers.Dense(3), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        model.compile("sgd", loss="mse")
+        model.further = keras.optimizers.SGD(momentum=0.5)
+        model.further.build(model.layers[layer].trainable_variables)
+        return hvd.elastic.KerasState(model)
+
+    with (tmp_path / "commit").open("wb") as file:
+        made(0).write_saved(file)
+    made(0).read_saved(tmp_path / "commit")
+    with pytest.raises(UsageError, match="further is built for other variables"):
+        made(1).read_saved(tmp_path / "commit")
+
+
+def small_model():
+    import keras
+
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

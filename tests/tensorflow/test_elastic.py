@@ -56,3 +56,18 @@ def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
     assert state.epoch == 1
     assert [each.tolist() for each in model.get_weights()] == [each.tolist() for each in weights]
     assert [seed.numpy().tolist() for seed in seeds] == drawn
+
+
+def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd):
+    """`compile` puts the given optimizer into a `LossScaleOptimizer`."""
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    inner = keras.optimizers.SGD(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
+    state = hvd.elastic.TensorFlowKerasState(model, inner)
+    model.optimizer.dynamic_scale.assign(8.0)
+    state.save()
+    model.optimizer.dynamic_scale.assign(2.0)
+    state.restore()
+    assert float(model.optimizer.dynamic_scale) == 8.0
