@@ -19,6 +19,8 @@ from hvdkit.keras.optimizer import distribution_of
 
 #: Optimizer -> the indexes of its trained variables in `model.weights`; -1 for other variables.
 Trained = Mapping[str, Sequence[int]]
+# Longer lists are data.
+_LONGEST = 1000
 
 
 def further_optimizers(model: Any) -> dict[str, Any]:
@@ -51,6 +53,8 @@ def _collect(name: str, value: Any, found: dict[str, Any], visited: set[int]) ->
         found[name] = value
         return
     if not isinstance(value, Mapping | list | tuple) or id(value) in visited:
+        return
+    if len(value) > _LONGEST:
         return
     visited.add(id(value))
     for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
