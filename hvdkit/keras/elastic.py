@@ -87,6 +87,7 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         self._save_variables()
+        self._saved_layout = self._layout()
         self._save_reduction()
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
