@@ -1,7 +1,8 @@
 """The shared memory of Open MPI's ranks.
 
 Each rank makes a file of 16 MB in /dev/shm, through which the other ranks of its host send to it.
-A rank that is killed cannot delete this file.
+A rank that is killed cannot delete this file. Open MPI 5 also leaves the file of a process that it
+did not start. Lightning's Trainer makes such a file in each rank, because it imports mpi4py.
 """
 
 import contextlib

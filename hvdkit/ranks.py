@@ -304,7 +304,11 @@ def start_gloo(
         interface: the network interface of the ranks.
     """
     _check_size(size)
-    base = without_rank_variables(os.environ if env is None else env)
+    segments = SegmentFolder()
+    base = {
+        **segments.variables,
+        **without_rank_variables(os.environ if env is None else env),
+    }
     server = RendezvousServer(size=size)
     try:
         return start_ranks(
@@ -319,10 +323,11 @@ def start_gloo(
                 for rank in range(size)
             ],
             cwd=cwd,
-            on_stop=[server.close],
+            on_stop=[server.close, segments.remove],
         )
     except BaseException:
         server.close()
+        segments.remove()
         raise
 
 

@@ -103,13 +103,11 @@ class LocalRanks:
         Raises:
             HvdkitError: a rank cannot be started.
         """
-        segments: dict[str, str] = {}
-        if self._keep_rank_variables:
-            env = dict(os.environ)
-            self._segments = SegmentFolder()
-            segments |= self._segments.variables
-        else:
-            env = without_rank_variables(os.environ)
+        keeps = self._keep_rank_variables
+        env = dict(os.environ) if keeps else without_rank_variables(os.environ)
+        # Also over Gloo, because libraries such as Lightning may start MPI in a rank.
+        self._segments = SegmentFolder()
+        segments = dict(self._segments.variables)
         own = {FOLDER_VARIABLE: str(self.records.path)}
         slots = [
             Slot(rank["rank"], segments | rank["defaults"] | env | rank["env"] | own, rank["cpus"])

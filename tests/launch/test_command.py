@@ -155,6 +155,17 @@ def test_a_killed_rank_over_mpi_leaves_no_shared_memory(init, killed):
     assert ("hvdkit run: mpirun: " in done.stderr) == (killed == "os.getppid()"), done.stderr
 
 
+def test_mpi_in_a_rank_over_gloo_leaves_no_shared_memory():
+    # Lightning's Trainer imports this module in each rank.
+    pytest.importorskip("mpi4py")
+    before = set(os.listdir("/dev/shm"))
+    code = "import os; from mpi4py import MPI; print(*os.listdir('/dev/shm'))"
+    done = run("-np", "2", sys.executable, "-c", code)
+    assert "hvdkit-mpi-" in done.stdout, done.stderr
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if name in done.stdout]
+
+
 def test_torchs_variables_can_be_left_out():
     names = "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')"
     code = python(f"print([name for name in {names} if name in os.environ])")

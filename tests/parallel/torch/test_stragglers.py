@@ -10,7 +10,7 @@ from tests.logs import recorded
 from tests.parallel.torch.oracle import batch_of, loss_of, sgd, small_model
 
 # Much longer than a step on a busy machine.
-SECONDS = 0.1
+SECONDS = 0.2
 
 
 class SlowBackward(torch.autograd.Function):
