@@ -233,10 +233,8 @@ class VariablesState(CommittedState):
         """Write what `save` has saved, and the positions of checkpointers, to a file."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        content = (
-            *(stored, self._saved_state, positions(), self._saved_reduction),
-            self._saved_layout,
-        )
+        reduction, layout = self._saved_reduction, self._saved_layout
+        content = (stored, self._saved_state, positions(), reduction, layout)
         pickle.dump(content, file, protocol=5)
 
     def read_saved(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Find the `LossScaleOptimizer` around an optimizer of Keras."""
+"""The `LossScaleOptimizer` around an optimizer of Keras."""
 
 from typing import Any
 
@@ -9,6 +9,11 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     while (optimizer := getattr(optimizer, "inner_optimizer", None)) is not None:
         found.append(optimizer)
     return found
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer without its `LossScaleOptimizer`s."""
+    return next(reversed(inner_optimizers(optimizer)), optimizer)
 
 
 def outermost(model: Any, optimizer: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record
 
 _UNNAMED = re.compile(r"\bnoname\.\d+$")
@@ -56,8 +57,7 @@ def _numbered_calls(record: Record) -> Iterator[Call]:
 def _text(call: Call, places: Mapping[str, list[int]]) -> str:
     name = call.name.removeprefix(f"{call.operation}.")
     where = ", and ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} called it at {place}"
-        for place, ranks in places.items()
+        f"{name_ranks(ranks).lower()} called it at {place}" for place, ranks in places.items()
     )
     return (
         f"Ranks match calls without a name in order. In the {call.operation} {name!r}, {where}. If "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
+from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
 
@@ -209,9 +210,7 @@ def overdue(records: Mapping[int, Record], states: Mapping[int, str], size: int)
         waited = [
             call
             for call in record.open
-            if call.ended is None
-            and call.operation != "join"
-            and record.time - call.enqueued >= record.limit > 0
+            if call.operation != "join" and record.time - call.enqueued >= record.limit > 0
         ]
         late[rank] = replace(record, open=waited if record.error else [])
     verdict = judge(late, states, size)
@@ -443,10 +442,3 @@ def _cell(call: Call | None, first: float) -> str:
         return "-"
     waits = "" if call.ended is not None else " …"
     return f"+{(call.enqueued - first) * 1000:.0f} ms{waits}"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return a text such as `Ranks 0, 2`."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"Rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -15,6 +15,7 @@ import keras
 # Keras's own callbacks print with `io_utils`.
 from keras.src.utils import io_utils
 
+from hvdkit.core.loss_scaling import innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
@@ -210,7 +211,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        optimizer = _innermost(self.model.optimizer)
+        optimizer = innermost(self.model.optimizer)
         if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             raise UsageError(
                 f"the optimizer's learning_rate is a {type(optimizer._learning_rate).__name__}, so "
@@ -243,7 +244,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = _rate_of(self.model.optimizer)
 
     def _set_rate(self, rate: float) -> None:
-        optimizer = _innermost(self.model.optimizer)
+        optimizer = innermost(self.model.optimizer)
         old = _rate_of(optimizer)
         optimizer.learning_rate = rate
         if self.momentum_correction and old > 0 and rate != old:
@@ -304,13 +305,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
                 f"{_rate_of(self.model.optimizer):g}."
             )
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer without its `LossScaleOptimizer`s."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
 
 
 def _rate_of(optimizer: Any) -> float:

@@ -12,7 +12,7 @@ import keras
 
 from hvdkit.checkpoint.items import Variables, does_not_fit, named
 from hvdkit.checkpoint.state import Tree
-from hvdkit.core.loss_scaling import inner_optimizers
+from hvdkit.core.loss_scaling import inner_optimizers, innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.optimizer import distribution_of
@@ -61,20 +61,19 @@ def _collect(name: str, value: Any, found: dict[str, Any], visited: set[int]) ->
         _collect(f"{name}.{key}", each, found, visited)
 
 
-def trained_variables(optimizer: Any) -> list[Any]:
-    """Return the variables for which an optimizer is built, in its order."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return list(optimizer._trainable_variables)
+def built_optimizers(model: Any) -> dict[str, Any]:
+    """Return the further optimizers that are built, by name."""
+    return {name: each for name, each in further_optimizers(model).items() if each.built}
 
 
 def trained_of(model: Any) -> dict[str, list[int]]:
     """Return for each further optimizer that is built: the variables that it trains."""
     index = {id(variable): number for number, variable in enumerate(model.weights)}
     return {
-        name: [index.get(id(variable), -1) for variable in trained_variables(optimizer)]
-        for name, optimizer in further_optimizers(model).items()
-        if optimizer.built
+        name: [
+            index.get(id(variable), -1) for variable in innermost(optimizer)._trainable_variables
+        ]
+        for name, optimizer in built_optimizers(model).items()
     }
 
 
@@ -118,23 +117,22 @@ class FurtherOptimizers:
 
     def save(self) -> Tree:
         """Return the state of each optimizer that is built."""
-        own = further_optimizers(self._model)
+        trained = trained_of(self._model)
         return {
             name: {
-                "trained": numbers,
-                "variables": _variables(name, own[name]).save(),
-                "reduction": _reduction_state(own[name]),
+                "trained": trained[name],
+                "variables": _variables(name, optimizer).save(),
+                "reduction": _reduction_state(optimizer),
             }
-            for name, numbers in trained_of(self._model).items()
+            for name, optimizer in built_optimizers(self._model).items()
         }
 
     def signature(self) -> list[str]:
         """Return a text for each variable."""
-        own = further_optimizers(self._model)
         return [
             f"{name}: {line}"
-            for name in trained_of(self._model)
-            for line in _variables(name, own[name]).signature()
+            for name, optimizer in built_optimizers(self._model).items()
+            for line in _variables(name, optimizer).signature()
         ]
 
     def plan_restore(self, tree: Tree) -> Tree:

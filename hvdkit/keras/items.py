@@ -14,13 +14,13 @@ from keras.src.saving import saving_lib
 from hvdkit.checkpoint import arrays, h5
 from hvdkit.checkpoint.items import LARGEST_STATISTICS, Plain, Variables, named, plain
 from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
+from hvdkit.core.loss_scaling import innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import (
     FurtherOptimizers,
+    built_optimizers,
     further_optimizers,
-    trained_of,
-    trained_variables,
 )
 from hvdkit.keras.metrics import flat_metrics
 from hvdkit.keras.optimizer import distribution_of
@@ -83,7 +83,7 @@ class Layout:
 
     def save(self) -> Tree:
         """Return the layout, and the tensors that are neither weights nor optimizer state."""
-        built = list(trained_of(self._model))
+        built = list(built_optimizers(self._model))
         if self._layout is None or self._built != built:
             self._others = {}
             self._layout, self._built = self._look_up(), built
@@ -120,9 +120,8 @@ class Layout:
             )
             for name, variable in named(variables).items()
         }
-        further = further_optimizers(self._model)
-        for attribute in trained_of(self._model):
-            variables = named(further[attribute].variables)
+        for attribute, further in built_optimizers(self._model).items():
+            variables = named(further.variables)
             part = f"{attribute}.variables"
             known |= {id(v): (_FURTHER, f"{part}.{name}") for name, v in variables.items()}
         layout: list[Any] = []
@@ -275,9 +274,8 @@ def _local(model: Any) -> list[Any]:
 
 def _slots(optimizer: Any, variable: Any) -> list[Any]:
     """Return the optimizer's variables for one model variable."""
-    trained = trained_variables(optimizer)
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
+    optimizer = innermost(optimizer)
+    trained = list(optimizer._trainable_variables)
     index = [id(each) for each in trained].index(id(variable))
     # Lists with an entry for each variable, except the list of variables itself.
     return [

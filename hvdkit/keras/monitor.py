@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from hvdkit.core.loss_scaling import innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
@@ -195,9 +196,7 @@ class _Keras:
         optimizer = self._model.optimizer
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             values[metrics.LOSS_SCALE] = _number(optimizer.dynamic_scale)
-        while hasattr(optimizer, "inner_optimizer"):
-            optimizer = optimizer.inner_optimizer
-        values[metrics.LR] = _number(optimizer.learning_rate)
+        values[metrics.LR] = _number(innermost(optimizer).learning_rate)
         return values
 
     @staticmethod
