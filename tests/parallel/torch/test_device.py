@@ -194,6 +194,42 @@ def test_gradients_of_one_bucket_from_two_streams(hvd, compression):
 
 
 @needs_gpu
+@pytest.mark.parametrize("where", ["default stream", "side stream", "another stream"])
+def test_a_result_is_complete_on_the_stream_that_waits(hvd, where):
+    calling = torch.cuda.current_stream() if where == "default stream" else torch.cuda.Stream()
+    waiting = torch.cuda.Stream() if where == "another stream" else calling
+    for number in range(5):
+        with torch.cuda.stream(calling):
+            x = torch.ones(1 << 25, device=DEVICE)
+            delay(10)
+            x += 1
+            # The engine multiplies on a stream of its own.
+            handle = hvd.allreduce_async_(
+                x, op=hvd.Sum, postscale_factor=3.0, name=f"{where}.{number}"
+            )
+        with torch.cuda.stream(waiting):
+            result = hvd.synchronize(handle).clone()
+        waiting.synchronize()
+        expected = torch.full_like(result, 6.0 * hvd.size())
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@needs_gpu
+def test_the_host_does_not_wait_for_the_gpu(hvd):
+    if not hvd.nccl_built():
+        pytest.skip("this engine copies through host memory")
+    x = torch.ones(1000, device=DEVICE)
+    hvd.allreduce_(x, op=hvd.Sum, name="first")  # connects NCCL
+    torch.cuda.synchronize()
+    end = torch.cuda.Event()
+    delay(1000)
+    hvd.allreduce_(x, op=hvd.Sum, name="second")
+    end.record()
+    assert not end.query()
+    torch.cuda.synchronize()
+
+
+@needs_gpu
 def test_a_step_in_a_captured_graph_is_refused(hvd):
     if hvd.size() == 1 and not os.environ.get(SINGLE_RANK_COLLECTIVES):
         pytest.skip("one rank reduces nothing: there is nothing to refuse")
