@@ -44,22 +44,21 @@ class Calls(TorchFunctionMode):
 
 @contextmanager
 def readable(answers):
-    """Let the host read bounds of buffers with `Tensor.tolist`, and no other value.
+    """Let the host read magnitudes of buffers with `Tensor.tolist`, and no other value.
 
     Args:
         answers: the largest magnitudes to return in turn; 1 afterwards.
 
     Yields:
-        A list that gets the number of bounds in each read.
+        A list that gets the number of magnitudes in each read.
     """
     answers, reads = list(answers), []
 
     def tolist(tensor):
         assert tensor.is_cuda
-        assert tensor.shape[1:] == (2,)
-        reads.append(len(tensor))
-        largest = answers.pop(0) if answers else 1.0
-        return [[-largest, largest]] * len(tensor)
+        (count,) = tensor.shape
+        reads.append(count)
+        return [answers.pop(0) if answers else 1.0] * count
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeTensor, "tolist", tolist, raising=False)
@@ -144,11 +143,13 @@ def test_gradients_keep_their_shapes_and_the_host_waits_once_a_step(
         assert reads[2] > 1
 
 
-def test_a_scale_is_one_tensor_for_a_bucket(hvd):
+def test_a_scale_of_large_tensors_is_one_tensor_for_a_bucket(hvd):
     from hvdkit.core import bucketing
+    from hvdkit.torch import backend
     from hvdkit.torch.backend import TorchMemory, spec
 
-    with FakeTensorMode(), Calls() as calls:
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), Calls() as calls:
+        patch.setattr(backend, "_SMALL", -1)
         parameters = parameters_of(torch.float32)
         make_gradients(parameters)
         specs = [spec(name, p) for name, p in parameters.items()]
@@ -182,6 +183,28 @@ def test_the_accelerators_kernel_rounds_once(hvd, shape):
         assert target.shape == shape
         assert target.dtype == target_dtype
         assert torch.equal(target, expected), (dtype, target_dtype, factor)
+
+
+@pytest.mark.parametrize("factor", [2.0**-70, 0.3, 1.0, 4096.0])
+def test_kernels_for_many_small_tensors_round_once(hvd, factor):
+    from hvdkit.torch.backend import _cast_scaled_together, _fit
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (0, 4), (50, 30), (2, 3, 4, 4)]
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    pairs = 0
+    for dtype, target_dtype in itertools.product(DTYPES, DTYPES):
+        sources = [each.to(dtype) for each in values]
+        targets = [torch.full_like(each, 9, dtype=target_dtype) for each in values]
+        if not _fit(dtype, target_dtype):
+            continue
+        pairs += 1
+        wide = torch.promote_types(torch.promote_types(dtype, target_dtype), torch.float32)
+        expected = [(each.to(wide) * factor).to(target_dtype) for each in sources]
+        _cast_scaled_together(sources, targets, factor)
+        for each, result in zip(expected, targets, strict=True):
+            assert torch.equal(result, each), (dtype, target_dtype)
+    assert pairs == len(DTYPES) ** 2 - 2  # float16 and bfloat16 hold no values of each other
 
 
 def test_a_reduction_during_a_capture_is_refused(hvd):
