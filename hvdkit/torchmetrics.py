@@ -89,7 +89,7 @@ def _describe(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dtype, the number of dimensions and the shape as one row of numbers."""
     dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else -1
     shape = [*tensor.shape, *[0] * _MOST_DIMENSIONS][:_MOST_DIMENSIONS]
-    return torch.tensor([[dtype, tensor.ndim, *shape]])
+    return torch.tensor([[dtype, tensor.ndim, *shape]], device="cpu")
 
 
 def _common_dtype(

@@ -89,7 +89,9 @@ def _loader_of(data: Any, sampler: Any) -> Any:
             return sampler.samples
 
         def __getitems__(self, numbers: list[int]) -> Any:
-            return keras.tree.map_structure(lambda array: torch.as_tensor(array[numbers]), data)
+            return keras.tree.map_structure(
+                lambda array: torch.as_tensor(array[numbers], device="cpu"), data
+            )
 
     return DataLoader(
         Rows(),

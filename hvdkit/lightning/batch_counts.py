@@ -82,7 +82,7 @@ class BatchCounts(pl.Callback):
             _may_end_at_any_batch(trainer),
             isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher),
         ]
-        rows = hvd.allgather(torch.tensor([own]), name="lightning.batches").tolist()
+        rows = hvd.allgather(torch.tensor([own], device="cpu"), name="lightning.batches").tolist()
         self._compares_each_batch = any(row[3] for row in rows)
         if any(row[3] and row[4] for row in rows):
             raise UsageError(

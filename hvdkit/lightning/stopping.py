@@ -59,5 +59,7 @@ class CommonStop(pl.Callback):
         connector = trainer._signal_connector
         # A handler of the script may have replaced ours, and may call Lightning's.
         own = self._asked or connector.received_sigterm
-        asked = hvd.allreduce(torch.tensor([int(own)]), op=hvd.Sum, name="lightning.stop")
+        asked = hvd.allreduce(
+            torch.tensor([int(own)], device="cpu"), op=hvd.Sum, name="lightning.stop"
+        )
         connector.received_sigterm = bool(asked.item())

@@ -71,4 +71,4 @@ class TorchCollectives(ProcessSetCollectives):
         return lambda: list(mpi_ops.synchronize(handle).tolist())
 
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -56,7 +56,7 @@ class EqualBatches(Generic[Batch]):
             except Exception as raised:
                 error = raised
             fewest = mpi_ops.allreduce(
-                torch.tensor(len(taken) if error is None else _FAILED),
+                torch.tensor(len(taken) if error is None else _FAILED, device="cpu"),
                 op=mpi_ops.Min,
                 name="hvdkit.equal_batches",
                 process_set=self._process_set,

@@ -212,5 +212,5 @@ def _square(gradient: torch.Tensor) -> torch.Tensor:
 
 def _sum(values: list[torch.Tensor]) -> torch.Tensor:
     if not values:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.stack([each.to(values[0].device) for each in values]).sum()

@@ -195,7 +195,7 @@ def _set_item(container: Any, key: Any, value: Any) -> None:
 def _as_tensor(number: bool | int | float) -> torch.Tensor:
     dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}
     kind = next(each for each in dtype if isinstance(number, each))
-    return torch.tensor(number, dtype=dtype[kind])
+    return torch.tensor(number, dtype=dtype[kind], device="cpu")
 
 
 def _set_number(replace: Callable[[Any], None], number: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ def empty(elements: int, dtype: torch.dtype) -> torch.Tensor:
     host_collectives = runtime.host_collectives
     address = host_collectives.allocate(size)
     if address is None:
-        return torch.empty(elements, dtype=dtype)
+        return torch.empty(elements, dtype=dtype, device="cpu")
     memory = (ctypes.c_char * size).from_address(address)
     # Do not release it at the end of the process: other threads may still use the tensor.
     weakref.finalize(memory, host_collectives.release, address).atexit = False

@@ -106,7 +106,7 @@ class TorchTensor:
         else:
             # The tensor has another memory order: collect the pieces first.
             if self._staged is None:
-                self._staged = torch.empty(tensor.numel(), dtype=tensor.dtype)
+                self._staged = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
             self._staged[first : first + piece.numel()].copy_(piece)
             if first + piece.numel() == tensor.numel():
                 tensor.copy_(self._staged.view(tensor.shape))
