@@ -1,10 +1,10 @@
 """The training script of `restarts`: a small model, and a checkpoint every 50 steps.
 
-    restart_script.py MODE FOLDER
+    restart_script.py MODE FOLDER DEVICE
 
 Each process appends the time of each step to a file of its own in the folder. MODE is `hvdkit` for
 hvdkit's optimizer and checkpoints, `ddp` for DistributedDataParallel with `torch.save`, or
-`elastic` for Horovod's elastic state.
+`elastic` for Horovod's elastic state. DEVICE is `cpu` or `cuda`.
 """
 
 import os
@@ -22,7 +22,8 @@ Step = Callable[[int], None]
 
 def main() -> None:
     """Train until a signal ends this process."""
-    mode, folder = sys.argv[1:]
+    mode, folder, device = sys.argv[1:]
+    torch.set_default_device(device)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     optimizer = torch.optim.Adam(model.parameters())

@@ -54,10 +54,10 @@ def launchers(folder: Path) -> Mapping[str, Launcher]:
         "hvdkit run": Launcher([*run, sys.executable], "hvdkit", spares=True),
         "hvdkit run --no-spares": Launcher([*run, "--no-spares", sys.executable], "hvdkit"),
     }
-    if (torchrun := shutil.which("torchrun", path=str(programs))) is not None:
-        command = [torchrun, f"--nproc-per-node={_RANKS}", "--max-restarts=100"]
-        found["torchrun, hvdkit.torch"] = Launcher(command, "hvdkit")
-        found["torchrun, DDP"] = Launcher(command, "ddp")
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun += [f"--nproc-per-node={_RANKS}", "--max-restarts=100"]
+    found["torchrun, hvdkit.torch"] = Launcher(torchrun, "hvdkit")
+    found["torchrun, DDP"] = Launcher(torchrun, "ddp")
     if (horovodrun := shutil.which("horovodrun", path=str(programs))) is not None:
         # A host with a failure is not used again, so each rank is on a host of its own.
         script = folder / "hosts.sh"
@@ -72,11 +72,17 @@ def launchers(folder: Path) -> Mapping[str, Launcher]:
     return found
 
 
-def after_kills(launcher: Launcher, count: int) -> list[float]:
-    """Kill rank 1 `count` times. Return the seconds from each kill to the next step."""
+def after_kills(launcher: Launcher, count: int, device: str = "cpu") -> list[float]:
+    """Kill rank 1 `count` times. Return the seconds from each kill to the next step.
+
+    Args:
+        launcher: one of `launchers`.
+        count: the number of kills.
+        device: where the ranks train, `cpu` or `cuda`.
+    """
     times: list[float] = []
     while len(times) < count:
-        with _running(launcher) as job:
+        with _running(launcher, device=device) as job:
             here = min(launcher.most_kills, count - len(times))
             times += [job.kill_rank() for _ in range(here)]
     return times
@@ -138,13 +144,15 @@ def _node(cluster: Cluster, node: int, options: Sequence[str]) -> Launcher:
 class _Job:
     """A running job of a launcher."""
 
-    def __init__(self, launcher: Launcher, folder: Path) -> None:
+    def __init__(self, launcher: Launcher, folder: Path, device: str) -> None:
         self._launcher = launcher
         self._folder = folder
+        self._device = device
         self.start()
 
     def start(self) -> None:
-        command = [*self._launcher.arguments, str(_SCRIPT), self._launcher.mode, str(self._folder)]
+        script = [str(_SCRIPT), self._launcher.mode, str(self._folder), self._device]
+        command = [*self._launcher.arguments, *script]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         with (self._folder / "output").open("ab") as output:
             self.process = subprocess.Popen(
@@ -231,10 +239,10 @@ def _pid(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _running(launcher: Launcher, folder: Path | None = None) -> Iterator[_Job]:
+def _running(launcher: Launcher, folder: Path | None = None, device: str = "cpu") -> Iterator[_Job]:
     with contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        job = _Job(launcher, folder)
+        job = _Job(launcher, folder, device)
         stack.callback(job.stop)
         yield job

@@ -21,6 +21,9 @@ _RANKS = 4
 _SECONDS = 420.0
 _PARALLEL = 2
 
+#: The device of the tensors, such as `cuda`; the CPU by default.
+DEVICE_VARIABLE = "HVDKIT_TEST_DEVICE"
+
 SCRIPT = """\
 import os, signal, socket, subprocess, sys, threading, time
 me = int(next(os.environ[n] for n in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if n in os.environ))
@@ -30,6 +33,7 @@ if at_fault:
 import torch
 import hvdkit.torch as hvd
 
+torch.set_default_device(os.environ.get("HVDKIT_TEST_DEVICE", "cpu"))
 hvd.init()
 torch.set_num_threads(1)
 torch.manual_seed(0)

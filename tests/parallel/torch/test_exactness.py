@@ -181,7 +181,9 @@ def test_sparse_embedding(hvd, kind, as_dense, passes):
         plain.step()
         plain.zero_grad()
     assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+    # PyTorch's SGD adds sparse momenta on a GPU in any order.
+    if DEVICE.type == "cpu" or kind != "momentum":
+        assert_same_on_all_ranks(hvd, model)
 
 
 class TextModel(nn.Module):
