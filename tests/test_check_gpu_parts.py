@@ -33,11 +33,11 @@ EXPECTED = {
         "resnet50: unpack from bfloat16": {"measured"},
         "llama-7b: gradients into float32 buckets, scaled": {"measured"},
         "counts per step, asynchronous completion: fp16": {"measured"},
-        "counts per step, blocking completion: bf16": {"measured"},
+        "counts per step, default completion: bf16": {"measured"},
         "resnet50: step times": {"passed"},
         "resnet50, alone: ddp": {"measured"},
         "resnet50, full path: none": {"measured"},
-        "resnet50, full path, blocking: fp16": {"measured"},
+        "resnet50, full path, asynchronous: fp16": {"measured"},
         "gpt, full path: bf16": {"measured"},
     },
     "checkpoint": {

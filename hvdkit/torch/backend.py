@@ -119,7 +119,8 @@ class TorchMemory:
         """See `BucketMemory`. Does not touch gradients in the buffer if the factor is 1."""
         flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
         start, itemsize = flat.data_ptr(), flat.element_size()
-        inside, outside, targets = [], [], []
+        end = start + flat.numel() * itemsize
+        inside, outside, targets, missing = [], [], [], []
         for k, (p, offset) in enumerate(zip(self._parameters, self._bucket.offsets, strict=True)):
             view = views[k]
             # `Module._apply` and `p.grad.data = ...` can make the view refer to other memory.
@@ -130,15 +131,19 @@ class TorchMemory:
                 inside.append(view)
                 continue
             if gradient is None or gradient.shape != view.shape:
-                view.zero_()
+                missing.append(view)
             else:
-                outside.append(self._dense(k, gradient))
+                dense = self._dense(k, gradient)
+                # A script may have moved it here from another parameter.
+                outside.append(dense.clone() if start <= dense.data_ptr() < end else dense)
                 targets.append(view)
             # A frozen parameter gets no gradient, so that the optimizer skips it. If a parameter
             # has another dtype, device or shape than before, the result of this round is not used.
             if (gradient is not None or p.requires_grad) and _fits(p, view):
                 p.grad = view
         _cast_scaled_all(outside, targets, factor)
+        for view in missing:
+            view.zero_()
         if factor != 1.0 and inside:
             if len(inside) == len(views):
                 flat.mul_(factor)
@@ -263,8 +268,11 @@ def _cast_scaled_all(
     share = bool(targets) and targets[0].device.type != "cpu"
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
     pairs = {}
+    written = set()
     for source, target in zip(sources, targets, strict=True):
-        if share and source.numel() <= _SMALL:
+        # A kernel that writes a tensor twice would write it in any order.
+        if share and _is_small(source, target) and target.data_ptr() not in written:
+            written.add(target.data_ptr())
             these, those = pairs.setdefault((source.dtype, target.dtype), ([], []))
             these.append(source)
             those.append(target)
@@ -278,11 +286,17 @@ def _cast_scaled_all(
                 _cast_scaled(source, target, scale)
 
 
+def _is_small(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether `torch._foreach_` functions take this pair, and are faster for it."""
+    return 0 < source.numel() <= _SMALL and not (source.is_neg() or target.is_neg())
+
+
 def _fit(first: torch.dtype, second: torch.dtype) -> bool:
-    """Return whether one of two floating dtypes holds all values of the other."""
+    """Return whether one of two floating dtypes of 16 bits or more holds the other's values."""
     return (
         first.is_floating_point
         and second.is_floating_point
+        and min(first.itemsize, second.itemsize) > 1
         and torch.promote_types(first, second) in (first, second)
     )
 
@@ -293,7 +307,10 @@ def _cast_scaled_together(
     """Compute target = source x factor for pairs of equal dtypes that `_fit`, in a few kernels."""
     # Multiply in the wider dtype. Not in place in 16 bits: on a CPU, `_foreach_mul_` rounds the
     # factor to 16 bits.
-    multiply_first = factor != 1.0 and sources[0].dtype.itemsize >= targets[0].dtype.itemsize
+    narrow = targets[0].dtype in _NARROW
+    multiply_first = factor != 1.0 and (
+        narrow or sources[0].dtype.itemsize > targets[0].dtype.itemsize
+    )
     if multiply_first:
         sources = list(torch._foreach_mul(sources, factor))
     torch._foreach_copy_(targets, sources)

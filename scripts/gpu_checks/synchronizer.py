@@ -14,6 +14,7 @@ from typing import Any
 from gpu_checks.jobs import FULL_PATH, Clock
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report
+from gpu_checks.speed import ASYNC
 from hvdkit.processes import ProcessGroup
 
 FOLDER = "tests/parallel/torch"
@@ -37,6 +38,7 @@ class Job:
         job: controller and number of ranks, as HVDKIT_TEST_JOBS has it.
         share: the share of the part's time. Later runs also get the time that earlier ones leave.
         full_path: whether one rank takes the full path through Horovod.
+        asynchronous: whether the host continues before the GPU has completed a collective.
         only: the modules to run; all if empty.
     """
 
@@ -44,16 +46,19 @@ class Job:
     job: str
     share: float
     full_path: bool = False
+    asynchronous: bool = False
     only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         path = ", full path" if self.full_path else ""
-        return f"{self.engine} engine, {self.job}{path}"
+        completion = ", asynchronous" if self.asynchronous else ""
+        return f"{self.engine} engine, {self.job}{path}{completion}"
 
 
 JOBS = (
-    Job("staged", "gloo-2", 0.35),
-    Job("nccl", "gloo-1", 0.35, full_path=True),
+    Job("staged", "gloo-2", 0.3),
+    Job("nccl", "gloo-1", 0.25, full_path=True, asynchronous=True),
+    Job("nccl", "gloo-1", 0.15, full_path=True, only=FIRST),
     Job("staged", "mpi-2", 0.2),
     # Without the full path, tests of the collectives have nothing to test.
     Job("nccl", "gloo-1", 0.1, only=("device", "exactness", "amp", "accumulation")),
@@ -92,6 +97,7 @@ def _run(setting: Setting, report: Report, job: Job, seconds: float) -> None:
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "15",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
         **(FULL_PATH if job.full_path else {}),
+        **(ASYNC if job.asynchronous else {}),
     }
     began = time.monotonic()
     group = ProcessGroup()
