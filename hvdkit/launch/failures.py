@@ -36,9 +36,13 @@ _SHOWN_LINES = 20
 # Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
 # other connections, such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
-_INTERNAL = re.compile(r"HorovodInternalError")
 _BROKEN = re.compile(
     r"Connection (?:closed|reset) by peer|ncclRemoteError|remote process exited|Broken pipe"
+)
+# The same, in a connection between ranks: of Gloo and NCCL, and of torch.distributed.
+_BETWEEN_RANKS = re.compile(
+    r"HorovodInternalError|gloo/transport/|ncclRemoteError|remote process exited"
+    r"|torch[./]distributed"
 )
 TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
@@ -109,7 +113,7 @@ class Failure:
         """The kind of the failure, which tells how likely it is the cause of the others."""
         text = "\n".join(self.traceback or self.tail)
         broken = _BROKEN.search(text)
-        if _SHUT_DOWN.search(text) or (broken and _INTERNAL.search(text)):
+        if _SHUT_DOWN.search(text) or (broken and _BETWEEN_RANKS.search(text)):
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION

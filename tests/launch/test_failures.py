@@ -9,6 +9,12 @@ from hvdkit.launch.failures import Failure, Failures
 
 LOST = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down.")
 RESET = ("Traceback (most recent call last):", "ConnectionResetError: Connection reset by peer")
+# A call of torch.distributed, as in Accelerate.
+CLOSED = (
+    "Traceback (most recent call last):",
+    '  File "/venv/torch/distributed/distributed_c10d.py", line 4287, in all_gather',
+    "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7066",
+)
 CHAINED = (
     *LOST,
     "The above exception was the direct cause of the following exception:",
@@ -44,6 +50,7 @@ def failures(*ends):
         # The rank's own connection to a store, while the others report Horovod's.
         ([(0, 1, LOST), (1, 1, RESET)], 1),
         ([(0, 1, RESET), (1, 1, BAD)], 1),
+        ([(0, 1, CLOSED), (1, 1, RESET)], 1),
         ([(1, 1, BAD), (0, 1, BAD)], 1),
         ([(0, RESUMABLE, ()), (1, 1, LOST)], 1),
         ([(1, 1, LOST), (0, 1, LOST)], 1),
@@ -126,8 +133,9 @@ def test_a_rank_over_mpi_that_a_user_has_ended_is_the_cause():
     assert "If mpirun or srun gets SIGTERM" in found.report(ended=0, finished=[])
 
 
-def test_a_rank_that_ended_without_an_error_is_named():
-    report = failures((0, 1, LOST), (1, 1, LOST)).report(ended=0, finished=[2])
+@pytest.mark.parametrize("lost", [LOST, CLOSED])
+def test_a_rank_that_ended_without_an_error_is_named(lost):
+    report = failures((0, 1, lost), (1, 1, lost)).report(ended=0, finished=[2])
     assert "Each rank that failed had lost a peer, and none reported why." in report
     assert "rank 2 had ended without an error" in report
 
