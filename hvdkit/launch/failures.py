@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.errors import RESUMABLE
@@ -148,6 +148,8 @@ class Failures:
         self._orderly = orderly
         self._over_mpi = over_mpi
         self._found: list[Failure] = []
+        # Rank -> the last line of its traceback.
+        self._raised: dict[int, str] = {}
         self._deadline = float("inf")
 
     def __bool__(self) -> bool:
@@ -172,6 +174,21 @@ class Failures:
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
             self._deadline = min(self._deadline, time.monotonic() + wait)
+
+    def add_success(self, rank: int, tail: Sequence[str], raised_at: float) -> None:
+        """Add a rank that has ended now with exit status 0.
+
+        It may have raised an error: the script catches and prints it, or calls `os._exit(0)`.
+
+        Args:
+            rank: the rank.
+            tail: its last lines of output.
+            raised_at: when it wrote its last traceback (`time.monotonic`).
+        """
+        end = Failure(rank, 0, tail)
+        is_recent = time.monotonic() - raised_at < _RAISED_SECONDS
+        if is_recent and end.exception is not None and not end.is_lost_peer:
+            self._raised[rank] = end.exception
 
     @property
     def deadline(self) -> float:
@@ -254,7 +271,8 @@ class Failures:
             elif before and not finished and not stopped:
                 lines.append("Before it failed: " + before.replace("\n", " "))
             else:
-                lines.append(_without_cause(self._describe, finished, stopped, silent))
+                raised = {rank: self._raised[rank] for rank in finished if rank in self._raised}
+                lines.append(_without_cause(self._describe, finished, raised, stopped, silent))
         if first.kind == _TERMINATED:
             lines.append("If mpirun or srun gets SIGTERM, it sends SIGTERM to all ranks.")
         lines.append(tail_of(first.rank, first.tail))
@@ -291,12 +309,18 @@ def _shut_down(departed: Sequence[str]) -> str:
 def _without_cause(
     describe: Callable[[list[int]], str],
     finished: Sequence[int],
+    raised: Mapping[int, str],
     stopped: Sequence[int],
     silent: Sequence[str],
 ) -> str:
     """Return the possible causes where every failure is a lost peer."""
     text = "Each rank that failed had lost a peer, and none reported why."
-    if finished:
+    for rank, error in raised.items():
+        text += (
+            f" {describe([rank])} had written a traceback, and had ended with exit status 0: "
+            f"{error}. After an error, end the script with another exit status."
+        )
+    if finished and not raised:
         text += (
             f" {describe(list(finished))} had ended without an error: check whether all ranks had "
             f"the same number of batches."

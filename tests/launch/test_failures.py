@@ -140,6 +140,22 @@ def test_a_rank_that_ended_without_an_error_is_named(lost):
     assert "rank 2 had ended without an error" in report
 
 
+@pytest.mark.parametrize(
+    ("error", "seconds", "shown"),
+    [(BAD[-1], 0.5, True), (BAD[-1], 600.0, False), (LOST[-1], 0.5, False)],
+)
+def test_a_rank_that_ended_with_status_0_after_an_error(error, seconds, shown):
+    # The script has caught the error, or has called `os._exit(0)`.
+    found = failures((0, 1, LOST))
+    tail = [LOST[0], '  File "/home/me/train.py", line 23, in <module>', error]
+    found.add_success(1, tail, time.monotonic() - seconds)
+    found.add_success(2, ["trained"], float("-inf"))
+    report = found.report(ended=0, finished=[1, 2])
+    text = f"rank 1 had written a traceback, and had ended with exit status 0: {error}. After"
+    assert (text in report) == shown
+    assert ("rank 1, 2 had ended without an error: check" in report) != shown
+
+
 def test_an_error_that_all_ranks_raise():
     report = failures((0, 1, MISMATCH), (1, 1, MISMATCH)).report(ended=0, finished=[])
     assert report.startswith("all ranks failed with the same error: exit status 1.\n")
