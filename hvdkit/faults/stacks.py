@@ -20,6 +20,8 @@ _LIBRARIES = (
 )
 # The folder of this package.
 _PACKAGE = Path(__file__).parents[1]
+# Folders of installed packages.
+_INSTALLED = ("site-packages/", "dist-packages/")
 # The file of TensorFlow's generated functions, and of `python -c`.
 _GENERATED = "<string>"
 #: Functions that wait for a collective: the end of a file's path, and the functions.
@@ -116,6 +118,23 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame of the user's code; without one, the innermost frame."""
     own = (frame for frame in frames if not frame.is_library)
     return next(own, frames[0] if frames else None)
+
+
+def package_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame of an installed package that the user's code has called.
+
+    The user's line alone says little if a package runs the whole training, such as `trainer.fit`.
+
+    Returns:
+        The frame; None if the user's code has called no package, or Python's library only.
+    """
+    found = None
+    for frame in frames:
+        if not frame.is_library:
+            return found
+        if found is None and any(part in frame.file for part in _INSTALLED):
+            found = frame
+    return None
 
 
 def waits(frames: Sequence[Frame]) -> bool:

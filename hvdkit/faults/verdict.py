@@ -33,7 +33,7 @@ _OWN = {
     for pattern, text in {
         r"hvdkit\.rounds\.": "the comparison of the ranks' states",
         r"hvdkit\.replicas": "the comparison of parameters and optimizer state",
-        r"hvdkit\.agreement": "the consistency check before the first step",
+        r"hvdkit\.agreement": "a consistency check",
         r"hvdkit\.[0-9a-f]{16}\.\d+\.used": "the number of ranks that use each gradient",
         r"hvdkit\.[0-9a-f]{16}\.\d+\.largest": "the magnitude of the sums",
         r"hvdkit\.checkpoint\.": "a call of the checkpointer",
@@ -319,9 +319,8 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
     if frame := stacks.own_frame(frames):
         doing += f"{', ' if doing else 'the rank is '}at {frame}"
     text = f"{where} has not called it: {doing}."
-    # TensorFlow reads data in other threads.
-    if frames and frames[0].is_library and not stacks.waits(frames):
-        text += _other_thread(record)
+    if frames and not stacks.waits(frames):
+        text += _below(frames, record)
     if record.done:
         last = record.done[-1]
         since = record.time - (last.ended or record.time)
@@ -342,6 +341,17 @@ def _blocked_by(
     have = "have" if len(own.missing) > 1 else "has"
     name = name_call(own.call, records[rank])
     return f" {name_ranks(own.missing)} {have} not called {name}."
+
+
+def _below(frames: Sequence[stacks.Frame], record: Record) -> str:
+    """Return a sentence about what runs below the user's line, if a library runs there."""
+    if not frames[0].is_library:
+        return ""
+    # TensorFlow reads data in other threads.
+    if text := _other_thread(record):
+        return text
+    frame = stacks.package_frame(frames)
+    return "" if frame is None else f" This line has called {frame}."
 
 
 def _other_thread(record: Record) -> str:
@@ -380,13 +390,13 @@ def _without_wait(
     ]
     # The record of a rank that has ended is an older one.
     for rank, record in sorted((r, each) for r, each in records.items() if r not in ended)[:_SHOWN]:
-        frame = stacks.own_frame(stacks.main_thread(record.stacks))
+        frames = stacks.main_thread(record.stacks)
+        frame = stacks.own_frame(frames)
         if frame is None:
             continue
         lines.append(f"Rank {rank} on {record.host} is at {frame}.")
         # At the end of the script, Python waits for the other threads.
-        if frame.is_library:
-            lines[-1] += _other_thread(record)
+        lines[-1] += _below(frames, record)
     absent = [rank for rank in range(size) if rank not in records and rank not in states]
     if absent:
         lines.append(f"{name_ranks(absent)} did not report.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.errors import RESUMABLE
@@ -36,9 +36,13 @@ _SHOWN_LINES = 20
 # Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
 # other connections, such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
-_INTERNAL = re.compile(r"HorovodInternalError")
 _BROKEN = re.compile(
     r"Connection (?:closed|reset) by peer|ncclRemoteError|remote process exited|Broken pipe"
+)
+# The same, in a connection between ranks: of Gloo and NCCL, and of torch.distributed.
+_BETWEEN_RANKS = re.compile(
+    r"HorovodInternalError|gloo/transport/|ncclRemoteError|remote process exited"
+    r"|torch[./]distributed"
 )
 TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
@@ -109,7 +113,7 @@ class Failure:
         """The kind of the failure, which tells how likely it is the cause of the others."""
         text = "\n".join(self.traceback or self.tail)
         broken = _BROKEN.search(text)
-        if _SHUT_DOWN.search(text) or (broken and _INTERNAL.search(text)):
+        if _SHUT_DOWN.search(text) or (broken and _BETWEEN_RANKS.search(text)):
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION
@@ -144,6 +148,8 @@ class Failures:
         self._orderly = orderly
         self._over_mpi = over_mpi
         self._found: list[Failure] = []
+        # Rank -> the last line of its traceback.
+        self._raised: dict[int, str] = {}
         self._deadline = float("inf")
 
     def __bool__(self) -> bool:
@@ -168,6 +174,21 @@ class Failures:
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
             self._deadline = min(self._deadline, time.monotonic() + wait)
+
+    def add_success(self, rank: int, tail: Sequence[str], raised_at: float) -> None:
+        """Add a rank that has ended now with exit status 0.
+
+        It may have raised an error: the script catches and prints it, or calls `os._exit(0)`.
+
+        Args:
+            rank: the rank.
+            tail: its last lines of output.
+            raised_at: when it wrote its last traceback (`time.monotonic`).
+        """
+        end = Failure(rank, 0, tail)
+        is_recent = time.monotonic() - raised_at < _RAISED_SECONDS
+        if is_recent and end.exception is not None and not end.is_lost_peer:
+            self._raised[rank] = end.exception
 
     @property
     def deadline(self) -> float:
@@ -250,7 +271,8 @@ class Failures:
             elif before and not finished and not stopped:
                 lines.append("Before it failed: " + before.replace("\n", " "))
             else:
-                lines.append(_without_cause(self._describe, finished, stopped, silent))
+                raised = {rank: self._raised[rank] for rank in finished if rank in self._raised}
+                lines.append(_without_cause(self._describe, finished, raised, stopped, silent))
         if first.kind == _TERMINATED:
             lines.append("If mpirun or srun gets SIGTERM, it sends SIGTERM to all ranks.")
         lines.append(tail_of(first.rank, first.tail))
@@ -287,12 +309,18 @@ def _shut_down(departed: Sequence[str]) -> str:
 def _without_cause(
     describe: Callable[[list[int]], str],
     finished: Sequence[int],
+    raised: Mapping[int, str],
     stopped: Sequence[int],
     silent: Sequence[str],
 ) -> str:
     """Return the possible causes where every failure is a lost peer."""
     text = "Each rank that failed had lost a peer, and none reported why."
-    if finished:
+    for rank, error in raised.items():
+        text += (
+            f" {describe([rank])} had written a traceback, and had ended with exit status 0: "
+            f"{error}. After an error, end the script with another exit status."
+        )
+    if finished and not raised:
         text += (
             f" {describe(list(finished))} had ended without an error: check whether all ranks had "
             f"the same number of batches."

@@ -231,9 +231,12 @@ class Job:
     def _on_rank_ended(self, rank: int, status: int) -> None:
         self._output.finish(rank)
         self._statuses[rank] = status
-        if status == 0 or self._ending:
+        if self._ending:
             return
         tail, raised_at = self._output.tail(rank), self._output.raised_at(rank)
+        if status == 0:
+            self._failures.add_success(rank, tail, raised_at)
+            return
         self._failures.add(rank, status, tail, raised_at)
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.

@@ -254,6 +254,31 @@ def test_a_thread_that_loads_data_is_named():
     )
 
 
+def test_the_call_of_a_package_that_runs_the_training_is_named():
+    records = simulate(2, ["bucket"], {1: 0})
+    records[1] = replace(
+        records[1],
+        stacks="""Current thread 0x02 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 415 in select
+  File "/venv/site-packages/torch/utils/data/dataloader.py", line 1290 in _try_get_data
+  File "/venv/site-packages/lightning/pytorch/loops/fit_loop.py", line 45 in run
+  File "/home/me/train.py", line 23 in <module>
+""",
+    )
+    line = (
+        "is at /home/me/train.py:23 in <module>. This line has called "
+        "/venv/site-packages/torch/utils/data/dataloader.py:1290 in _try_get_data."
+    )
+    assert f"Rank 1 on host1 has not called it: the rank {line}" in judge(records, {}, 2).text
+    # The last rank that runs.
+    assert judge({1: records[1]}, {0: ENDED}, 2).text.endswith(line)
+    # The package has called code of the user.
+    header, _, frames = records[1].stacks.partition("\n")
+    stacks = f'{header}\n  File "/home/me/data.py", line 7 in load\n{frames}'
+    records[1] = replace(records[1], stacks=stacks)
+    assert judge(records, {}, 2).text.endswith("the rank is at /home/me/data.py:7 in load.")
+
+
 def test_a_rank_that_skips_a_collective_of_its_process_set():
     # Rank 1 has skipped `group`. Rank 2, which is not in this process set, calls the bucket first.
     def waits(rank, name, at, group=0):

@@ -9,6 +9,12 @@ from hvdkit.launch.failures import Failure, Failures
 
 LOST = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down.")
 RESET = ("Traceback (most recent call last):", "ConnectionResetError: Connection reset by peer")
+# A call of torch.distributed, as in Accelerate.
+CLOSED = (
+    "Traceback (most recent call last):",
+    '  File "/venv/torch/distributed/distributed_c10d.py", line 4287, in all_gather',
+    "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7066",
+)
 CHAINED = (
     *LOST,
     "The above exception was the direct cause of the following exception:",
@@ -44,6 +50,7 @@ def failures(*ends):
         # The rank's own connection to a store, while the others report Horovod's.
         ([(0, 1, LOST), (1, 1, RESET)], 1),
         ([(0, 1, RESET), (1, 1, BAD)], 1),
+        ([(0, 1, CLOSED), (1, 1, RESET)], 1),
         ([(1, 1, BAD), (0, 1, BAD)], 1),
         ([(0, RESUMABLE, ()), (1, 1, LOST)], 1),
         ([(1, 1, LOST), (0, 1, LOST)], 1),
@@ -126,10 +133,27 @@ def test_a_rank_over_mpi_that_a_user_has_ended_is_the_cause():
     assert "If mpirun or srun gets SIGTERM" in found.report(ended=0, finished=[])
 
 
-def test_a_rank_that_ended_without_an_error_is_named():
-    report = failures((0, 1, LOST), (1, 1, LOST)).report(ended=0, finished=[2])
+@pytest.mark.parametrize("lost", [LOST, CLOSED])
+def test_a_rank_that_ended_without_an_error_is_named(lost):
+    report = failures((0, 1, lost), (1, 1, lost)).report(ended=0, finished=[2])
     assert "Each rank that failed had lost a peer, and none reported why." in report
     assert "rank 2 had ended without an error" in report
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds", "shown"),
+    [(BAD[-1], 0.5, True), (BAD[-1], 600.0, False), (LOST[-1], 0.5, False)],
+)
+def test_a_rank_that_ended_with_status_0_after_an_error(error, seconds, shown):
+    # The script has caught the error, or has called `os._exit(0)`.
+    found = failures((0, 1, LOST))
+    tail = [LOST[0], '  File "/home/me/train.py", line 23, in <module>', error]
+    found.add_success(1, tail, time.monotonic() - seconds)
+    found.add_success(2, ["trained"], float("-inf"))
+    report = found.report(ended=0, finished=[1, 2])
+    text = f"rank 1 had written a traceback, and had ended with exit status 0: {error}. After"
+    assert (text in report) == shown
+    assert ("rank 1, 2 had ended without an error: check" in report) != shown
 
 
 def test_an_error_that_all_ranks_raise():
