@@ -1,7 +1,9 @@
 """Accelerate, with gradients that hvdkit reduces.
 
 Accelerate starts torch.distributed from the variables that `hvdkit run` and `torchrun` set, and
-uses it for data, metrics and checkpoints. Only DistributedDataParallel is replaced.
+uses it for data, metrics and checkpoints. Only DistributedDataParallel is replaced. Each call of
+torch.distributed is announced by a small collective of Horovod, see
+`hvdkit.torch.distributed_calls`.
 
 Example:
     # Start: hvdkit run -np 2 python train.py
@@ -20,6 +22,7 @@ from accelerate.utils import DistributedType
 
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
+from hvdkit.torch.distributed_calls import announce_calls
 from hvdkit.torch.optimizer import sync
 from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -66,6 +69,7 @@ class HvdkitAccelerator(Accelerator):
                 f"{hvd.rank()} of {hvd.size()}: expected the same. Start the script with hvdkit "
                 f"run, without --no-torch-env"
             )
+        announce_calls()
         handler = self.ddp_handler
         hook = (
             "no" if handler is None else str(getattr(handler.comm_hook, "value", handler.comm_hook))

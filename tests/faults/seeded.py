@@ -122,6 +122,27 @@ class Case:
         )
 
 
+ACCELERATE = """\
+import time
+import torch
+from hvdkit.accelerate import HvdkitAccelerator
+
+accelerator = HvdkitAccelerator(cpu=True)
+at_fault = accelerator.process_index == {rank}
+
+
+def fault():
+    {fault}
+
+
+for step in range(14):
+    if at_fault and step == 10:
+        fault()
+    accelerator.gather(torch.ones(1))
+print("trained", flush=True)
+"""
+
+
 def _mpi(case: Case) -> Case:
     return Case(
         f"{case.name} (MPI)", case.says, case.fault, case.before_init, case.build,
@@ -325,6 +346,13 @@ CASES: list[Case] = [
         "model.register_forward_pre_hook(lambda *_: time.sleep(0.3))",
         # The other ranks wait in the allreduce of the loss.
         options="options['check_interval'] = 4; steps = 50",
+    ),
+    Case(
+        "does not call torch.distributed",
+        r"allreduce 'torch\.distributed\.all_gather(_into_tensor)?'(.|\n)*" + IN_FAULT,
+        "time.sleep(100)",
+        template=ACCELERATE,
+        ranks=2,
     ),
     *map(_mpi, [_SLEEPS, _STOPPED, _KILLED, _RAISES, _ENDS, _ALONE]),
 ]  # fmt: skip
