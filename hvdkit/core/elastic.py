@@ -9,6 +9,7 @@ in the memory of each host (`hvdkit.core.committer`).
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -53,6 +54,7 @@ class CommittedState:
 
     Attributes:
         _saved_reduction: the states of `_reduction_items` as of the last `save`.
+        _saved_state: the objects as of the last `save`.
     """
 
     #: Raised when the hosts have changed: Horovod's `HostsUpdatedInterrupt`.
@@ -65,7 +67,24 @@ class CommittedState:
     _windows_in_row = 0
 
     _bcast_object: Callable[[Any], Any]
+    _saved_state: dict[str, Any]
     on_reset: Callable[[], None]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._copy_objects()
+
+    def _copy_objects(self) -> None:
+        """Replace the saved objects by copies.
+
+        Horovod's `ObjectState` keeps references. A script may change an object of the state in
+        place, for example append to a list. This must not change what `save` has saved.
+        """
+        try:
+            self._saved_state = copy.deepcopy(self._saved_state)
+        except Exception:
+            # An object that cannot be copied, for example a tensor with a gradient function.
+            self._saved_state = {k: _copied(value) for k, value in self._saved_state.items()}
 
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
         """Return the items of the gradient reduction, by name."""
@@ -112,17 +131,23 @@ class CommittedState:
     def save(self) -> None:
         """Copy everything to host memory, except accumulated gradients."""
         super().save()  # type: ignore[misc]
+        self._copy_objects()
         self._save_reduction()
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
         super().restore()  # type: ignore[misc]
+        self._copy_objects()
         self._discard_gradients()
         self._restore_reduction()
 
     def sync(self) -> None:
         """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+        # Horovod broadcasts the objects of the last `save`, but the weights of now. The script may
+        # have restored both from a checkpoint.
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
         super().sync()  # type: ignore[misc]
+        self._copy_objects()
         self._discard_gradients()
         self._save_reduction()
         # A rank on a host without a commit has no state, and the ranks' states must be equal.
@@ -183,17 +208,23 @@ class CommittedState:
             raise self._interrupt(False)
 
 
+def _copied(value: Any) -> Any:
+    """Return a copy of an object; the object itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 class VariablesState(CommittedState):
     """The part of an elastic state of variables that the adapters for TensorFlow and Keras share.
 
     Attributes:
         _saved_variables: the variables, and their values as of the last `save`.
-        _saved_state: the objects as of the last `save`.
         _saved_layout: the result of `_layout` as of the last `save`.
     """
 
     _saved_variables: Sequence[tuple[Any, Any]]
-    _saved_state: Mapping[str, Any]
     _saved_layout: Any = None
 
     def _stored_variables(self) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from hvdkit.keras.items import reduction_items_of
 from hvdkit.keras.models import is_built
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
-from hvdkit.keras.training import CollectiveCallback
+from hvdkit.keras.training import LastCallback
 
 __all__ = [
     "CommitStateCallback",
@@ -170,14 +170,19 @@ def _updates_of(state: Any) -> list[_UpdateCallback]:
     return updates
 
 
-class CommitStateCallback(CollectiveCallback):
+class CommitStateCallback(LastCallback):
     """Commit the state after every `batches_per_commit` batches and at the end of each epoch.
+
+    At the end of an epoch, all other callbacks run first, also the `History` of Keras. So the
+    commit contains their states of this epoch, if there is a `hvd.callbacks.Checkpoint`.
 
     Within an accumulation window, a due commit is made at the end of the window.
 
     After the last batch of an epoch, only the end of the epoch is committed: after validation. A
     commit between them would leave an epoch without batches, which Keras cannot train.
     """
+
+    commits = True
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         """
@@ -207,9 +212,8 @@ class CommitStateCallback(CollectiveCallback):
             self.commit()
             self.batches_remaining = self.batches_per_commit
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        for update in _updates_of(self.state):
-            update.on_epoch_end(epoch, logs)
+    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:  # noqa: ARG002
+        """Commit. A collective."""
         self.commit()
         self.batches_remaining = self.batches_per_commit
 

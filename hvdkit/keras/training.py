@@ -131,9 +131,12 @@ class LastCallback(CollectiveCallback):
 
     Attributes:
         needs_one_model: whether all ranks must train the same model.
+        commits: whether the callback commits an elastic state. It then runs after the other
+            `LastCallback`s, so that the commit contains the position of a `Checkpoint`.
     """
 
     needs_one_model = False
+    commits = False
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
         """Called after `on_train_begin` of the other callbacks."""
@@ -334,7 +337,8 @@ def _add_trial(callback_list: Any) -> None:
 
 def _call_last(callback_list: Any) -> None:
     """Add `_ListWithLastCallbacks` if there is a `LastCallback` or a sampler."""
-    callback_list._last = [c for c in callback_list.callbacks if isinstance(c, LastCallback)]
+    last = [c for c in callback_list.callbacks if isinstance(c, LastCallback)]
+    callback_list._last = sorted(last, key=lambda callback: callback.commits)
     if not callback_list._last and not any_samplers():
         return
     if callback_list._last:

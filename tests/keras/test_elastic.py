@@ -1,5 +1,7 @@
 """Elastic states of Keras on one rank."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -160,6 +162,124 @@ def test_an_optimizer_for_other_variables_is_an_error(hvd, tmp_path):
     made(0).read_saved(tmp_path / "commit")
     with pytest.raises(UsageError, match="further is built for other variables"):
         made(1).read_saved(tmp_path / "commit")
+
+
+def test_changes_in_place_are_undone(hvd):
+    """Also in a second `restore`."""
+    objects = {"seen": [1], "values": np.zeros(2), "nested": {"a": [1]}}
+    for state in (
+        hvd.elastic.KerasState(small_model(), **objects),
+        hvd.elastic.ObjectState(seen=[1]),
+    ):
+        for end in (state.restore, state.restore, state.save, state.restore, state.sync):
+            before = len(state.seen)
+            state.seen.append(2)
+            if hasattr(state, "values"):
+                state.values[0] += 1
+                state.nested["a"].append(2)
+            end()
+            kept = before + int(end.__name__ != "restore")
+            assert len(state.seen) == kept
+            if hasattr(state, "values"):
+                assert (state.values[0], len(state.nested["a"])) == (kept - 1, kept)
+        assert objects["seen"] is not state.seen
+
+
+def test_objects_that_cannot_be_copied_are_kept(hvd):
+    import threading
+
+    lock = threading.Lock()
+    state = hvd.elastic.KerasState(small_model(), lock=lock, seen=[])
+    state.seen.append(1)
+    state.restore()
+    assert (state.lock, state.seen) == (lock, [])
+
+
+def test_sync_keeps_objects_that_the_script_has_set(hvd):
+    """The script may restore weights and epoch from a checkpoint, before the training function."""
+    model = small_model()
+    state = hvd.elastic.KerasState(model, epoch=0)
+    model.set_weights([weight + 1 for weight in model.get_weights()])
+    weights = model.get_weights()
+    state.epoch = 3
+    began = []
+
+    @hvd.elastic.run
+    def train(state):
+        began.append((state.epoch, [weight.tolist() for weight in model.get_weights()]))
+
+    train(state)
+    assert began == [(3, [weight.tolist() for weight in weights])]
+
+
+class _KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kills", [(2,), (1, 2), (4,)], ids=str)
+@pytest.mark.parametrize("counts_all", [False, True])
+def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path, kills, counts_all):
+    """`History` is the last callback of Keras. `EarlyStopping` ends the training after 4 epochs.
+
+    The numbers in `kills` are the completed epochs. The kill after 4 epochs is after `fit`.
+    """
+    import keras
+
+    from hvdkit.core.elastic_start import ElasticStart
+
+    left = list(kills)
+
+    class Losses(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["loss"] = [4.0, 3.0, 2.0, 3.0, 1.0, 0.5][state.epoch]
+
+        def on_epoch_begin(self, epoch, logs=None):
+            kill()
+
+    class State(hvd.elastic.KerasState):
+        def commit(self):
+            self.save()
+            with (tmp_path / "commit").open("wb") as file:
+                self.write_saved(file)
+
+    def kill():
+        if state.epoch in left:
+            left.remove(state.epoch)
+            raise _KilledError
+
+    def start():
+        if (tmp_path / "commit").exists():
+            state.read_saved(tmp_path / "commit")
+            state.restore()
+        history = state.model.fit(
+            *(np.ones((4, 3)), np.ones((4, 2))),
+            initial_epoch=state.epoch if counts_all else 0,
+            epochs=6 if counts_all else 6 - state.epoch,
+            callbacks=[
+                Losses(),
+                hvd.elastic.UpdateEpochStateCallback(state),
+                hvd.elastic.CommitStateCallback(state),
+                keras.callbacks.EarlyStopping("loss", patience=1),
+                hvd.callbacks.Checkpoint(tmp_path / "checkpoints"),
+            ],
+            verbose=0,
+        )
+        kill()
+        return history.history["loss"]
+
+    for _ in (*kills, None):
+        model = small_model()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        state = State(model, epoch=0)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.suppress(_KilledError),
+        ):
+            patch.setattr(ElasticStart, "read", lambda: object())
+            losses = start()
+    assert not left
+    assert losses == [4.0, 3.0, 2.0, 3.0]
+    assert (state.epoch, int(model.optimizer.iterations)) == (4, 4)
 
 
 def small_model():

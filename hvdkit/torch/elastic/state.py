@@ -144,6 +144,7 @@ class TorchState(ObjectState, horovod_state.TorchState):
             if _has_state_dict(value):
                 del self._saved_state[name]
                 self._handlers[name] = _StateDictHandler(value)
+        self._copy_objects()
         self._save_reduction()
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
