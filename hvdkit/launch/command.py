@@ -41,7 +41,7 @@ from hvdkit.launch.nodes import settings as node_options
 from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.running import run_job, say
+from hvdkit.launch.running import Runner, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 
@@ -119,13 +119,14 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(launcher.describe(say))
         return 0
+    runner = Runner(options)
     if not options.restarts:
-        return run_job(plan, options, launcher.run).status
+        return runner.run(plan, launcher.run).status
     with KeptAgents(silence=options.host_timeout) as kept:
 
         def start(next_plan: Plan) -> Outcome:
             launcher = _launcher(next_plan, settings, options, slurm_allocation, kept)
-            return run_job(next_plan, options, launcher.run)
+            return runner.run(next_plan, launcher.run)
 
         # The hosts of an allocation stay the same. Named hosts also include those without ranks.
         named = options.hosts or options.hostfile or options.host_discovery_script
@@ -161,12 +162,13 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
             return discover(options.host_discovery_script, slots, stopped)
         return _hosts(options) or here
 
+    runner = Runner(options)
     job = ElasticJob(
         plan=lambda given, size: make_plan(command, _directory(), given, size),
         hosts=current_hosts,
         settings=settings,
         limits=job_limits,
-        run=lambda plan, launcher: run_job(plan, options, launcher.run),
+        run=lambda plan, launcher: runner.run(plan, launcher.run),
         say=say,
     )
     if options.dry_run:
@@ -225,9 +227,10 @@ def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
     with GatheredNodes(node, say, options.host_timeout) as gathered:
         plan = make_plan(command, _directory(), gathered.hosts, hosts.total_slots(gathered.hosts))
         kept = KeptAgents(gathered.agents)
+        runner = Runner(options)
 
         def start(next_plan: Plan) -> Outcome:
-            return run_job(next_plan, options, Gloo(next_plan, settings, kept).run)
+            return runner.run(next_plan, Gloo(next_plan, settings, kept).run)
 
         if options.restarts:
             outcome = supervised.run(plan, options, settings, kept, start)
@@ -355,9 +358,19 @@ def _directory() -> str:
     """Return the working directory, as $PWD names it if possible.
 
     $PWD keeps symbolic links, which may lead to different folders on different hosts.
+
+    Raises:
+        UsageError: the working directory does not exist any more.
     """
     named = os.environ.get("PWD", "")
-    return named if named and os.path.realpath(named) == os.getcwd() else os.getcwd()
+    try:
+        actual = os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"the working directory{f' {named}' if named else ''} does not exist any more: the "
+            f"ranks would run in it. Change to another directory"
+        ) from error
+    return named if named and os.path.realpath(named) == actual else actual
 
 
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:

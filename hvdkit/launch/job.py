@@ -444,7 +444,7 @@ class Job:
             return self._failure()
         # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
         if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
-            return self._ended_by(self._stopped_by, 128 + self._stopped_by)
+            return self._ended_by(self._stopped_by)
         if not self._problem:
             return Outcome(0)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
@@ -452,7 +452,7 @@ class Job:
     def _failure(self) -> Outcome:
         if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
             if self._stopped_by is not None:
-                return self._ended_by(self._stopped_by, 128 + self._stopped_by)
+                return self._ended_by(self._stopped_by)
             return Outcome(HOSTS_CHANGED, self._problem, restartable=True, hosts_changed=True)
         if self._failures.orderly:
             report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
@@ -461,7 +461,7 @@ class Job:
         status = cause.status
         code = 128 - status if status < 0 else status
         if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
-            return self._ended_by(self._stopped_by, code)
+            return self._ended_by(self._stopped_by)
         if status == -signal.SIGTERM and self._lost_agent:
             # If an agent of mpirun ends, mpirun sends SIGTERM to the other ranks.
             terminated = [rank for rank, s in self._statuses.items() if s == -signal.SIGTERM]
@@ -482,11 +482,11 @@ class Job:
             suspects=tuple(self._failures.suspects),
         )
 
-    def _ended_by(self, number: signal.Signals, code: int) -> Outcome:
-        if number == signal.SIGPIPE:
-            # The status of other programs whose reader closes the pipe.
-            return Outcome(128 + number, self._problem)
-        return Outcome(code, self._with_problem(f"ended by {number.name}"))
+    def _ended_by(self, number: signal.Signals) -> Outcome:
+        """Return the outcome of a stop signal. Its forwarded signal may be another one."""
+        # After SIGPIPE, other programs end with this status and without a message.
+        report = "" if number == signal.SIGPIPE else f"ended by {number.name}"
+        return Outcome(128 + number, self._with_problem(report))
 
     def _with_problem(self, report: str) -> str:
         return "\n".join(filter(None, [report, self._problem]))

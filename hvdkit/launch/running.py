@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import open_files, output_folder
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.output import Output
@@ -19,36 +19,64 @@ from hvdkit.launch.starts import Start
 RunRanks = Callable[[Output, Callable[[str], None]], Outcome]
 
 
-def run_job(plan: Plan, options: argparse.Namespace, run_ranks: RunRanks) -> Outcome:
-    """Run the ranks, show their output and the outcome, and return the outcome."""
-    _raise_file_limit(plan)
-    shown = range(plan.size) if options.all_output else None
-    folder = None if options.output_dir is None else output_folder.make(options.output_dir)
-    if folder is None:
-        return _run_shown(plan, options, shown, None, run_ranks)
-    start = Start.of(plan)
-    output_folder.write_start(folder, start, say)
-    try:
-        outcome = _run_shown(plan, options, shown, folder, run_ranks)
-    except HvdkitError as error:
-        output_folder.write_start(folder, start.end(Outcome(1, str(error), restartable=True)), say)
-        raise
-    output_folder.write_start(folder, start.end(outcome), say)
-    if (failure := outcome.failure) is not None:
-        causes, suspects = outcome.possible_causes, outcome.suspects
-        output_folder.write_error(folder, failure, causes, suspects, plan, say)
-    return outcome
+class Runner:
+    """Runs the starts of one job.
+
+    The first start fails if the folder for its output cannot be made. Later starts continue
+    without it, because a full disk must not end a job that can resume.
+
+    Args:
+        options: the user's options.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._is_restart = False
+
+    def run(self, plan: Plan, run_ranks: RunRanks) -> Outcome:
+        """Run the ranks, show their output and the outcome, and return the outcome.
+
+        Raises:
+            HvdkitError: the ranks could not be started, or the first start has no folder.
+        """
+        _raise_file_limit(plan)
+        output = self._output(plan)
+        if (folder := output.directory) is None:
+            return _run_shown(output, run_ranks)
+        start = Start.of(plan)
+        output_folder.write_start(folder, start, say)
+        try:
+            outcome = _run_shown(output, run_ranks)
+        except HvdkitError as error:
+            output_folder.write_start(
+                folder, start.end(Outcome(1, str(error), restartable=True)), say
+            )
+            raise
+        output_folder.write_start(folder, start.end(outcome), say)
+        if (failure := outcome.failure) is not None:
+            causes, suspects = outcome.possible_causes, outcome.suspects
+            output_folder.write_error(folder, failure, causes, suspects, plan, say)
+        return outcome
+
+    def _output(self, plan: Plan) -> Output:
+        """Return the output of one start, with a new folder if `--output-dir` is given."""
+        is_restart, self._is_restart = self._is_restart, True
+        shown = range(plan.size) if self._options.all_output else None
+        make = partial(Output, plan.size, shown, say=say, progress=self._options.debug_rank is None)
+        if (parent := self._options.output_dir) is None:
+            return make()
+        try:
+            return make(output_folder.make(parent))
+        except UsageError as error:
+            if not is_restart:
+                raise
+            say(f"{error}. The output of this start is not kept")
+            return make()
 
 
-def _run_shown(
-    plan: Plan,
-    options: argparse.Namespace,
-    shown: Sequence[int] | None,
-    folder: Path | None,
-    run_ranks: RunRanks,
-) -> Outcome:
+def _run_shown(output: Output, run_ranks: RunRanks) -> Outcome:
     """Run the ranks, and show their output and the outcome."""
-    with Output(plan.size, shown, folder, say=say, progress=options.debug_rank is None) as output:
+    with output:
         outcome = run_ranks(output, say)
     if outcome.report:
         say(outcome.report)

@@ -76,6 +76,23 @@ def test_the_ranks_run_where_the_launcher_does_with_its_environment(tmp_path):
     assert done.stdout == f"[0] {tmp_path} hello\n", done.stderr
 
 
+def test_a_working_directory_that_was_deleted(tmp_path):
+    script = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        ["sh", "-c", script, "-", *command("-np", "1", *python(""))],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    named = f"hvdkit run: the working directory {tmp_path}/gone does not exist any more"
+    assert done.stderr.startswith(named)
+
+
 def test_options_after_the_command_belong_to_the_command():
     done = run("-np", "1", "--", *python("print(sys.argv[1:])"), "-np", "3", "--help")
     assert done.stdout == "[0] ['-np', '3', '--help']\n"
@@ -346,6 +363,30 @@ def test_a_hangup_that_is_ignored_stays_ignored():
         job.kill()
         job.wait(timeout=20)
         job.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_the_status_is_that_of_the_first_signal(number):
+    """Ranks get SIGTERM for SIGHUP, and may die of a later SIGTERM."""
+    code = "signal.signal(signal.SIGUSR1, lambda *_: None); print('up'); time.sleep(20)"
+    job = subprocess.Popen(
+        command("-np", "1", *python(code)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert job.stdout.readline() == b"[0] up\n"
+        job.send_signal(number)
+        if number == signal.SIGUSR1:
+            assert b"asking all ranks to stop" in job.stderr.readline()
+            job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=20) == 128 + number
+        assert f"ended by {number.name}".encode() in job.stderr.read()
+    finally:
+        job.kill()
+        job.wait(timeout=20)
+        job.stdout.close()
+        job.stderr.close()
 
 
 @pytest.mark.parametrize("asked", [pytest.param(False, marks=pytest.mark.long), True])

@@ -25,9 +25,13 @@ except IndexError as error:
 
 
 def run(tmp_path, code):
+    return run_hvdkit(*RUN, sys.executable, "-c", code, cwd=tmp_path)
+
+
+def run_hvdkit(*arguments, cwd):
     return subprocess.run(
-        [sys.executable, "-m", "hvdkit", *RUN, sys.executable, "-c", code],
-        cwd=tmp_path,
+        [sys.executable, "-m", "hvdkit", *arguments],
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=60,
@@ -50,6 +54,25 @@ def test_each_start_has_a_folder(tmp_path):
     assert (second.status, second.failed, second.reason, second.running) == (0, False, "", False)
     assert first.launcher != second.launcher
     assert first.began < first.ended < second.began < second.ended
+
+
+@pytest.mark.parametrize("restarts", [("--restarts", "1"), ("--elastic",)])
+def test_a_restart_continues_without_its_folder(tmp_path, restarts):
+    logs, marker = tmp_path / "logs", tmp_path / "again"
+    code = f"""
+import pathlib, shutil, sys
+if pathlib.Path({str(marker)!r}).exists():
+    sys.exit(print("second"))
+shutil.rmtree({str(logs)!r})
+pathlib.Path({str(logs)!r}).touch()
+pathlib.Path({str(marker)!r}).touch()
+sys.exit(3)
+"""
+    arguments = ("-np", "1", "--output-dir", str(logs), *restarts)
+    done = run_hvdkit("run", *arguments, sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] second\n"
+    assert "logs: File exists. The output of this start is not kept" in done.stderr
 
 
 def test_starts_in_the_same_second(tmp_path, monkeypatch):
