@@ -91,7 +91,7 @@ class Outcome:
         """The possible causes of a failure that only reports a lost peer; "" for others."""
         if self.failure is None or not self.failure.is_lost_peer:
             return ""
-        return "".join(self.report.splitlines()[1:2])
+        return self.report.partition("\n")[0]
 
     @property
     def reason(self) -> str:
@@ -99,9 +99,9 @@ class Outcome:
         if self.failure is None:
             # The first line alone does not name the hosts or the ranks.
             return " ".join(line.strip() for line in self.report.splitlines())
-        line = self.report.partition("\n")[0]
         if self.possible_causes:
-            return f"{line} {self.possible_causes}"
+            return " ".join(self.report.splitlines()[:2])
+        line = self.report.partition("\n")[0]
         exception = self.failure.exception
         return f"{line} {exception}" if exception else line
 

@@ -177,14 +177,18 @@ def test_a_rank_that_has_stopped_in_order_is_named():
 
 def test_the_verdict_on_the_stall_in_which_ranks_failed():
     report = failures((0, 1, LOST)).report(ended=1, finished=[], before="Rank 0 waits.\nRank 1 is.")
-    assert report.splitlines()[1] == "Before it failed: Rank 0 waits. Rank 1 is."
+    # First the cause, then the rank that failed because of it.
+    assert report.splitlines()[:2] == [
+        "Rank 0 waits. Rank 1 is.",
+        "Then rank 0 failed: exit status 1. The launcher ended 1 other rank.",
+    ]
     assert "waits" not in failures((0, 1, BAD)).report(ended=1, finished=[], before="Rank 0 waits")
 
 
 def test_a_rank_that_has_shut_horovod_down_is_named():
     departed = ["Rank 1 on vm called hvd.shutdown() at train.py:3 in <module>."]
     report = failures((0, 1, LOST)).report(1, [1], "Rank 0 waits.", departed)
-    assert report.splitlines()[1] == (
+    assert report.splitlines()[0] == (
         f"{departed[0]} This shuts Horovod down on all ranks: call it only after the last "
         "collective of every rank."
     )
