@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import methodcaller
@@ -50,6 +50,7 @@ class AgentPool:
         events: the queue of the agents' messages.
         explained: whether the outcome explains the end of the job by something other than the loss
             of an agent.
+        killed: returns a sentence if the mpirun or srun that started the agents was killed.
 
     Args:
         silence: the seconds without an answer after which a host is lost (`--host-timeout`).
@@ -64,6 +65,7 @@ class AgentPool:
         self._left_out: list[Connection] = []
         self.events: Events = queue.Queue(_QUEUED)
         self.explained = False
+        self.killed: Callable[[], str] = lambda: ""
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 

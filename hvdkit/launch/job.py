@@ -440,6 +440,10 @@ class Job:
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
     def _outcome(self) -> Outcome:
+        failed = self._failures or self._problem
+        if failed and self._stopped_by is None and (killed := self._agents.killed()):
+            # The ranks then end with errors that differ between MPIs, and lose their agents.
+            return Outcome(1, f"{killed}. This ends all ranks.", restartable=True)
         if self._failures:
             return self._failure()
         # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.

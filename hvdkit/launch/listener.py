@@ -23,7 +23,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import SocketConnection
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import HOST_SECONDS
-from hvdkit.processes import ProcessGroup
+from hvdkit.processes import ProcessGroup, exit_text
 
 _LINE_SECONDS = 5.0
 _TOKEN_BYTES = 100
@@ -236,6 +236,11 @@ class _ExternalLauncher:
                 f"messages above"
             )
 
+    def killed(self) -> str:
+        """Return a sentence if a signal has ended mpirun or srun; otherwise ""."""
+        status = self._process.poll()
+        return f"{self._name} was {exit_text(status)}" if status is not None and status < 0 else ""
+
     def hold(self, when: Callable[[], bool]) -> None:
         """Hold back what it says while `when()` is true."""
         self._holds = when
@@ -318,6 +323,7 @@ def agents_started_by(
                     # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
+            agents.killed = launcher.killed
             listener.close()
             if holds:
                 launcher.hold(lambda: agents.explained or any(c.ended for c in connected.values()))

@@ -172,6 +172,22 @@ def test_a_killed_rank_over_mpi_leaves_no_shared_memory(init, killed):
     assert ("hvdkit run: mpirun: " in done.stderr) == (killed == "os.getppid()"), done.stderr
 
 
+def test_a_killed_mpirun_is_named(tmp_path):
+    skip_where_unsupported(Configuration("torch", "mpi", 2))
+    code = (
+        "import os, signal, time, psutil, hvdkit.torch as hvd\n"
+        "hvd.init()\n"
+        "if hvd.rank() == 1: os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)\n"
+        "time.sleep(60)"
+    )
+    # Open MPI's folder, which a killed mpirun leaves.
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = run("--launcher", "mpi", "-np", "2", sys.executable, "-c", code, env=env)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdkit run: ")]
+    assert lines == ["hvdkit run: mpirun was killed by signal 9 (Killed). This ends all ranks."]
+
+
 def test_mpi_in_a_rank_over_gloo_leaves_no_shared_memory():
     # Lightning's Trainer imports this module in each rank.
     pytest.importorskip("mpi4py")
