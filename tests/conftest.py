@@ -23,10 +23,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    # A background job of a shell ignores Ctrl-C, and so would the processes that tests start,
-    # including those that test Ctrl-C.
+    # A background job of a shell ignores Ctrl-C, and one of nohup ignores SIGHUP. So would the
+    # processes that tests start, including those that test these signals.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config, items):

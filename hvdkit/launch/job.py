@@ -407,7 +407,10 @@ class Job:
             self._say("ending all ranks now")
             return
         again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
-        if self._stopped_by is None:
+        is_first = self._stopped_by is None
+        # First, because another signal may interrupt this function.
+        self._stopped_by = self._stopped_by or signal.Signals(number)
+        if is_first:
             self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
         self._stop(number)
 

@@ -315,6 +315,7 @@ class WindowState(CommittedState, Saved):
 
     def __init__(self, committer, in_window):
         self._committer = committer
+        self._saved_state = {}
         self.in_window = in_window
         self.saves = 0
 

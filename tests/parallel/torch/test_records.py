@@ -128,7 +128,7 @@ def test_a_rank_that_shuts_horovod_down_is_named(tmp_path):
     assert done.returncode == 1
     named = r"Rank 1 on \S+ called hvd\.shutdown\(\) at \S+/train\.py:\d+ in fault: hvd\.shutdown"
     # The report, and the error of the other rank.
-    assert re.search(r"^" + named, done.stderr, re.MULTILINE), done.stderr
+    assert re.search(r"^hvdkit run: " + named, done.stderr, re.MULTILINE), done.stderr
     assert re.search("HorovodInternalError: Horovod has been shut down.*" + named, done.stderr)
     assert re.search(named, why(tmp_path / "runs").splitlines()[0])
 
