@@ -66,7 +66,7 @@ def outcome(monkeypatch):
             passed += 0.0 if event == END else event
             return None
 
-        pool = SimpleNamespace(connections=agents, next_event=next_event)
+        pool = SimpleNamespace(connections=agents, next_event=next_event, killed=lambda: "")
         plan = make_plan(["true"], "/", hosts, 2)
         with Output(2, None, None, say=print, progress=False) as output:
             output.stdout_closed = stdout_closed
