@@ -56,6 +56,13 @@ EXPECTED = {
         # Skipped where the machine is too busy for it.
         "Keras on tensorflow": {"passed", "skipped"},
     },
+    "faults": {
+        "fault: raises an exception": {"passed"},
+        "fault: has NaN in its data": {"passed"},
+        # Skipped where the machine is too busy for it.
+        "from SIGKILL of a rank to the next step: hvdkit run": {"passed", "skipped"},
+        "from SIGKILL of a rank to the next step: torchrun, DDP": {"passed", "skipped"},
+    },
     "doctor": {
         "doctor --json": {"passed"},
         "doctor": {"passed", "skipped"},
