@@ -69,7 +69,8 @@ def run(program, tmp_path, *arguments):
     script.write_text(program)
     done = subprocess.run(
         torchrun(*arguments, script),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # torchrun leaves a folder for logs.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=SECONDS,
