@@ -154,13 +154,14 @@ class _Job:
         script = [str(_SCRIPT), self._launcher.mode, str(self._folder), self._device]
         command = [*self._launcher.arguments, *script]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        variables = {"OMP_NUM_THREADS": "1", "HVDKIT_JOB_KEY": _KEY}
         with (self._folder / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HVDKIT_JOB_KEY": _KEY},
+                env=os.environ | variables | {"PATH": path, "TMPDIR": str(self._folder)},
             )
 
     def starts(self) -> set[str]:
