@@ -265,17 +265,16 @@ class Failures:
         if first.kind < _TERMINATED and (by_mpi := sum(f.kind == _TERMINATED for f in others)):
             lines[0] += f" MPI ended {_others(by_mpi)}."
         if first.kind == _LOST_PEER:
-            # The rank that failed is not at fault. First, what is known about the cause.
-            lines[0] = f"Then {lines[0]}"
             stopped = [each.rank for each in self._found if each.status == RESUMABLE]
             if departed:
-                lines.insert(0, _shut_down(departed))
+                cause = _shut_down(departed)
             elif before and not finished and not stopped:
-                lines.insert(0, before.replace("\n", " "))
+                cause = before.replace("\n", " ")
             else:
                 raised = {rank: self._raised[rank] for rank in finished if rank in self._raised}
                 cause = _without_cause(self._describe, finished, raised, stopped, silent)
-                lines.insert(0, cause)
+            # First the cause: the rank that failed is not at fault.
+            lines = [cause, f"Then {lines[0]}"]
         if first.kind == _TERMINATED:
             lines.append("If mpirun or srun gets SIGTERM, it sends SIGTERM to all ranks.")
         lines.append(tail_of(first.rank, first.tail))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpu_checks.command import environment
+from gpu_checks.jobs import FULL_PATH
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report, Skip
 from hvdkit.engine.toolchain import which
 from hvdkit.ranks import RankResult, RanksFailed, start_gloo, start_mpi
 
 _RANK_SECONDS = 60
-_FULL_PATH = {"HVDKIT_SINGLE_RANK_COLLECTIVES": "1"}
 #: A part of hvdkit's message in place of NCCL's `invalid usage`.
 _REFUSAL = "NCCL refuses two ranks on one GPU"
 
@@ -59,7 +59,7 @@ def _start(
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-        **(_FULL_PATH if size == 1 else {}),
+        **(FULL_PATH if size == 1 else {}),
     }
     if controller == "gloo":
         group = start_gloo(command, size, env=env, cwd=REPOSITORY)

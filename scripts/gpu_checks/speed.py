@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_checks import turns
-from gpu_checks.jobs import FULL_PATH, Clock, Job
+from gpu_checks.jobs import ASYNC, FULL_PATH, Clock, Job
 from gpu_checks.part import Setting, main
 from gpu_checks.report import Report
 
@@ -17,9 +17,6 @@ PASS_TARGET = 0.8
 
 #: The longest step of hvdkit on one rank, relative to that of plain PyTorch.
 STEP_TARGET = 1.01
-
-#: The CUDA stream waits for a collective, and the host does not.
-ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 
 #: Process -> its environment variables and its variants. Each has the plain optimizer, so that
 #: ratios are taken within one process.

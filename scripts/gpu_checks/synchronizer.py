@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.jobs import FULL_PATH, Clock
+from gpu_checks.jobs import ASYNC, FULL_PATH, Clock
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report
-from gpu_checks.speed import ASYNC
 from hvdkit.processes import ProcessGroup
 
 FOLDER = "tests/parallel/torch"
