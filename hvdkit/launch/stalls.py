@@ -60,15 +60,20 @@ class Stalls:
         self._verdict: Verdict | None = None
         self._asked_at = float("-inf")
         self._judged_at = float("-inf")
+        # Name and number of the calls that have waited for too long. A verdict is given only if
+        # one of them still waits.
+        self._late: set[tuple[str, int]] = set()
         # The ranks' states at the first verdict that needs a second one, and the time to ask again.
         self._unconfirmed: object = None
         self._confirm_at = float("inf")
         # The time to check whether the limit of a stall is over.
         self._expires_at = float("inf")
         self._patience = patience
-        # The number of ranks that have ended, and the time to ask what the others do.
+        # The number of ranks that have ended, the time to ask what the others do, and whether the
+        # launcher has asked for this reason.
         self._ended = 0
         self._last_ranks_at = float("inf")
+        self._for_last_ranks = False
 
     def add(self, text: str, now: float) -> None:
         """Add the record of a rank. If it reports a new stall, ask all ranks for records."""
@@ -84,9 +89,11 @@ class Stalls:
         known = (
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
         )
-        if record.reason == "stall" and not known:
-            self._asked_at = now
-            self._ask()
+        if record.reason == "stall":
+            self._late |= {(call.name, call.number) for call in record.open}
+            if not known:
+                self._asked_at = now
+                self._ask()
 
     def set_states(self, states: Mapping[int, str]) -> None:
         """Set the states of the processes of some ranks."""
@@ -146,6 +153,7 @@ class Stalls:
             self._ended = len(ended)
             self._last_ranks_at = now + (self._patience or float("inf"))
         if now > min(self._confirm_at, self._expires_at, self._last_ranks_at):
+            self._for_last_ranks = now > self._last_ranks_at
             self._confirm_at = self._expires_at = self._last_ranks_at = float("inf")
             self._asked_at = now
             self._ask()
@@ -159,6 +167,11 @@ class Stalls:
         if silent and now < self._asked_at + _ANSWER_SECONDS:
             return None
         self._asked_at = float("-inf")
+        if not self._for_last_ranks and not self._still_waits():
+            # The late rank has come.
+            self._unconfirmed, self._late = None, set()
+            return None
+        self._for_last_ranks = False
         # An older record of a silent rank does not say what the rank does now.
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
         states = self._states | dict.fromkeys(ended, ENDED)
@@ -192,10 +205,16 @@ class Stalls:
             margin = _MARGIN_SECONDS if STOPPED in states.values() else _ENGINE_SECONDS
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
+        self._late = set() if verdict.call is None else {(verdict.call.name, verdict.call.number)}
         self._keep(STATES, json.dumps(states))
         self._keep(SILENT, json.dumps(list(silent_sentences)))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict
+
+    def _still_waits(self) -> bool:
+        """Return whether a late call waits, by the last record of each rank."""
+        calls = (call for record in self._records.values() for call in record.open)
+        return any((call.name, call.number) in self._late for call in calls)
 
     @property
     def _asking(self) -> bool:

@@ -99,6 +99,8 @@ class Plan:
         self._zero = new_variable(0)
         # The number of rows of a sparse gradient changes, so reduce retracing.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
+        # Each plan is traced: this is no reason for a warning, which counts the traces of all plans.
+        self._traced._omit_frequent_tracing_warning = True
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], check_values: bool = False

@@ -77,6 +77,37 @@ def test_a_rank_that_calls_the_collective_between_the_records_is_not_blamed_on_t
     assert job.verdict_on_failure() == ""
 
 
+def works(rank):
+    """Return the record of a rank that waits for nothing."""
+    content = json.loads(record(rank, "x", number=0))
+    return json.dumps(content | {"open": [], "calls": {}, "stacks": LEAVES})
+
+
+def test_no_verdict_at_the_time_limit_if_the_late_rank_has_come():
+    """At that time, a rank may wait for a moment."""
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(works(1), 101.0)
+    assert job.check(101.0, ()).missing == [1]
+    job.check(147.0, ())
+    assert len(asked) == 2
+    job.add(record(0, "x", number=900), 147.0)
+    job.add(works(1), 147.0)
+    assert job.check(147.0, ()) is None
+
+
+def test_no_verdict_if_the_late_rank_comes_before_the_records():
+    job, _ = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(record(0, "x", number=2), 101.0)
+    job.add(record(1, "z", number=2), 101.0)
+    assert job.check(101.0, ()) is None
+    # A later stall leads to a verdict.
+    job.add(record(0, "x", "stall", number=9), 200.0)
+    job.set_states({1: "stopped"})
+    assert job.check(206.0, ()).missing == [1]
+
+
 def test_silent_ranks_have_some_seconds(tmp_path):
     job, _ = stalls(tmp_path)
     job.add(record(0, "x", "stall"), 100.0)

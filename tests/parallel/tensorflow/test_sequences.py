@@ -1,0 +1,48 @@
+"""Random sequences of user actions with gradient tapes; see sequences.py."""
+
+from dataclasses import asdict
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.parallel.tensorflow.sequences import ACTIONS, Setting, run_sequence
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 10**6)), min_size=1, max_size=10
+)
+_SETTINGS = st.builds(
+    Setting,
+    compression=st.sampled_from(["none", "none", "fp16", "bf16", "int8"]),
+    average=st.booleans(),
+    bucket_bytes=st.sampled_from([100, 10**7]),
+    groups=st.sampled_from([0, 0, 2]),
+    sparse_as_dense=st.booleans(),
+    variables=st.sampled_from(["tensorflow", "keras"]),
+    optimizer=st.sampled_from(["none", "keras"]),
+    check_parameters=st.booleans(),
+    on_nonfinite=st.sampled_from(["ignore", "raise"]),
+)
+# Number of sequences without and with --long.
+_SHORT, _LONG = 6, 500
+
+
+def sequence(hvd, setting, actions):
+    run_sequence(hvd, Setting(**setting), actions)
+
+
+def test_sequences_of_user_actions(rank_pool, request):
+    @settings(
+        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=False,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(_SETTINGS, _STEPS)
+    def run(setting, actions):
+        rank_pool.start()
+        rank_pool.run(__name__, "sequence", {"setting": asdict(setting), "actions": actions})
+
+    run()
