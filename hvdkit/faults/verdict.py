@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdkit.faults import stacks
@@ -129,6 +129,7 @@ def judge(
     states: Mapping[int, str],
     size: int,
     silent: Sequence[str] = (),
+    late: Collection[tuple[str, int]] = (),
 ) -> Verdict:
     """Return the verdict on a job without progress.
 
@@ -138,6 +139,9 @@ def judge(
         size: the number of ranks of the job.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
+        late: name and number of the calls that have waited for too long. If all ranks have called
+            them, the verdict is on these calls: other waits are younger, and may end in a moment.
+            Empty: the verdict is on any call.
     """
     # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
     records = {
@@ -145,6 +149,9 @@ def judge(
         for rank, r in aligned(records).items()
     }
     waits = _waits(records, states, size)
+    of_late = [wait for wait in waits if (wait.call.name, wait.call.number) in late]
+    if of_late and not any(wait.missing for wait in of_late):
+        waits = of_late
     if not waits:
         text = _without_wait(records, states, size, silent)
         return Verdict(text, last_ranks=ENDED in states.values())

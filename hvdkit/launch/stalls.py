@@ -171,12 +171,13 @@ class Stalls:
             # The late rank has come.
             self._unconfirmed, self._late = None, set()
             return None
+        late = () if self._for_last_ranks else self._late
         self._for_last_ranks = False
         # An older record of a silent rank does not say what the rank does now.
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
         states = self._states | dict.fromkeys(ended, ENDED)
         silent_sentences = silent_hosts()
-        verdict = judge(current, states, self._size, silent_sentences)
+        verdict = judge(current, states, self._size, silent_sentences, late)
         all_entered = verdict.call is not None and not verdict.missing
         if verdict.deadlock or all_entered:
             # The ranks do not write their records at the same time. One rank may continue while

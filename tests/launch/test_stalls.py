@@ -108,6 +108,19 @@ def test_no_verdict_if_the_late_rank_comes_before_the_records():
     assert job.check(206.0, ()).missing == [1]
 
 
+def test_no_verdict_on_a_call_that_has_waited_for_a_moment():
+    """Rank 0 has called `x` after rank 1 wrote its record. Now it waits for `z`, for a moment."""
+    job, _ = stalls()
+    job.add(record(1, "x", "stall"), 100.0)
+    later = json.loads(record(0, "z"))
+    job.add(json.dumps(later | {"calls": {"x": 1, "z": 1}, "stacks": LEAVES}), 101.0)
+    assert job.check(101.0, ()) is None
+    job.check(105.0, ())
+    job.add(record(0, "z", number=7), 105.0)
+    job.add(record(1, "z", number=7), 105.0)
+    assert job.check(105.0, ()) is None
+
+
 def test_silent_ranks_have_some_seconds(tmp_path):
     job, _ = stalls(tmp_path)
     job.add(record(0, "x", "stall"), 100.0)
