@@ -99,7 +99,7 @@ class Plan:
         self._zero = new_variable(0)
         # The number of rows of a sparse gradient changes, so reduce retracing.
         self._traced = tf.function(self._reduce_counted, autograph=False, reduce_retracing=True)
-        # Each plan is traced: this is no reason for a warning, which counts the traces of all plans.
+        # TensorFlow counts the traces of all plans, and would warn.
         self._traced._omit_frequent_tracing_warning = True
 
     def reduce(

@@ -1,8 +1,11 @@
-"""The rank at fault is named, and a job without a fault is not disturbed; see seeded.py."""
+"""The rank at fault is named, and a job without a fault is not disturbed.
+
+See seeded.py, clean.py and late_ranks.py.
+"""
 
 import pytest
 
-from tests.faults import clean, seeded, seeded_keras
+from tests.faults import clean, late_ranks, seeded, seeded_keras
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 #: One of each kind: a verdict of a stall, a lost rank, a parameter.
@@ -52,3 +55,13 @@ def test_there_is_no_alarm_in_ten_thousand_clean_steps(tmp_path, framework, rank
         assert last[name].threads <= first[name].threads + MOST_THREADS, name
         assert last[name].files <= first[name].files + MOST_FILES, name
         assert last[name].memory <= first[name].memory + MOST_MEMORY, name
+
+
+@pytest.mark.long
+def test_each_verdict_names_a_late_rank():
+    skip_where_unsupported(Configuration("torch", "gloo", late_ranks.RANKS))
+    outcome = late_ranks.run(seed=1)
+    assert outcome.status == 0, outcome.text
+    assert outcome.wrong == []
+    # Some sleeps end before the records are written, or follow another verdict closely.
+    assert outcome.named >= outcome.sleeps / 3

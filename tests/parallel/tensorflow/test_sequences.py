@@ -21,6 +21,7 @@ _SETTINGS = st.builds(
     optimizer=st.sampled_from(["none", "keras"]),
     check_parameters=st.booleans(),
     on_nonfinite=st.sampled_from(["ignore", "raise"]),
+    members=st.booleans(),
 )
 # Number of sequences without and with --long.
 _SHORT, _LONG = 6, 500

@@ -1,0 +1,131 @@
+"""A job whose ranks are late at random: each verdict must name a rank that is late.
+
+python -m tests.faults.late_ranks --seed 1
+
+The ranks draw who sleeps, where and for how long. All of them continue, so that the time limit of
+earlier stalls passes while the job trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: HVDKIT_STALL_TIMEOUT, and the time limit of a stall. Both in seconds.
+TIMEOUT, LIMIT = 4, 15
+RANKS, STEPS = 3, 40
+
+SCRIPT = """\
+import random, sys, time
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+draw = random.Random(int(sys.argv[1]))
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), check_interval=5
+)
+
+
+def nap(place):
+    if place == where and rank == hvd.rank() and seconds:
+        print("rank", rank, "sleeps for", seconds, flush=True)
+        time.sleep(seconds)
+
+
+for step in range(int(sys.argv[2])):
+    rank = draw.randrange(hvd.size())
+    seconds = draw.choice([0, 0, 0, 0, 0, 1, 3, 5, 9])
+    where = draw.choice(["before", "between", "after"])
+    nap("before")
+    optimizer.zero_grad()
+    loss = model(torch.randn(2, 4)).sum()
+    loss.backward()
+    nap("between")
+    optimizer.step()
+    nap("after")
+    if step % 5 == 0:
+        hvd.allreduce(loss.detach(), name="loss")
+    time.sleep(draw.choice([0, 0.01, 0.3]))
+print("trained", flush=True)
+"""
+
+_SLEEPS = re.compile(r"rank (\d+) sleeps for (\d+)$")
+_MISSING = re.compile(r"Rank (\d+) on \S+ has not called it: the rank is at .* in nap:")
+
+
+@dataclass
+class Outcome:
+    """A job with late ranks.
+
+    Attributes:
+        status: the exit status of the launcher.
+        sleeps: the number of sleeps that are longer than `TIMEOUT`.
+        named: the number of verdicts that name ranks in such a sleep.
+        wrong: the launcher's other messages.
+        text: the output.
+    """
+
+    status: int
+    text: str
+    sleeps: int = 0
+    named: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def run(seed: int) -> Outcome:
+    """Run a job in a temporary folder."""
+    limits = {
+        "HVDKIT_STALL_TIMEOUT": str(TIMEOUT),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT),
+    }
+    with tempfile.TemporaryDirectory(prefix="hvdkit-late-") as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(SCRIPT)
+        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(RANKS), sys.executable]
+        done = subprocess.run(
+            [*command, str(script), str(seed), str(STEPS)],
+            env=os.environ | limits,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        )
+    outcome = Outcome(done.returncode, done.stdout)
+    asleep: dict[str, int] = {}
+    # A message of the launcher, or a line of a rank.
+    for message in re.split(r"\n(?=hvdkit run: |\[\d+\] )", done.stdout):
+        if match := _SLEEPS.search(message):
+            asleep[match[1]] = int(match[2])
+            outcome.sleeps += asleep[match[1]] > TIMEOUT
+        elif message.startswith("hvdkit run: "):
+            missing = _MISSING.findall(message)
+            if missing and all(asleep[rank] > TIMEOUT for rank in missing):
+                outcome.named += 1
+            else:
+                outcome.wrong.append(message)
+    return outcome
+
+
+def main() -> int:
+    """Run a job, and print its output and the wrong messages."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    outcome = run(parser.parse_args().seed)
+    print(outcome.text)
+    print(f"{outcome.sleeps} sleeps over {TIMEOUT} s, {outcome.named} of them named")
+    print("\n".join(f"wrong: {message}" for message in outcome.wrong))
+    return 1 if outcome.wrong or outcome.status else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
