@@ -24,7 +24,7 @@ _SETTINGS = st.builds(
     members=st.booleans(),
 )
 # Number of sequences without and with --long.
-_SHORT, _LONG = 6, 500
+_SHORT, _LONG = 4, 300
 
 
 def sequence(hvd, setting, actions):
