@@ -439,7 +439,13 @@ def _connect_and_run(address: str, token: str) -> None:
     """Run as an agent of the launcher that listens at `address`."""
     host, _, port = address.rpartition(":")
     rank = next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
-    with socket.create_connection((host, int(port)), timeout=messages.LOST_SECONDS) as connection:
+    try:
+        connected = socket.create_connection((host, int(port)), timeout=messages.LOST_SECONDS)
+    except OSError as error:
+        # mpirun shows this text of every agent, so it is short.
+        reason = error.strerror or str(error)
+        sys.exit(f"rank {rank} cannot connect to the launcher at {address}: {reason}")
+    with connected as connection:
         connection.sendall(f"{token} {rank}\n".encode())
         # Two descriptors, because the selector registers each only once.
         send_fd = os.dup(connection.fileno())

@@ -108,6 +108,24 @@ def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
             assert process.wait(timeout=20) == 0
 
 
+def test_an_agent_that_cannot_connect_says_so_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    own = {messages.ADDRESS_VARIABLE: address, messages.TOKEN_VARIABLE: "t", "PMI_RANK": "3"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdkit.launch.agent"],
+        env={k: v for k, v in os.environ.items() if k != "OMPI_COMM_WORLD_RANK"} | own,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"rank 3 cannot connect to the launcher at {address}: Connection refused\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_batch_systems_signal_is_forwarded_to_the_rank(agent, number):
     code = (
