@@ -189,7 +189,11 @@ class Agent:
             return self.outcome is None
         # When the agent of a rank that has failed ends, mpirun ends the other ranks at once. They
         # could not report their errors, and their SIGTERM would look like another failure.
-        return self._keep_rank_variables and self._done
+        if self._keep_rank_variables:
+            return self._done
+        # The launcher reads no more messages while the reader of its output does not read, such as
+        # `less`. It still sends heartbeats.
+        return self._done and bool(self._unsent)
 
     def _prepare_next_start(self) -> None:
         """Forget the ranks, which have ended, and wait for the launcher to start them again."""

@@ -236,6 +236,17 @@ def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(ag
     wait_until_gone(pid)
 
 
+@pytest.mark.long
+def test_an_agent_waits_until_the_launcher_has_read_its_last_messages(agent):
+    """The launcher does not read while `less` reads nothing from it, but it sends heartbeats."""
+    agent.start("print('x' * 500_000)")
+    for _ in range(10):
+        time.sleep(1)
+        agent.send("heartbeat")
+    assert agent.receive("ended")["status"] == 0
+    agent.receive("done")
+
+
 def test_a_signal_is_sent_to_the_rank_only(agent):
     code = (
         "import signal, subprocess, sys;"
