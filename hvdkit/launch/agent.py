@@ -189,7 +189,11 @@ class Agent:
             return self.outcome is None
         # When the agent of a rank that has failed ends, mpirun ends the other ranks at once. They
         # could not report their errors, and their SIGTERM would look like another failure.
-        return self._keep_rank_variables and self._done
+        if self._keep_rank_variables:
+            return self._done
+        # The launcher reads no more messages while the reader of its output does not read, such as
+        # `less`. It still sends heartbeats.
+        return self._done and bool(self._unsent)
 
     def _prepare_next_start(self) -> None:
         """Forget the ranks, which have ended, and wait for the launcher to start them again."""
@@ -439,7 +443,13 @@ def _connect_and_run(address: str, token: str) -> None:
     """Run as an agent of the launcher that listens at `address`."""
     host, _, port = address.rpartition(":")
     rank = next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
-    with socket.create_connection((host, int(port)), timeout=messages.LOST_SECONDS) as connection:
+    try:
+        connected = socket.create_connection((host, int(port)), timeout=messages.LOST_SECONDS)
+    except OSError as error:
+        # mpirun shows this text of every agent, so it is short.
+        reason = error.strerror or str(error)
+        sys.exit(f"rank {rank} cannot connect to the launcher at {address}: {reason}")
+    with connected as connection:
         connection.sendall(f"{token} {rank}\n".encode())
         # Two descriptors, because the selector registers each only once.
         send_fd = os.dup(connection.fileno())

@@ -346,19 +346,24 @@ class SocketConnection(Connection):
         host: the agent's host.
         accepted: the socket.
         events: the queue for the agent's messages.
+        started_by: mpirun or srun; empty if a user started the agent.
     """
 
-    def __init__(self, host: Host, accepted: socket.socket, events: Events) -> None:
+    def __init__(
+        self, host: Host, accepted: socket.socket, events: Events, started_by: str = ""
+    ) -> None:
         self._socket = accepted
+        self._started_by = started_by
         peer = str(accepted.getpeername()[0]).removeprefix("::ffff:")
         # Ranks communicate over IPv4.
         self.peer = None if ":" in peer else peer
         super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
 
     def explain(self) -> str:
+        process = f"the process or {self._started_by}" if self._started_by else "the process"
         return (
-            "the connection to its agent has ended; check whether the process was killed, or the "
-            "host was shut down"
+            f"the connection to its agent has ended; check whether {process} was killed, or the "
+            f"host was shut down"
         )
 
     def lost_host(self) -> bool:

@@ -276,7 +276,10 @@ class Failures:
             # First the cause: the rank that failed is not at fault.
             lines = [cause, f"Then {lines[0]}"]
         if first.kind == _TERMINATED:
-            lines.append("If mpirun or srun gets SIGTERM, it sends SIGTERM to all ranks.")
+            lines.append(
+                "If mpirun or srun gets a signal, or loses its daemon on a host, it sends SIGTERM "
+                "to all ranks."
+            )
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}
         consequences = (_TERMINATED, _LOST_PEER) if first.kind < _TERMINATED else (_LOST_PEER,)

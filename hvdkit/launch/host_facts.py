@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -63,13 +64,28 @@ def problems(
     found = []
     program = command[0] if "/" not in command[0] else str(Path(directory, command[0]))
     if shutil.which(program, path=path) is None:
-        found.append(f"no program {command[0]!r} on PATH; install it, or give its full path")
+        found.append(_problem_of_program(command[0], directory))
     found += [
         f"no file {name} in {directory}; copy it there, or share the directory"
         for name in files
         if not Path(directory, name).exists()
     ]
     return found
+
+
+def _problem_of_program(name: str, directory: str) -> str:
+    """Return why the program of a command cannot be started, and what to do."""
+    if "/" not in name:
+        return f"no program {name!r} on PATH; install it, or give its full path"
+    path = Path(directory, name)
+    if path.is_dir():
+        return f"{name!r} is a directory; expected a program"
+    if path.exists():
+        return (
+            f"the file {name!r} is not executable; run `chmod +x {shlex.quote(name)}` there, or "
+            f"start it with its interpreter, such as `bash {shlex.quote(name)}`"
+        )
+    return f"no file {name!r} in {directory}; copy it there, or share the directory"
 
 
 def usable_cores() -> int:

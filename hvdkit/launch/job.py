@@ -14,6 +14,7 @@ from types import FrameType
 from hvdkit.core.recorder import STALL_SECONDS, stall_seconds
 from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, UsageError
 from hvdkit.faults.verdict import Verdict
+from hvdkit.launch import readers
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.failures import Failure, Failures, tail_of
@@ -31,6 +32,8 @@ _NOW_SECONDS = 1.0
 #: Seconds for which the launcher remembers that a host did not answer, and the most such hosts that
 #: a verdict names.
 _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
+# Seconds for which the ranks' output waits for its reader after a signal.
+_READER_SECONDS = 10.0
 # The time in which the launcher reads the messages that arrived while it was stopped.
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
@@ -404,20 +407,23 @@ class Job:
         if self._ending or self._interrupts > 1:
             self._stopped_by = self._stopped_by or signal.Signals(number)
             self._end(_NOW_SECONDS)
+            readers.give_up_at(time.monotonic() + _NOW_SECONDS)
             self._say("ending all ranks now")
             return
         again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
         is_first = self._stopped_by is None
         # First, because another signal may interrupt this function.
         self._stopped_by = self._stopped_by or signal.Signals(number)
+        # Before the message, because its reader may not read.
+        self._stop(number)
         if is_first:
             self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
-        self._stop(number)
 
     def _stop(self, number: int) -> None:
         """Request an orderly stop of all ranks."""
         self._stopped_by = self._stopped_by or signal.Signals(number)
         self._set_stop_deadline()
+        readers.give_up_at(time.monotonic() + _READER_SECONDS)
         # Ranks save on SIGTERM, but may not handle these two.
         unhandled = number in (signal.SIGHUP, signal.SIGPIPE)
         forwarded = signal.SIGTERM if unhandled else number

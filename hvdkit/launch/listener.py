@@ -319,7 +319,7 @@ def agents_started_by(
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted
                     host = plan.places[rank].host
-                    connected[rank] = SocketConnection(host, connection, agents.events)
+                    connected[rank] = SocketConnection(host, connection, agents.events, name)
                     # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
@@ -329,6 +329,11 @@ def agents_started_by(
                 launcher.hold(lambda: agents.explained or any(c.ended for c in connected.values()))
             yield agents
             explained = agents.explained
+    except KeyboardInterrupt:
+        # A signal before the start of the ranks. Agents that start later cannot connect any more.
+        explained = holds
+        launcher.hold(lambda: holds)
+        raise
     finally:
         listener.close()
         launcher.end()

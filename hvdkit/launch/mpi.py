@@ -106,6 +106,20 @@ def open_mpi_subnets(interfaces: Mapping[Host, Interface]) -> str:
     return ",".join(sorted(subnets))
 
 
+def _daemon_networks(interfaces: Mapping[Host, Interface]) -> str:
+    """Return the interface or the subnets for the daemons of Open MPI 5 (PRRTE).
+
+    PRRTE does not find the subnet of an interface that has another address too, such as a global
+    IPv6 address. It then prints a warning and uses all interfaces. So the name of the interface is
+    used, if it is the same on all hosts.
+    """
+    names = {interface.name for interface in interfaces.values()}
+    # `eth0:1` is a second address of eth0. PRRTE does not know this name.
+    if len(names) == 1 and ":" not in (name := names.pop()):
+        return name
+    return open_mpi_subnets(interfaces)
+
+
 def _open_mpi(
     mpirun: Mpirun,
     plan: Plan,
@@ -122,7 +136,7 @@ def _open_mpi(
         arguments += ["--prefix", str(Path(mpirun.path).parent.parent)]
         arguments += ["--mca", "btl_tcp_if_include", subnets]
         if mpirun.major >= 5:
-            arguments += ["--prtemca", "prte_if_include", subnets]
+            arguments += ["--prtemca", "prte_if_include", _daemon_networks(interfaces)]
             arguments += ["--prtemca", "plm_ssh_args", _ssh_arguments(ssh)]
         else:
             arguments += ["--mca", "oob_tcp_if_include", subnets]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
+from hvdkit.launch import readers
 from hvdkit.launch.failures import TRACEBACK
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
@@ -69,6 +70,7 @@ class Output:
         say: Callable[[str], None] = _ignore,
         progress: bool = True,
     ) -> None:
+        readers.wait()
         self.stdout_closed = False
         self._say = say
         if shown is None:
@@ -196,25 +198,13 @@ class Output:
 
 
 def _write_all(out: IO[bytes], data: bytes) -> None:
-    """Write data to a stream, also if it does not block.
-
-    Another program that shares the terminal or the pipe may have set this, for example a rank of
-    `--debug-rank`. The stream then fails whenever its reader is slow.
-    """
-    while data:
-        try:
-            # None, or less than the data: the stream is unbuffered (PYTHONUNBUFFERED).
-            written = out.write(data) or 0
-        except BlockingIOError as error:
-            written = error.characters_written
-        data = data[written:]
-        if data:
-            os.set_blocking(out.fileno(), True)
+    out.flush()
     try:
-        out.flush()
-    except BlockingIOError:  # the data is still in the stream's buffer
-        os.set_blocking(out.fileno(), True)
-        out.flush()
+        descriptor = out.fileno()
+    except OSError:  # a stream in memory
+        out.write(data)
+    else:
+        readers.write(descriptor, data)
 
 
 class _NullStream(io.BytesIO):
@@ -259,7 +249,6 @@ class _StatusLine:
     def _write(self, data: bytes) -> None:
         if self._stream is not None:
             try:
-                self._stream.write(data)
-                self._stream.flush()
+                _write_all(self._stream, data)
             except OSError:
                 self._stream = None  # the terminal is closed

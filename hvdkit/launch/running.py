@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable
 from functools import partial
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch import open_files, output_folder
+from hvdkit.launch import open_files, output_folder, readers
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
@@ -88,7 +87,7 @@ def say(text: str) -> None:
     # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
     # errors, because a closed terminal must not prevent the ranks from saving.
     with contextlib.suppress(OSError):
-        os.write(2, f"hvdkit run: {text}\n".encode(errors="surrogateescape"))
+        readers.write(2, f"hvdkit run: {text}\n".encode(errors="surrogateescape"))
 
 
 def _raise_file_limit(plan: Plan) -> None:

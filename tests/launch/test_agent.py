@@ -108,6 +108,24 @@ def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
             assert process.wait(timeout=20) == 0
 
 
+def test_an_agent_that_cannot_connect_says_so_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    own = {messages.ADDRESS_VARIABLE: address, messages.TOKEN_VARIABLE: "t", "PMI_RANK": "3"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdkit.launch.agent"],
+        env={k: v for k, v in os.environ.items() if k != "OMPI_COMM_WORLD_RANK"} | own,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"rank 3 cannot connect to the launcher at {address}: Connection refused\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_batch_systems_signal_is_forwarded_to_the_rank(agent, number):
     code = (
@@ -216,6 +234,17 @@ def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(ag
     time.sleep(1)  # until the pipe is full
     agent.process.stdin.close()
     wait_until_gone(pid)
+
+
+@pytest.mark.long
+def test_an_agent_waits_until_the_launcher_has_read_its_last_messages(agent):
+    """The launcher does not read while `less` reads nothing from it, but it sends heartbeats."""
+    agent.start("print('x' * 500_000)")
+    for _ in range(10):
+        time.sleep(1)
+        agent.send("heartbeat")
+    assert agent.receive("ended")["status"] == 0
+    agent.receive("done")
 
 
 def test_a_signal_is_sent_to_the_rank_only(agent):

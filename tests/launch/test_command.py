@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -361,6 +362,37 @@ def test_sigterm_is_an_orderly_stop():
         assert job.stdout.readline() == b"[0] up\n"
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=20) == 75
+    finally:
+        job.kill()
+        job.wait(timeout=20)
+        job.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(15, marks=pytest.mark.long)])
+def test_a_job_ends_although_its_output_is_not_read(number, tmp_path):
+    """As with `hvdkit run ... 2>&1 | less`. After a second Ctrl-C, the launcher does not wait."""
+    code = (
+        "stop = lambda *_: (open('stopped', 'w'), os._exit(75));"
+        "signal.signal(2, stop); signal.signal(15, stop);"
+        "print('up', flush=True); [os.write(1, bytes(99) + bytes([10])) for _ in range(10**9)]"
+    )
+    job = subprocess.Popen(
+        command("-np", "1", *python(code)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=tmp_path,
+    )
+    try:
+        assert job.stdout.readline() == b"[0] up\n"
+        time.sleep(1)  # until the pipe is full
+        job.send_signal(number)
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "stopped").exists():
+            assert time.monotonic() < deadline, "the rank got no signal"
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            job.send_signal(number)
+        assert job.wait(timeout=30) == (130 if number == signal.SIGINT else 75)
     finally:
         job.kill()
         job.wait(timeout=20)

@@ -130,7 +130,7 @@ def test_a_rank_over_mpi_that_a_user_has_ended_is_the_cause():
     found.add(1, 1, LOST)
     found.add(0, -15, ["step 3"])
     assert found.cause.rank == 0
-    assert "If mpirun or srun gets SIGTERM" in found.report(ended=0, finished=[])
+    assert "If mpirun or srun gets a signal, or loses" in found.report(ended=0, finished=[])
 
 
 @pytest.mark.parametrize("lost", [LOST, CLOSED])

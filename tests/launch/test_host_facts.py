@@ -11,11 +11,15 @@ from hvdkit.launch import host_facts
     [
         (["sh"], [], []),
         (["no-such"], [], ["no program 'no-such' on PATH; install it, or give its full path"]),
-        (["./run.sh"], [], ["no program './run.sh' on PATH; install it, or give its full path"]),
+        (["./run.sh"], [], ["no file './run.sh' in"]),
+        (["./my job.sh"], [], ["the file './my job.sh' is not executable; run `chmod +x './my"]),
+        (["./folder"], [], ["'./folder' is a directory; expected a program"]),
         (["sh", "x.sh"], ["x.sh"], ["no file x.sh in"]),
     ],
 )
 def test_problems_of_a_command(tmp_path, command, files, expected):
+    (tmp_path / "my job.sh").touch()
+    (tmp_path / "folder").mkdir()
     found = host_facts.problems(command, str(tmp_path), os.environ["PATH"], files)
     assert len(found) == len(expected)
     assert all(map(str.startswith, found, expected))

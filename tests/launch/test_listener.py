@@ -121,4 +121,20 @@ def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained
         ) as agents:
             agents.explained = explained
             connection.close()
+            (lost,) = agents.connections
+            assert "check whether the process or launcher was killed" in lost.explain()
     assert said == (["launcher: late"] if shown else [])
+
+
+def test_messages_of_mpirun_after_a_signal_during_the_start(listener):
+    """Agents that start after the signal cannot connect. mpirun would describe this at length."""
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    ready = "echo before; kill -INT $PPID; sleep 1; echo 'agent 0 has failed'"
+    command = ("mpirun", ["sh", "-c", ready], dict(os.environ))
+    said = []
+    with (
+        pytest.raises(KeyboardInterrupt),
+        agents_started_by(*command, listener, plan, timeout=10, say=said.append, holds=True),
+    ):
+        pytest.fail("no agent has connected")
+    assert said == ["mpirun: before"]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
@@ -40,6 +42,17 @@ def test_open_mpi_on_two_hosts(major):
     ssh = command[command.index("plm_ssh_args" if major == 5 else "plm_rsh_args") + 1]
     assert ssh.startswith("-p 2222 ")
     assert ("^openib" in command) == (major == 4)
+
+
+def test_open_mpi_5_gets_the_name_of_the_interface_if_it_is_the_same_on_all_hosts():
+    interfaces = {A: Interface("ib0", "10.0.0.1", 24), B: Interface("ib0", "10.0.0.2", 24)}
+    command = words(Mpirun("/opt/mpi/bin/mpirun", True, 5), interfaces)
+    assert after(command, "prte_if_include") == ["ib0"]
+    assert after(command, "btl_tcp_if_include") == ["10.0.0.0/24"]
+    # A second address of an interface has a name that PRRTE does not know.
+    interfaces = {host: replace(each, name="ib0:1") for host, each in interfaces.items()}
+    command = words(Mpirun("/opt/mpi/bin/mpirun", True, 5), interfaces)
+    assert after(command, "prte_if_include") == ["10.0.0.0/24"]
 
 
 def test_open_mpi_on_one_host_needs_no_network():
