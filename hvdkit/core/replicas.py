@@ -61,6 +61,11 @@ VALUES_ADVICE = (
     "earlier step. on_mismatch='repair' of hvd.DistributedOptimizer copies the values of the "
     "majority instead. If ranks should differ, pass check_interval=0."
 )
+_RATE_ADVICE = (
+    "Ranks with different learning rates train different models. Change a learning rate on all "
+    "ranks alike, for example in a callback that every rank has. Restore a checkpoint of an "
+    "earlier step."
+)
 _JOIN_ADVICE = (
     " The ranks have called hvd.join() or hvd.init() since the last comparison. After such a "
     "call, broadcast the parameters and the optimizer state of one rank before you train or save."
@@ -231,6 +236,14 @@ class ReplicaCheck:
             return False
         return step % interval == 0 or (step == _FIRST and interval > _FIRST)
 
+    def is_due_at_end(self, steps: int) -> bool:
+        """Return whether to compare at the end of a training, `steps` steps after the last time.
+
+        Many short trainings then compare at most once in as many steps as before the first
+        comparison.
+        """
+        return bool(self._settings.interval) and steps >= _FIRST
+
     def compare(self, step: int, consequence: str = "") -> None:
         """Compare the replicas. A collective.
 
@@ -343,8 +356,10 @@ class ReplicaCheck:
         else:
             self._save(step, own, differences)
             ranks = sorted({rank for d in differences for rank in (d.root, *d.ranks)})
+            rates = any(own.names[d.index].endswith("learning_rate'") for d in differences)
+            advice = _RATE_ADVICE if rates else self._advice
             raise RankMismatchError(
-                f"{text} {self._advice} In their working directories, {name_ranks(ranks)} have "
+                f"{text} {advice} In their working directories, {name_ranks(ranks)} have "
                 f"saved their versions of the tensors as {FOLDER}/step-{step}-rank-N.*."
             )
 

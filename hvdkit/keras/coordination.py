@@ -196,7 +196,7 @@ class Coordination:
         if counts[7] or counts[6] * counts[9] != counts[8] ** 2:
             # The ranks' counts differ after an error, or some ranks are new.
             for distribution in reducing:
-                distribution.batches = 0
+                distribution.batches = distribution.compared = 0
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
@@ -276,8 +276,22 @@ class Coordination:
             distribution.batches += 1
             if distribution.replicas.is_due(distribution.batches):
                 distribution.stragglers.report()
-                distribution.replicas.compare(distribution.batches)
+                self._compare(distribution)
             distribution.times.end_step()
+
+    def compare_at_end(self) -> None:
+        """Compare trained variables at the end of a `fit`. A collective.
+
+        Raises:
+            RankMismatchError: on every rank, see `ReplicaCheck.compare`.
+        """
+        for distribution in self._compared:
+            if distribution.replicas.is_due_at_end(distribution.batches - distribution.compared):
+                self._compare(distribution)
+
+    def _compare(self, distribution: Any) -> None:
+        distribution.replicas.compare(distribution.batches)
+        distribution.compared = distribution.batches
 
     def begin_batch(self) -> None:
         """Begin to measure the times of a batch. Not a collective."""

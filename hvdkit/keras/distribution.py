@@ -34,6 +34,7 @@ class Distribution:
         times: the time that this rank spends in each section of its steps, in `fit`.
         stragglers: compares `times` between the ranks every few batches.
         batches: the number of batches of distributed `fit` calls since the start.
+        compared: the value of `batches` at the last comparison of `replicas` in a `fit`.
         in_fit: True during a distributed `fit`, and after a `fit` that ended with an error.
     """
 
@@ -58,7 +59,7 @@ class Distribution:
         self.process_set = process_set
         self.collectives = backend.collectives(process_set)
         self.check_settings = check_settings
-        self.batches = 0
+        self.batches = self.compared = 0
         self.replicas = ReplicaCheck(
             self.collectives,
             check_settings,

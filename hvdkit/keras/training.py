@@ -239,6 +239,8 @@ class _CoordinatedList:
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._in_fit = False
+        # Before the hooks of callbacks, which may change weights.
+        self._coordination.compare_at_end()
         self._coordination.end()
         super().on_train_end(logs)  # type: ignore[misc]
 

@@ -69,10 +69,24 @@ def test_a_changed_variable_is_named(hvd, tmp_path, kind):
     with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError) as caught:
         fit(hvd, model, change)
     assert "after step 3: " in str(caught.value)
+    assert ("different learning rates" in str(caught.value)) == (kind == "learning rate")
     assert re.search(name[kind], str(caught.value))
     assert f"on rank {hvd.size() - 1} (host " in str(caught.value)
     saves = hvd.rank() in (0, hvd.size() - 1)
     assert (tmp_path / FOLDER / f"step-3-rank-{hvd.rank()}.npz").exists() == saves
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_ranks_are_compared_at_the_end_of_fit(hvd, tmp_path):
+    """The first comparison is after step 10, and the next one would be after step 100."""
+    model = model_of(hvd)
+
+    def change(batch):
+        if batch == 12:
+            times_two(model.layers[1].kernel)
+
+    with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 20: "):
+        fit(hvd, model, change, batches=20)
 
 
 @pytest.mark.long_with("keras-tensorflow")
