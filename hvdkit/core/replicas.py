@@ -38,8 +38,9 @@ from hvdkit.errors import UsageError
 
 #: The default number of steps between two comparisons.
 INTERVAL = 100
-# The step of the first comparison, if the interval is longer: many mistakes show in the first
-# steps, and a short job should not end without a comparison.
+# The step of the first comparison. Until the interval is over, the ranks also compare after twice,
+# four times as many steps and so on: many mistakes show in the first steps, and a short job should
+# not end without a comparison.
 _FIRST = 10
 #: What to do about a difference.
 STOP, REPAIR = "stop", "repair"
@@ -234,7 +235,9 @@ class ReplicaCheck:
         interval = self._settings.interval
         if not interval or step <= 0:
             return False
-        return step % interval == 0 or (step == _FIRST and interval > _FIRST)
+        multiple, rest = divmod(step, _FIRST)
+        is_early = step < interval and not rest and multiple.bit_count() == 1
+        return is_early or step % interval == 0
 
     def is_due_at_end(self, steps: int) -> bool:
         """Return whether to compare at the end of a training, `steps` steps after the last time.

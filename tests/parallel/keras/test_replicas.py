@@ -78,15 +78,15 @@ def test_a_changed_variable_is_named(hvd, tmp_path, kind):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_ranks_are_compared_at_the_end_of_fit(hvd, tmp_path):
-    """The first comparison is after step 10, and the next one would be after step 100."""
+    """The last comparison was after step 20, and the next one would be after step 40."""
     model = model_of(hvd)
 
     def change(batch):
-        if batch == 12:
+        if batch == 25:
             times_two(model.layers[1].kernel)
 
-    with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 20: "):
-        fit(hvd, model, change, batches=20)
+    with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 35: "):
+        fit(hvd, model, change, batches=35)
 
 
 @pytest.mark.long_with("keras-tensorflow")

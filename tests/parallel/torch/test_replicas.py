@@ -384,18 +384,19 @@ def test_values_are_compared_once_for_each_step(hvd):
         checkpointer.close()
 
 
-def test_the_first_comparison_is_early(hvd, tmp_path):
+@pytest.mark.parametrize(("changed", "found"), [(2, 10), (25, 40)])
+def test_the_first_comparisons_are_early(hvd, tmp_path, changed, found):
     """A job of fewer steps than `check_interval` does not end without a comparison."""
     with contextlib.chdir(tmp_path):
         model = small_model()
         optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
 
         def before(step):
-            if step == 2 and hvd.rank() == 0:
+            if step == changed and hvd.rank() == 0:
                 flip(model[2].weight, 5, 63)
 
-        with pytest.raises(RankMismatchError, match=r"after step 10: '2\.weight'"):
-            train(hvd, model, optimizer, 20, before)
+        with pytest.raises(RankMismatchError, match=rf"after step {found}: '2\.weight'"):
+            train(hvd, model, optimizer, 60, before)
 
 
 @pytest.mark.parametrize("bits", [0x7FF8000000000000, -1], ids=hex)
