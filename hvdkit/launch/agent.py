@@ -41,6 +41,8 @@ from hvdkit.signals import STOP_SIGNALS
 ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
+# The capacity of a pipe in Linux.
+_PIPE_BYTES = 65536
 #: With more bytes than this to send, the agent stops reading the ranks' output.
 _UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
@@ -375,9 +377,11 @@ class Agent:
                 continue
             rank.reported = True
             self._send_records()
+            # Not until the pipe is empty: another process of the rank may write all the time.
             for pipe in list(rank.pipes):
-                while self._forward(pipe, rank):
-                    pass
+                for _ in range(_PIPE_BYTES // _READ_BYTES + 1):
+                    if not self._forward(pipe, rank):
+                        break
             if self._echo is not None:
                 self._echo.finish(rank.rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
