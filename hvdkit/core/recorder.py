@@ -53,6 +53,7 @@ class Recorder:
         self._stacks: list[IO[bytes]] = []
         # `read` stops the writing of records. This starts it again, if `watch` had started it.
         self._watch_again: Callable[[], None] = self.unwatch
+        self._watched = False
 
     def note_init(
         self, state: str, start: int = 1, environ: Mapping[str, str] = os.environ
@@ -84,6 +85,9 @@ class Recorder:
     ) -> None:
         """Start to write records, if HVDKIT_RECORD_DIR is set.
 
+        The first call in a process deletes the records of earlier jobs in the folder: a verdict
+        must not combine them with those of this job.
+
         Args:
             rank: the rank.
             size: the number of ranks.
@@ -100,6 +104,9 @@ class Recorder:
             return
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            if not self._watched:
+                _delete_earlier(Path(folder), rank, size)
+            self._watched = True
             stacks = self._register(Path(folder) / record_files.STACKS.format(rank))
         except OSError as error:
             _log.warning(
@@ -187,6 +194,14 @@ class Recorder:
 
     def _function(self, name: str) -> Any:
         return getattr(self._library, f"horovod_hvdkit_{name}", None)
+
+
+def _delete_earlier(folder: Path, rank: int, size: int) -> None:
+    """Delete the record of this rank; on rank 0 also those of ranks that this job does not have."""
+    for path in folder.glob(record_files.RECORD.format("*")):
+        number = path.stem.rpartition("-")[2]
+        if number == str(rank) or (rank == 0 and number.isdigit() and int(number) >= size):
+            path.unlink(missing_ok=True)
 
 
 def stall_seconds(environ: Mapping[str, str]) -> float:

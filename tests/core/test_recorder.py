@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.core.recorder import FOLDER_VARIABLE, Recorder
+
 CATCHES = 1 << (signal.SIGUSR2 - 1)
 
 
@@ -60,3 +62,30 @@ def test_a_signal_after_the_end_of_python_keeps_the_exit_status(tmp_path):
                 process.wait(1)  # the signal has not ended the process
         finally:
             process.kill()
+
+
+class Engine:
+    """An engine that writes no records."""
+
+    def horovod_hvdkit_write_records(self, *arguments):
+        pass
+
+
+def test_records_of_an_earlier_job_are_deleted(tmp_path, monkeypatch):
+    """They would be combined with the records of this job, and give a false verdict."""
+    for name in ("rank-0.json", "rank-1.json", "rank-7.json", "rank-notes.json"):
+        (tmp_path / name).touch()
+    environ = {FOLDER_VARIABLE: str(tmp_path)}
+    first, second = Recorder(Engine()), Recorder(Engine())
+    for recorder in (first, second):
+        monkeypatch.setattr(recorder, "_register", lambda path: -1)
+    second.watch(1, 2, 0.0, environ)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("rank-0.json", "rank-7.json", "rank-notes.json")
+    ]
+    first.watch(0, 2, 0.0, environ)
+    assert [p.name for p in tmp_path.iterdir()] == ["rank-notes.json"]
+    # Elastic training initializes Horovod again, after a failure that has left a record.
+    (tmp_path / "rank-0.json").touch()
+    first.watch(0, 2, 0.0, environ)
+    assert (tmp_path / "rank-0.json").exists()
