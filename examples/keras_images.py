@@ -58,10 +58,10 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def residual(x: object, channels: int, stride: int) -> object:
     """Apply two convolutions with batch normalization, and a shortcut around them."""
     y = layers.Conv2D(channels, 3, stride, padding="same", use_bias=False)(x)
-    y = layers.ReLU()(BatchNormalization()(y))
+    y = layers.ReLU()(BatchNormalization(momentum=0.9)(y))
     y = layers.Conv2D(channels, 3, padding="same", use_bias=False)(y)
     shortcut = layers.Conv2D(channels, 1, stride)(x) if stride > 1 else x
-    return layers.ReLU()(layers.Add()([BatchNormalization()(y), shortcut]))
+    return layers.ReLU()(layers.Add()([BatchNormalization(momentum=0.9)(y), shortcut]))
 
 
 def shape_net() -> keras.Model:
@@ -70,7 +70,7 @@ def shape_net() -> keras.Model:
     x = layers.RandomFlip("horizontal")(images)
     x = layers.RandomTranslation(0.1, 0.1, fill_mode="wrap", interpolation="nearest")(x)
     x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
-    x = layers.ReLU()(BatchNormalization()(x))
+    x = layers.ReLU()(BatchNormalization(momentum=0.9)(x))
     x = residual(residual(residual(x, 16, 1), 32, 2), 64, 2)
     return keras.Model(images, layers.Dense(len(SHAPES))(layers.GlobalAveragePooling2D()(x)))
 
@@ -84,7 +84,7 @@ def main() -> None:
         "--batch-size", type=int, default=64, help="images per step, of all ranks (default 64)"
     )
     parser.add_argument("--images", type=int, default=6400, help="to train on (default 6400)")
-    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default 0.1)")
+    parser.add_argument("--lr", type=float, default=0.05, help="peak learning rate (default 0.05)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same result (default 0)")
     parser.add_argument("--checkpoint-dir", metavar="DIR", default="runs/keras_images")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
