@@ -16,15 +16,17 @@ class ElasticSampler(horovod_sampler.ElasticSampler):
     committed batch.
 
     Every rank gets as many samples as the others. For this, up to `size - 1` samples are repeated
-    at the end of an epoch: the first of the epoch. A restart with the same number of ranks therefore
-    repeats the same samples. Horovod's class repeats samples of the remaining ones, and fails if
-    fewer samples are left than ranks.
+    at the end of an epoch: the first samples of the epoch. A restart with the same number of ranks
+    therefore repeats the same samples. Horovod's class repeats the first remaining samples, and
+    fails if fewer samples are left than ranks.
 
     Args:
         dataset: the data set; its length must not change.
         shuffle: draw a new order for every epoch.
         seed: the seed of the orders, the same on every rank.
     """
+
+    processed_num: int
 
     def reset(self) -> None:
         """Divide the remaining samples of the epoch among the current ranks."""
