@@ -33,6 +33,7 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
+from hvdkit.keras.learning_rates import EpochRates
 from hvdkit.keras.models import distributions_of, finalize, is_built
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
@@ -164,6 +165,7 @@ class Checkpoint(LastCallback):
         }
         self.metadata = {} if metadata is None else metadata
         self._progress = _Progress()
+        self._rates = EpochRates()
         self._metrics = _Metrics()
         self._rank_items: dict[str, RankItem] = {}
         self._resumed: ResumedEpoch | None = None
@@ -226,6 +228,8 @@ class Checkpoint(LastCallback):
         if self._elastic:
             self._keep_data_position()
             keep_position(self._store.location, self)
+        if not resumes or self._progress.batches == 0:
+            self._rates.epoch_ends(model)
         if resumes:
             finalize(model)
             self._resume_fit()
@@ -242,10 +246,14 @@ class Checkpoint(LastCallback):
         return {
             "progress": self._progress.save(),
             "in_run": self._in_run,
-            "callbacks": CallbackStates(lambda: self._progress.callbacks).save(),
+            "callbacks": self._callback_states().save(),
             "metadata": dict(self.metadata),
             "data": self._data_position,
         }
+
+    def _callback_states(self) -> CallbackStates:
+        progress, rates = self._progress, self._rates
+        return CallbackStates(lambda: [*progress.callbacks, rates])
 
     def _keep_data_position(self) -> None:
         """Keep the position in the data. `save` raises later, when `fit` reads the next epoch."""
@@ -261,7 +269,7 @@ class Checkpoint(LastCallback):
         progress, data = self._progress, position["data"]
         progress.restore(progress.plan_restore(position["progress"]))
         self._in_run = position["in_run"]
-        CallbackStates(lambda: progress.callbacks).restore(position["callbacks"])
+        self._callback_states().restore(position["callbacks"])
         self.metadata.update(position["metadata"])
         if self._data is not None and data is not None:
             self._data.restore(self._data.plan_restore(data))
@@ -309,7 +317,7 @@ class Checkpoint(LastCallback):
         self._rank_items = rank_items_of(model)
         items: dict[str, StatefulItem] = items_of(model) | {
             "progress": progress,
-            "callbacks": CallbackStates(lambda: progress.callbacks),
+            "callbacks": self._callback_states(),
             "metadata": kept_in(metadata),
         }
         if self._data is not None:
@@ -369,6 +377,7 @@ class Checkpoint(LastCallback):
         self.model._initial_epoch = max(begin - self._earlier_epochs, 0)
         if not in_epoch or progress.stopped:
             return
+        self._rates.resume(self.model)
         own = {name: item.save() for name, item in self._rank_items.items()}
         metrics, began = self._metrics.restored, progress.epoch_began
 
@@ -404,6 +413,7 @@ class Checkpoint(LastCallback):
         self.model._initial_epoch = None
         resumed, self._resumed = self._resumed, None
         set_next_epoch(resumed)
+        self._rates.epoch_begins(self.model)
         progress = self._progress
         if resumed is None:
             progress.epoch, progress.batches = self._earlier_epochs + epoch, 0
@@ -457,6 +467,7 @@ class Checkpoint(LastCallback):
         progress.stopped = bool(self.model.stop_training)
         progress.epoch_began = None
         self._metrics.in_epoch = False
+        self._rates.epoch_ends(self.model)
         metrics = _numbers(logs)
         wanted = progress.stopped or progress.epoch == self._epochs
         if self._every_epochs is not None:

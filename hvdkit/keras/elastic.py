@@ -14,6 +14,7 @@ from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.further_optimizers import build, further_optimizers, trained_of
 from hvdkit.keras.items import reduction_items_of
+from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.models import is_built
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
@@ -238,15 +239,25 @@ class UpdateBatchStateCallback(_UpdateCallback):
         """
         super().__init__(state)
         self._resumes = False
+        self._rates: list[float] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._resumes = self.state.batch > 0
+        self._rates = learning_rates(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         if self._resumes:
-            set_next_epoch(ResumedEpoch(self.state.batch, True, lambda _: None, _nothing, _nothing))
+            batches = self.state.batch
+            set_next_epoch(ResumedEpoch(batches, True, self._keep_rates, _nothing, _nothing))
         self._resumes = False
+
+    def _keep_rates(self, _: Any) -> None:
+        """Undo a change of the learning rates at the beginning of the resumed epoch.
+
+        The commit contains the change that the same callback made when the epoch first began.
+        """
+        set_learning_rates(self.model, self._rates)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.state.batch = batch + 1

@@ -1,5 +1,6 @@
 """`hvd.callbacks.Checkpoint` on one rank: content, export, resume and errors."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -224,6 +225,38 @@ def test_batches_of_a_resumed_epoch_keep_their_numbers(hvd, tmp_path):
         callback, _ = fit(hvd, other, folder, count=40, callbacks=[numbers], epochs=2)
         assert numbers.seen == [*range(3 * together, 10, together), *range(0, 10, together)]
         assert callback.step == 20
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.25])
+def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path, factor):
+    """`fit` calls `on_epoch_begin` again. Another schedule is effective in the resumed epoch."""
+    import keras
+
+    class Rates(keras.callbacks.Callback):
+        def __init__(self, stop=None):
+            super().__init__()
+            self.seen, self.stop = [], stop
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if len(self.seen) == self.stop:
+                raise KeyError("interrupted")
+            self.seen.append(float(self.model.optimizer.learning_rate))
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.optimizer.learning_rate = self.seen[-1] / 2
+
+    def train(factor, stop=None):
+        rates = Rates(stop)
+        schedule = keras.callbacks.LearningRateScheduler(lambda _, rate: factor * rate)
+        model = compiled(keras.optimizers.SGD(1.0))
+        callbacks = [schedule, rates]
+        with contextlib.suppress(KeyError):
+            fit(hvd, model, tmp_path, epochs=2, callbacks=callbacks, every_steps=1)
+        return rates.seen
+
+    first = train(0.5, stop=5)
+    assert first == [1 / 2, 1 / 4, 1 / 8, 1 / 32, 1 / 64]
+    assert train(factor) == [1 / 128 if factor == 0.5 else 1 / 64]
 
 
 @pytest.mark.long_with("keras-tensorflow")

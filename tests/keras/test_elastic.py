@@ -282,6 +282,52 @@ def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path,
     assert (state.epoch, int(model.optimizer.iterations)) == (4, 4)
 
 
+def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path):
+    """The commit contains what `LearningRateScheduler` did when the epoch first began."""
+    import keras
+
+    class State(hvd.elastic.KerasState):
+        def commit(self):
+            self.save()
+            with (tmp_path / "commit").open("wb") as file:
+                self.write_saved(file)
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if len(seen) == 4:
+                raise _KilledError
+            seen.append(float(self.model.optimizer.learning_rate))
+
+    def start():
+        model = small_model()
+        model.compile(keras.optimizers.SGD(1.0), loss="mse")
+        state = State(model, epoch=0, batch=0)
+        if seen:
+            state.read_saved(tmp_path / "commit")
+            state.restore()
+        model.fit(
+            *(np.ones((12, 3)), np.ones((12, 2))),
+            batch_size=4,
+            initial_epoch=state.epoch,
+            epochs=2,
+            callbacks=[
+                keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2),
+                Rates(),
+                hvd.elastic.UpdateBatchStateCallback(state),
+                hvd.elastic.UpdateEpochStateCallback(state),
+                hvd.elastic.CommitStateCallback(state),
+            ],
+            verbose=0,
+        )
+
+    seen = []
+    with pytest.raises(_KilledError):
+        start()
+    seen.append(None)
+    start()
+    assert seen == [0.5, 0.5, 0.5, 0.25, None, 0.25, 0.25]
+
+
 def small_model():
     import keras
 

@@ -1,7 +1,7 @@
 """Divide the remaining samples of an epoch among the current ranks."""
 
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 from horovod.torch.elastic import sampler as horovod_sampler
 
@@ -16,7 +16,9 @@ class ElasticSampler(horovod_sampler.ElasticSampler):
     committed batch.
 
     Every rank gets as many samples as the others. For this, up to `size - 1` samples are repeated
-    at the end of an epoch. Horovod's class fails there if fewer samples are left than ranks.
+    at the end of an epoch: the first samples of the epoch. A restart with the same number of ranks
+    therefore repeats the same samples. Horovod's class repeats the first remaining samples, and
+    fails if fewer samples are left than ranks.
 
     Args:
         dataset: the data set; its length must not change.
@@ -24,7 +26,17 @@ class ElasticSampler(horovod_sampler.ElasticSampler):
         seed: the seed of the orders, the same on every rank.
     """
 
+    processed_num: int
+
+    def reset(self) -> None:
+        """Divide the remaining samples of the epoch among the current ranks."""
+        processed, self.processed_num = self.processed_num, 0
+        super().reset()
+        self._order = self.remaining_indices
+        self.processed_num = processed
+        super().reset()
+
     def __iter__(self) -> Iterator[int]:
-        samples = islice(cycle(self.remaining_indices), self.total_size)
+        samples = islice(chain(self.remaining_indices, cycle(self._order)), self.total_size)
         self.indices = list(samples)[self.rank :: self.num_replicas]
         return iter(self.indices)
