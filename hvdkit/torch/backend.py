@@ -1,5 +1,6 @@
 """Pack, reduce and unpack the gradients of a bucket in PyTorch."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -381,8 +382,20 @@ def _abs_max(buffer: torch.Tensor) -> torch.Tensor:
     """Return the absolute maximum, a tensor without dimensions; NaN if an element is NaN."""
     if buffer.device.type != "cpu":
         return torch.linalg.vector_norm(buffer, float("inf"))
+    if not _has_aminmax(buffer.dtype):
+        return buffer.abs().max()
     low, high = torch.aminmax(buffer)  # faster on a CPU
     return torch.maximum(-low, high)
+
+
+@functools.cache
+def _has_aminmax(dtype: torch.dtype) -> bool:
+    """Return whether `torch.aminmax` takes this dtype on a CPU: not float16 with torch 2.1."""
+    try:
+        torch.aminmax(torch.zeros(1, dtype=dtype, device="cpu"))
+    except RuntimeError:
+        return False
+    return True
 
 
 class TorchBackend:
