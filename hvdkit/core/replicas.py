@@ -141,8 +141,8 @@ class CheckSettings:
             raise UsageError(f"check_interval is {self.interval!r}: expected a number of steps")
         if self.interval < 0:
             raise UsageError(
-                f"check_interval is {self.interval}: expected a number of steps, or 0 to compare "
-                f"nothing"
+                f"check_interval is {self.interval}: expected a number of steps, or 0 for no "
+                f"comparison after the first one"
             )
         if self.on_mismatch not in (STOP, REPAIR):
             raise UsageError(

@@ -81,7 +81,8 @@ def DistributedOptimizer(
             Frozen parameters in `named_parameters` are compared even if the optimizer does not have
             them.
         check_interval: compare parameters, optimizer state and options after every `check_interval`
-            steps; 0 for never. Needs `check_parameters`.
+            steps, and before after steps 10, 20, 40 and so on; 0 for never. Needs
+            `check_parameters`.
         on_mismatch: what to do if this comparison finds a difference. `"stop"` raises
             `RankMismatchError` on every rank; a difference as small as rounding is only logged.
             `"repair"` copies the values of the majority of ranks. It raises if there is no

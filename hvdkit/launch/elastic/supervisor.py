@@ -179,7 +179,8 @@ class ElasticSupervisor:
                 self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
             self._used += 1
         if self._resets == self.limits.resets:
-            self.say(f"the job was restarted {self._resets} times, and ends (--reset-limit)")
+            times = "once" if self._resets == 1 else f"{self._resets} times"
+            self.say(f"the job was restarted {times}, and ends (--reset-limit)")
             return False
         self._resets += 1
         if outcome.hosts_changed:
