@@ -16,9 +16,23 @@ import torch
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# torch.amp.GradScaler, for any device, exists since torch 2.3.
-_TorchGradScaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+_TorchGradScaler: Any
+if hasattr(torch.amp, "GradScaler"):
+    _TorchGradScaler = torch.amp.GradScaler
+else:
 
+    class _CudaGradScaler(torch.cuda.amp.GradScaler):
+        """The GradScaler of torch before 2.3, with the arguments of `torch.amp.GradScaler`."""
+
+        def __init__(self, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+            if torch.device(device).type != "cuda":
+                raise UsageError(
+                    f"hvd.GradScaler({device!r}) needs torch 2.3 or newer, and this is torch "
+                    f"{torch.__version__}: upgrade torch. A GradScaler of this torch is for CUDA"
+                )
+            super().__init__(*args, **kwargs)
+
+    _TorchGradScaler = _CudaGradScaler
 
 _scalers: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
 

@@ -99,7 +99,7 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`."""
         # The file contains arbitrary objects, and belongs to the user of this process.
-        saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        saved = torch.load(str(path), map_location="cpu", weights_only=False, mmap=True)
         self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
         self._saved_reduction = saved.get("reduction", {})
