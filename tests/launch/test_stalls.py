@@ -121,6 +121,32 @@ def test_no_verdict_on_a_call_that_has_waited_for_a_moment():
     assert job.check(105.0, ()) is None
 
 
+def test_another_late_call_gets_a_verdict_after_the_first_one_has_ended():
+    """Ranks 0 and 1 train in one process set, and ranks 2 and 3 in another one."""
+    asked = []
+    job = Stalls(4, None, lambda: asked.append(1))
+    groups = {"1": [0, 1], "2": [2, 3]}
+
+    def add(rank, now, name="", reason="request", enqueued=1.0):
+        content = json.loads(record(rank, name, reason, ahead=now))
+        call = content["open"][0] | {"set": 1 + rank // 2, "enqueued": enqueued}
+        content |= {"size": 4, "groups": groups, "open": [call] if name else []}
+        job.add(json.dumps(content | ({} if name else {"calls": {}, "stacks": LEAVES})), now)
+
+    add(0, 100.0, "x", "stall", enqueued=1.0)
+    add(2, 100.1, "y", "stall", enqueued=2.0)
+    add(1, 101.0)
+    add(3, 101.0)
+    assert job.check(101.0, ()).missing == [1]
+    # Rank 1 has called `x`.
+    now = 300.0
+    job.check(now, ())
+    assert len(asked) == 2
+    for rank, name in enumerate(["", "", "y", ""]):
+        add(rank, now, name, enqueued=2.0)
+    assert job.check(now, ()).missing == [3]
+
+
 def test_silent_ranks_have_some_seconds(tmp_path):
     job, _ = stalls(tmp_path)
     job.add(record(0, "x", "stall"), 100.0)
