@@ -128,6 +128,8 @@ class Stalls:
             if (record := self._records.get(rank)) is not None
             and record.error
             and record.calls.get(call.name, 0) == call.number
+            # Otherwise the call has ended, and a later one has failed.
+            and (record.failed == call.name or any(c.name == call.name for c in record.open))
         ]
         return verdict.text if failed else overdue(self._records, self._states, self._size)
 

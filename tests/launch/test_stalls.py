@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from hvdkit.faults.command import why
 from hvdkit.launch.stalls import Stalls
 
@@ -184,10 +186,10 @@ def test_a_stopped_rank_ends_the_job_at_the_limit():
     assert len(asked) == 2
 
 
-def failed(number):
-    """Return the record of rank 0 after a failure in call `number`."""
+def failed(number, name="x"):
+    """Return the record of rank 0 after a failure in a call. Its last call of `x` is `number`."""
     content = json.loads(record(0, "x", "error", number))
-    return json.dumps(content | {"error": "failed: lost a peer", "failed": "x", "open": []})
+    return json.dumps(content | {"error": "failed: lost a peer", "failed": name, "open": []})
 
 
 def test_the_verdict_on_a_stall_in_which_ranks_fail():
@@ -202,12 +204,13 @@ def test_the_verdict_on_a_stall_in_which_ranks_fail():
     assert "the process is stopped" in verdict.text
 
 
-def test_a_verdict_does_not_explain_a_later_failure():
+@pytest.mark.parametrize("later", [{"number": 2}, {"number": 1, "name": "y"}])
+def test_a_verdict_does_not_explain_a_later_failure(later):
     job, _ = stalls()
     job.set_states({1: "stopped"})
     job.add(record(0, "x", "stall"), 100.0)
     job.check(130.0, ())
-    job.add(failed(number=2), 165.0)
+    job.add(failed(**later), 165.0)
     assert job.verdict_on_failure() == ""
 
 
