@@ -16,6 +16,7 @@ agent ends only after the launcher has closed the connection.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import shlex
@@ -41,8 +42,6 @@ from hvdkit.signals import STOP_SIGNALS
 ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
-# The capacity of a pipe in Linux.
-_PIPE_BYTES = 65536
 #: With more bytes than this to send, the agent stops reading the ranks' output.
 _UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
@@ -379,7 +378,8 @@ class Agent:
             self._send_records()
             # Not until the pipe is empty: another process of the rank may write all the time.
             for pipe in list(rank.pipes):
-                for _ in range(_PIPE_BYTES // _READ_BYTES + 1):
+                capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+                for _ in range(capacity // _READ_BYTES + 1):
                     if not self._forward(pipe, rank):
                         break
             if self._echo is not None:

@@ -68,7 +68,7 @@ def problems(
     found += [
         f"no file {name} in {directory}; copy it there, or share the directory"
         for name in files
-        if not Path(directory, name).exists()
+        if not os.path.exists(os.path.join(directory, name))
     ]
     return found
 
@@ -77,10 +77,10 @@ def _problem_of_program(name: str, directory: str) -> str:
     """Return why the program of a command cannot be started, and what to do."""
     if "/" not in name:
         return f"no program {name!r} on PATH; install it, or give its full path"
-    path = Path(directory, name)
-    if path.is_dir():
+    path = os.path.join(directory, name)
+    if os.path.isdir(path):
         return f"{name!r} is a directory; expected a program"
-    if path.exists():
+    if os.path.exists(path):
         return (
             f"the file {name!r} is not executable; run `chmod +x {shlex.quote(name)}` there, or "
             f"start it with its interpreter, such as `bash {shlex.quote(name)}`"

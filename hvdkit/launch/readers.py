@@ -11,26 +11,34 @@ import errno
 import os
 import select
 import time
+from collections.abc import Iterator
 
 # Bytes. A pipe that is writable takes so many without a wait.
 _PIECE_BYTES = select.PIPE_BUF
 # Seconds. A signal handler may set a limit during a wait.
 _POLL_SECONDS = 0.2
+_FULL_SECONDS = 0.02
 
-# When to end all waits (`time.monotonic`).
-_limit = float("inf")
+# When to end all waits (`time.monotonic`), and the shortest wait for a reader after this time.
+_limit = _shortest = float("inf")
 
 
 def wait() -> None:
     """Wait for readers without a limit, until `give_up_at` sets one."""
-    global _limit
-    _limit = float("inf")
+    global _limit, _shortest
+    _limit = _shortest = float("inf")
 
 
-def give_up_at(limit: float) -> None:
-    """Set the time at which this process no longer waits for readers. The earliest time holds."""
-    global _limit
-    _limit = min(_limit, limit)
+def give_up_at(limit: float, shortest: float) -> None:
+    """Set the time at which this process no longer waits for readers. The earliest time holds.
+
+    Args:
+        limit: the time (`time.monotonic`).
+        shortest: the seconds that a reader may pause after this time. Otherwise output of ranks
+            that stop slowly is lost when its reader pauses for a moment.
+    """
+    global _limit, _shortest
+    _limit, _shortest = min(_limit, limit), min(_shortest, shortest)
 
 
 def write(descriptor: int, data: bytes) -> None:
@@ -43,11 +51,38 @@ def write(descriptor: int, data: bytes) -> None:
         TimeoutError: the reader does not read, and the limit of `give_up_at` has passed.
         OSError: of the system, such as for a full disk or a closed pipe.
     """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    while data:
-        if poll.poll(1000 * _POLL_SECONDS):
-            with contextlib.suppress(BlockingIOError):
-                data = data[os.write(descriptor, data[:_PIECE_BYTES]) :]
-        elif time.monotonic() > _limit:
-            raise TimeoutError(errno.ETIMEDOUT, "its reader does not read")
+    with _without_wait(descriptor) as descriptor:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        read_at = time.monotonic()
+        while data:
+            written = 0
+            if poll.poll(1000 * _POLL_SECONDS):
+                try:
+                    written = os.write(descriptor, data[:_PIECE_BYTES])
+                except BlockingIOError:
+                    # A terminal with space for one byte is writable, but a line end needs two.
+                    time.sleep(_FULL_SECONDS)
+            if written:
+                data, read_at = data[written:], time.monotonic()
+            elif time.monotonic() > max(_limit, read_at + _shortest):
+                raise TimeoutError(errno.ETIMEDOUT, "its reader does not read")
+
+
+@contextlib.contextmanager
+def _without_wait(descriptor: int) -> Iterator[int]:
+    """Open a terminal again, so that a write does not wait for it. Yield the new descriptor.
+
+    A writable terminal may have less space than a piece. The mode of the given descriptor stays,
+    because other processes share it, such as the shell.
+    """
+    own = -1
+    if os.isatty(descriptor):
+        flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+        with contextlib.suppress(OSError):  # the terminal of another user, after `su`
+            own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    try:
+        yield descriptor if own < 0 else own
+    finally:
+        if own >= 0:
+            os.close(own)

@@ -128,6 +128,8 @@ class Stalls:
             if (record := self._records.get(rank)) is not None
             and record.error
             and record.calls.get(call.name, 0) == call.number
+            # Otherwise the call has ended, and a later one has failed.
+            and (record.failed == call.name or any(c.name == call.name for c in record.open))
         ]
         return verdict.text if failed else overdue(self._records, self._states, self._size)
 
@@ -153,7 +155,7 @@ class Stalls:
             self._ended = len(ended)
             self._last_ranks_at = now + (self._patience or float("inf"))
         if now > min(self._confirm_at, self._expires_at, self._last_ranks_at):
-            self._for_last_ranks = now > self._last_ranks_at
+            self._for_last_ranks |= now > self._last_ranks_at
             self._confirm_at = self._expires_at = self._last_ranks_at = float("inf")
             self._asked_at = now
             self._ask()
@@ -167,9 +169,10 @@ class Stalls:
         if silent and now < self._asked_at + _ANSWER_SECONDS:
             return None
         self._asked_at = float("-inf")
-        if not self._for_last_ranks and not self._still_waits():
+        self._late &= {(c.name, c.number) for each in self._records.values() for c in each.open}
+        if not self._for_last_ranks and not self._late:
             # The late rank has come.
-            self._unconfirmed, self._late = None, set()
+            self._unconfirmed = None
             return None
         late = () if self._for_last_ranks else self._late
         self._for_last_ranks = False
@@ -206,16 +209,12 @@ class Stalls:
             margin = _MARGIN_SECONDS if STOPPED in states.values() else _ENGINE_SECONDS
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
-        self._late = set() if verdict.call is None else {(verdict.call.name, verdict.call.number)}
+        if verdict.call is not None:
+            self._late.add((verdict.call.name, verdict.call.number))
         self._keep(STATES, json.dumps(states))
         self._keep(SILENT, json.dumps(list(silent_sentences)))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict
-
-    def _still_waits(self) -> bool:
-        """Return whether a late call waits, by the last record of each rank."""
-        calls = (call for record in self._records.values() for call in record.open)
-        return any((call.name, call.number) in self._late for call in calls)
 
     @property
     def _asking(self) -> bool:

@@ -109,7 +109,7 @@ def run(seed: int) -> Outcome:
             outcome.sleeps += asleep[match[1]] > TIMEOUT
         elif message.startswith("hvdkit run: "):
             missing = _MISSING.findall(message)
-            if missing and all(asleep[rank] > TIMEOUT for rank in missing):
+            if missing and all(asleep.get(rank, 0) > TIMEOUT for rank in missing):
                 outcome.named += 1
             else:
                 outcome.wrong.append(message)

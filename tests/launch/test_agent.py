@@ -228,6 +228,18 @@ def test_an_agent_that_has_ended_has_no_guard(agent):
     wait_until_gone(guard.pid)
 
 
+def test_no_output_is_lost_in_a_pipe_that_the_rank_has_enlarged(agent):
+    agent.start(
+        "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20);"
+        "data = bytes(900_000);"
+        "exec('while data: data = data[os.write(1, data):]'); os._exit(0)"
+    )
+    received = 0
+    while (message := agent.receive("output", "ended"))["kind"] == "output":
+        received += len(messages.as_bytes(message["text"]))
+    assert received == 900_000
+
+
 def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent):
     agent.start("import os; os.write(2, b'%d\\n' % os.getpid()); os.execvp('yes', ['yes'])")
     pid = int(agent.line())

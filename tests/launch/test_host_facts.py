@@ -15,6 +15,9 @@ from hvdkit.launch import host_facts
         (["./my job.sh"], [], ["the file './my job.sh' is not executable; run `chmod +x './my"]),
         (["./folder"], [], ["'./folder' is a directory; expected a program"]),
         (["sh", "x.sh"], ["x.sh"], ["no file x.sh in"]),
+        # The system gives an error for these, as for files in a folder of another user.
+        (["./" + 300 * "x"], [], ["no file './xxx"]),
+        (["sh", 300 * "x"], [300 * "x"], ["no file xxx"]),
     ],
 )
 def test_problems_of_a_command(tmp_path, command, files, expected):

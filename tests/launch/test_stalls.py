@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from hvdkit.faults.command import why
 from hvdkit.launch.stalls import Stalls
 
@@ -121,6 +123,32 @@ def test_no_verdict_on_a_call_that_has_waited_for_a_moment():
     assert job.check(105.0, ()) is None
 
 
+def test_another_late_call_gets_a_verdict_after_the_first_one_has_ended():
+    """Ranks 0 and 1 train in one process set, and ranks 2 and 3 in another one."""
+    asked = []
+    job = Stalls(4, None, lambda: asked.append(1))
+    groups = {"1": [0, 1], "2": [2, 3]}
+
+    def add(rank, now, name="", reason="request", enqueued=1.0):
+        content = json.loads(record(rank, name, reason, ahead=now))
+        call = content["open"][0] | {"set": 1 + rank // 2, "enqueued": enqueued}
+        content |= {"size": 4, "groups": groups, "open": [call] if name else []}
+        job.add(json.dumps(content | ({} if name else {"calls": {}, "stacks": LEAVES})), now)
+
+    add(0, 100.0, "x", "stall", enqueued=1.0)
+    add(2, 100.1, "y", "stall", enqueued=2.0)
+    add(1, 101.0)
+    add(3, 101.0)
+    assert job.check(101.0, ()).missing == [1]
+    # Rank 1 has called `x`.
+    now = 300.0
+    job.check(now, ())
+    assert len(asked) == 2
+    for rank, name in enumerate(["", "", "y", ""]):
+        add(rank, now, name, enqueued=2.0)
+    assert job.check(now, ()).missing == [3]
+
+
 def test_silent_ranks_have_some_seconds(tmp_path):
     job, _ = stalls(tmp_path)
     job.add(record(0, "x", "stall"), 100.0)
@@ -158,10 +186,10 @@ def test_a_stopped_rank_ends_the_job_at_the_limit():
     assert len(asked) == 2
 
 
-def failed(number):
-    """Return the record of rank 0 after a failure in call `number`."""
+def failed(number, name="x"):
+    """Return the record of rank 0 after a failure in a call. Its last call of `x` is `number`."""
     content = json.loads(record(0, "x", "error", number))
-    return json.dumps(content | {"error": "failed: lost a peer", "failed": "x", "open": []})
+    return json.dumps(content | {"error": "failed: lost a peer", "failed": name, "open": []})
 
 
 def test_the_verdict_on_a_stall_in_which_ranks_fail():
@@ -176,12 +204,13 @@ def test_the_verdict_on_a_stall_in_which_ranks_fail():
     assert "the process is stopped" in verdict.text
 
 
-def test_a_verdict_does_not_explain_a_later_failure():
+@pytest.mark.parametrize("later", [{"number": 2}, {"number": 1, "name": "y"}])
+def test_a_verdict_does_not_explain_a_later_failure(later):
     job, _ = stalls()
     job.set_states({1: "stopped"})
     job.add(record(0, "x", "stall"), 100.0)
     job.check(130.0, ())
-    job.add(failed(number=2), 165.0)
+    job.add(failed(**later), 165.0)
     assert job.verdict_on_failure() == ""
 
 

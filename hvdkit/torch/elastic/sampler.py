@@ -1,6 +1,7 @@
 """Divide the remaining samples of an epoch among the current ranks."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from itertools import chain, cycle, islice
 
 from horovod.torch.elastic import sampler as horovod_sampler
@@ -26,17 +27,15 @@ class ElasticSampler(horovod_sampler.ElasticSampler):
         seed: the seed of the orders, the same on every rank.
     """
 
-    processed_num: int
-
-    def reset(self) -> None:
-        """Divide the remaining samples of the epoch among the current ranks."""
-        processed, self.processed_num = self.processed_num, 0
-        super().reset()
-        self._order = self.remaining_indices
-        self.processed_num = processed
-        super().reset()
-
     def __iter__(self) -> Iterator[int]:
-        samples = islice(chain(self.remaining_indices, cycle(self._order)), self.total_size)
+        repeated = cycle(self._epoch()) if self.total_size > len(self.remaining_indices) else ()
+        samples = islice(chain(self.remaining_indices, repeated), self.total_size)
         self.indices = list(samples)[self.rank :: self.num_replicas]
         return iter(self.indices)
+
+    def _epoch(self) -> Sequence[int]:
+        """Return all samples of the epoch in their order. A subclass may have its own `reset`."""
+        epoch = copy.copy(self)
+        epoch.processed_num = 0
+        epoch.reset()
+        return epoch.remaining_indices

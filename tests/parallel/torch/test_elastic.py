@@ -109,6 +109,21 @@ def test_a_sampler_with_few_samples_left(hvd, left):
     assert everywhere == [*range(20 - left, 20), *range(20)][: len(everywhere)]
 
 
+def test_a_sampler_with_an_order_of_its_own_repeats_its_samples_only(hvd):
+    class Even(hvd.elastic.ElasticSampler):
+        def reset(self):
+            self.num_replicas, self.rank = hvd.size(), hvd.rank()
+            self.remaining_indices = [*range(len(self.dataset))][::-2][self.processed_num :]
+            self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+            self.total_size = self.num_samples * self.num_replicas
+
+    sampler = Even(range(11))
+    sampler.load_state_dict({"epoch": 0, "processed_num": 1})
+    steps = zip(*hvd.allgather_object(list(sampler)), strict=True)
+    everywhere = [sample for step in steps for sample in step]
+    assert everywhere == [8, 6, 4, 2, 0, 10, 8, 6][: len(everywhere)]
+
+
 def test_a_commit_within_an_accumulation_window_saves_nothing(hvd):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
