@@ -26,6 +26,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.elastic import UpdateEpochStateCallback
+from hvdkit.keras.epoch_begin import EpochBegin
 from hvdkit.keras.items import (
     CallbackStates,
     OwnVariables,
@@ -33,7 +34,6 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
-from hvdkit.keras.learning_rates import EpochRates
 from hvdkit.keras.models import distributions_of, finalize, is_built
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
@@ -165,7 +165,7 @@ class Checkpoint(LastCallback):
         }
         self.metadata = {} if metadata is None else metadata
         self._progress = _Progress()
-        self._rates = EpochRates()
+        self._begin = EpochBegin()
         self._metrics = _Metrics()
         self._rank_items: dict[str, RankItem] = {}
         self._resumed: ResumedEpoch | None = None
@@ -228,9 +228,9 @@ class Checkpoint(LastCallback):
         if self._elastic:
             self._keep_data_position()
             keep_position(self._store.location, self)
-        if not resumes or self._progress.batches == 0:
-            self._rates.epoch_ends(model)
-        if resumes:
+        if not resumes:
+            self._begin.epoch_ends(model, progress.callbacks)
+        else:
             finalize(model)
             self._resume_fit()
             if self._verbose and backend.hvd.rank() == 0:
@@ -252,8 +252,8 @@ class Checkpoint(LastCallback):
         }
 
     def _callback_states(self) -> CallbackStates:
-        progress, rates = self._progress, self._rates
-        return CallbackStates(lambda: [*progress.callbacks, rates])
+        progress, begin = self._progress, self._begin
+        return CallbackStates(lambda: [*progress.callbacks, begin])
 
     def _keep_data_position(self) -> None:
         """Keep the position in the data. `save` raises later, when `fit` reads the next epoch."""
@@ -376,8 +376,9 @@ class Checkpoint(LastCallback):
         begin = epochs if progress.stopped else progress.epoch
         self.model._initial_epoch = max(begin - self._earlier_epochs, 0)
         if not in_epoch or progress.stopped:
+            self._begin.epoch_ends(self.model, progress.callbacks)
             return
-        self._rates.resume(self.model)
+        self._begin.resume(self.model, progress.callbacks)
         own = {name: item.save() for name, item in self._rank_items.items()}
         metrics, began = self._metrics.restored, progress.epoch_began
 
@@ -413,8 +414,8 @@ class Checkpoint(LastCallback):
         self.model._initial_epoch = None
         resumed, self._resumed = self._resumed, None
         set_next_epoch(resumed)
-        self._rates.epoch_begins(self.model)
         progress = self._progress
+        self._begin.epoch_begins(self.model, progress.callbacks)
         if resumed is None:
             progress.epoch, progress.batches = self._earlier_epochs + epoch, 0
             if self._data is None:
@@ -467,7 +468,7 @@ class Checkpoint(LastCallback):
         progress.stopped = bool(self.model.stop_training)
         progress.epoch_began = None
         self._metrics.in_epoch = False
-        self._rates.epoch_ends(self.model)
+        self._begin.epoch_ends(self.model, progress.callbacks)
         metrics = _numbers(logs)
         wanted = progress.stopped or progress.epoch == self._epochs
         if self._every_epochs is not None:

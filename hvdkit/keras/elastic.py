@@ -11,6 +11,7 @@ from hvdkit.core.elastic import ReductionItem, VariablesState
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.epoch_begin import Copies
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.further_optimizers import build, further_optimizers, trained_of
 from hvdkit.keras.items import reduction_items_of
@@ -240,23 +241,28 @@ class UpdateBatchStateCallback(_UpdateCallback):
         super().__init__(state)
         self._resumes = False
         self._rates: list[float] = []
+        self._copies: Copies | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._resumes = self.state.batch > 0
         self._rates = learning_rates(self.model)
+        self._copies = Copies(self.model) if self._resumes else None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         if self._resumes:
             batches = self.state.batch
-            set_next_epoch(ResumedEpoch(batches, True, self._keep_rates, _nothing, _nothing))
+            set_next_epoch(ResumedEpoch(batches, True, self._undo, _nothing, _nothing))
         self._resumes = False
 
-    def _keep_rates(self, _: Any) -> None:
-        """Undo a change of the learning rates at the beginning of the resumed epoch.
+    def _undo(self, _: Any) -> None:
+        """Undo changes of variables in the `on_epoch_begin` of the resumed epoch.
 
-        The commit contains the change that the same callback made when the epoch first began.
+        The commit contains the changes that the same callback made when the epoch first began.
         """
+        if self._copies is not None:
+            self._copies.restore()
+            self._copies = None
         set_learning_rates(self.model, self._rates)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002

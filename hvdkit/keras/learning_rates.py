@@ -16,18 +16,19 @@ from hvdkit.keras.further_optimizers import further_optimizers
 
 def learning_rates(model: Any) -> list[float]:
     """Return the learning rates of a model's optimizers, without those that follow a schedule."""
-    return [float(keras.ops.convert_to_numpy(variable)) for variable in _variables(model)]
+    return [float(keras.ops.convert_to_numpy(variable)) for variable in rate_variables(model)]
 
 
 def set_learning_rates(model: Any, rates: Sequence[float]) -> None:
     """Restore a result of `learning_rates`. Do nothing if the model has other optimizers now."""
-    variables = _variables(model)
+    variables = rate_variables(model)
     if len(variables) == len(rates):
         for variable, rate in zip(variables, rates, strict=True):
             variable.assign(rate)
 
 
-def _variables(model: Any) -> list[Any]:
+def rate_variables(model: Any) -> list[Any]:
+    """Return the variables of the learning rates that follow no schedule."""
     optimizers = [model.optimizer, *further_optimizers(model).values()]
     found = [getattr(innermost(each), "_learning_rate", None) for each in optimizers if each]
     return [each for each in found if isinstance(each, keras.Variable)]

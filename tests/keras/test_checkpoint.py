@@ -259,6 +259,48 @@ def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path, factor):
     assert train(factor) == [1 / 128 if factor == 0.5 else 1 / 64]
 
 
+def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
+    """A callback counts epochs, sums batches since the epoch began, and changes a weight."""
+    import keras
+
+    class Counting(keras.callbacks.Callback):
+        def __init__(self, stop=None):
+            super().__init__()
+            self.stop, self.epochs, self.batches = stop, 0, []
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epochs, self.batches = self.epochs + 1, []
+            self.model.optimizer.learning_rate = 0.1 / self.epochs
+            bias = self.model.layers[-1].bias
+            bias.assign(bias / 2 + 1)
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.batches.append(batch)
+            if (self.epochs, batch) == self.stop:
+                raise KeyError("interrupted")
+
+        def on_epoch_end(self, epoch, logs=None):
+            logs.update(epochs=self.epochs, batches=len(self.batches))
+
+        def state_dict(self):
+            return {"epochs": self.epochs, "batches": self.batches}
+
+        def load_state_dict(self, state):
+            self.epochs, self.batches = state["epochs"], state["batches"]
+
+    def train(folder, stop=None):
+        model = compiled()
+        callbacks = [Counting(stop)]
+        _, history = fit(hvd, model, folder, epochs=3, callbacks=callbacks, every_steps=1)
+        return arrays(model), history.history
+
+    expected = train(tmp_path / "undisturbed")
+    for stop in ((2, 2), (2, 2), (3, 1)):
+        with contextlib.suppress(KeyError):
+            train(tmp_path / "resumed", stop)
+    assert train(tmp_path / "resumed") == expected
+
+
 @pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_in_a_callback_does_not_consume_the_resumed_epoch(hvd, tmp_path):
     import keras

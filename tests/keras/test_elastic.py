@@ -282,8 +282,8 @@ def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path,
     assert (state.epoch, int(model.optimizer.iterations)) == (4, 4)
 
 
-def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path):
-    """The commit contains what `LearningRateScheduler` did when the epoch first began."""
+def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
+    """The commit contains what the callbacks did when the epoch first began."""
     import keras
 
     class State(hvd.elastic.KerasState):
@@ -292,14 +292,19 @@ def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path):
             with (tmp_path / "commit").open("wb") as file:
                 self.write_saved(file)
 
-    class Rates(keras.callbacks.Callback):
+    class Seen(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.scale.assign(self.model.scale / 2)
+
         def on_train_batch_begin(self, batch, logs=None):
             if len(seen) == 4:
                 raise _KilledError
             seen.append(float(self.model.optimizer.learning_rate))
+            assert float(self.model.scale) == seen[-1]
 
     def start():
         model = small_model()
+        model.scale = model.add_weight(shape=(), initializer="ones", trainable=False)
         model.compile(keras.optimizers.SGD(1.0), loss="mse")
         state = State(model, epoch=0, batch=0)
         if seen:
@@ -312,7 +317,7 @@ def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path):
             epochs=2,
             callbacks=[
                 keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2),
-                Rates(),
+                Seen(),
                 hvd.elastic.UpdateBatchStateCallback(state),
                 hvd.elastic.UpdateEpochStateCallback(state),
                 hvd.elastic.CommitStateCallback(state),
