@@ -44,7 +44,7 @@ def test_a_constant_on_some_ranks(hvd, kind):
     @tf.function
     def run():
         x = variable.read_value() if hvd.rank() == 0 else tf.constant(constant)
-        return call(hvd, kind, x, "x")
+        return call(hvd, kind, x, "constant")
 
     for step in range(STEPS):
         variable.assign(tf.fill([hvd.size()], float(step)))
@@ -64,7 +64,7 @@ def test_a_result_that_some_ranks_do_not_use(hvd, kind):
 
     @tf.function
     def run():
-        result = call(hvd, kind, variable.read_value(), "x")
+        result = call(hvd, kind, variable.read_value(), "unused")
         return result if hvd.rank() == 0 else tf.constant(0.0)
 
     for _ in range(STEPS):
