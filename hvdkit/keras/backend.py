@@ -21,8 +21,8 @@ from hvdkit.core.stragglers import BACKWARD, StepTimes
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
 
-# Older versions lack `EpochIterator._enumerate_iterator`, which hvdkit.keras.resuming wraps.
-_FIRST_KERAS = "3.7"
+# Older versions lack `CallbackList._flush_futures`, and their `EpochIterator` yields other tuples.
+_FIRST_KERAS = "3.12"
 
 _COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollectives"}
 # Backend -> module and class in its adapter.

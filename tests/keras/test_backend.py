@@ -24,7 +24,7 @@ import hvdkit.keras
         ("3.15.0", "jax", "Keras runs on its jax backend"),
         ("3.15.0", "openvino", "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"),
         ("2.15.0", "tensorflow", "this is Keras 2.15.0, and hvdkit.keras needs Keras 3"),
-        ("3.6.0", "tensorflow", "needs 3.7 or newer: pip install 'keras>=3.7'"),
+        ("3.11.3", "tensorflow", "needs 3.12 or newer: pip install 'keras>=3.12'"),
     ],
 )
 def test_another_backend_or_version_raises(version, name, message):
