@@ -90,7 +90,10 @@ class Stalls:
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
         )
         if record.reason == "stall":
-            self._late |= {(call.name, call.number) for call in record.open}
+            # Not a call that the rank has just made.
+            waits = {call: record.time - call.enqueued for call in record.open}
+            longest = max(waits.values(), default=0.0)
+            self._late |= {(c.name, c.number) for c, wait in waits.items() if wait > longest / 2}
             if not known:
                 self._asked_at = now
                 self._ask()

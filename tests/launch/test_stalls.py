@@ -149,6 +149,22 @@ def test_another_late_call_gets_a_verdict_after_the_first_one_has_ended():
     assert job.check(now, ()).missing == [3]
 
 
+def test_no_verdict_on_a_call_that_was_made_just_before_the_stall_was_reported():
+    """The late rank comes before the other records. The younger call may end in a moment."""
+
+    def content(reason, enqueued):
+        found = json.loads(record(0, "x", reason))
+        call = found["open"][0]
+        calls = [call | {"name": name, "enqueued": time} for name, time in enqueued.items()]
+        return json.dumps(found | {"open": calls, "calls": {"x": 1, "z": 1}})
+
+    job, _ = stalls()
+    job.add(content("stall", {"x": 1.0, "z": 60.5}), 100.0)
+    job.add(content("request", {"z": 60.5}), 101.0)
+    job.add(works(1), 101.0)
+    assert job.check(101.0, ()) is None
+
+
 def test_silent_ranks_have_some_seconds(tmp_path):
     job, _ = stalls(tmp_path)
     job.add(record(0, "x", "stall"), 100.0)
