@@ -129,7 +129,7 @@ def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained
 def test_messages_of_mpirun_after_a_signal_during_the_start(listener):
     """Agents that start after the signal cannot connect. mpirun would describe this at length."""
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    ready = "echo before; kill -INT $PPID; sleep 1; echo 'agent 0 has failed'"
+    ready = "echo before; sleep 1; kill -INT $PPID; sleep 1; echo 'agent 0 has failed'"
     command = ("mpirun", ["sh", "-c", ready], dict(os.environ))
     said = []
     with (

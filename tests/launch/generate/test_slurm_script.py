@@ -57,7 +57,13 @@ def test_directives_come_before_the_first_command():
 
 # Replacements of Slurm's commands. tests/cluster/test_slurm.py uses a real Slurm.
 FAKE_COMMANDS = """
-hvdkit() {{ trap 'exit 75' USR1; echo up; for n in $(seq 100); do sleep 0.1; done; exit {status}; }}
+hvdkit() {{
+    trap 'exit 75' USR1
+    numbers=$(seq 100)  # before `up`: bash fails if a signal arrives while it parses $(...)
+    echo up
+    for n in $numbers; do sleep 0.1; done
+    exit {status}
+}}
 squeue() {{ echo {state}; }}
 scontrol() {{ echo "scontrol $*"; }}
 """
