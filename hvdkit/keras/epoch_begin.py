@@ -58,7 +58,7 @@ class EpochBegin:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the epoch that will be resumed."""
         self._rates.load_state_dict(state)
-        self._before = state["callbacks"]
+        self._before = state.get("callbacks", {})  # absent in earlier checkpoints
 
     def epoch_ends(self, model: Any, callbacks: Sequence[Any]) -> None:
         """Keep the state before the next epoch. Called at the beginning of `fit`, too."""
