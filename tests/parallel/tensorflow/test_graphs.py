@@ -67,6 +67,8 @@ def test_a_result_that_some_ranks_do_not_use(hvd, kind):
     if hvd.rank() == 0:
         values = np.arange(hvd.size(), dtype="float32")
         np.testing.assert_array_equal(result, expected(hvd, kind, lambda rank: values))
+    # Ranks that have called less often would be behind here.
+    hvd.allreduce(variable, name=f"after_{kind}")
 
 
 def test_equal_inputs_on_some_ranks(hvd):
@@ -98,3 +100,36 @@ def test_collectives_of_a_graph_do_not_wait_for_each_other(hvd):
         return found["first"] + found["second"]
 
     assert float(run(tf.constant(1.0))) == 2 * hvd.size()
+
+
+@pytest.mark.parametrize("place", ["function", "condition", "loop"])
+def test_a_result_in_a_nested_graph_that_some_ranks_do_not_use(hvd, place):
+    import tensorflow as tf
+
+    variable = tf.Variable(1.0)
+
+    def reduced():
+        found = hvd.allreduce(variable.read_value(), op=hvd.Sum, name=f"in_{place}")
+        return found if hvd.rank() == 0 else tf.constant(0.0)
+
+    def in_loop():
+        total = tf.constant(0.0)
+        for _ in tf.range(2):
+            total += reduced()
+        return total / 2
+
+    nested = {
+        "function": tf.function(reduced),
+        "condition": lambda: tf.cond(variable > 0, reduced, lambda: tf.constant(0.0)),
+        "loop": tf.autograph.to_graph(in_loop) if place == "loop" else None,
+    }[place]
+
+    @tf.function
+    def run():
+        found = nested()
+        return found if hvd.rank() == 0 else tf.constant(0.0)
+
+    for _ in range(STEPS):
+        assert float(run()) == (hvd.size() if hvd.rank() == 0 else 0)
+    # Ranks that have called less often would be behind here.
+    assert float(hvd.allreduce(variable, op=hvd.Sum, name=f"after_{place}")) == hvd.size()
