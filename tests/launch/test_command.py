@@ -1,11 +1,13 @@
 """`hvdkit run` on this machine."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -192,12 +194,15 @@ def test_a_killed_mpirun_is_named(tmp_path):
 def test_mpi_in_a_rank_over_gloo_leaves_no_shared_memory():
     # Lightning's Trainer imports this module in each rank.
     pytest.importorskip("mpi4py")
-    before = set(os.listdir("/dev/shm"))
-    code = "import os; from mpi4py import MPI; print(*os.listdir('/dev/shm'))"
+    code = (
+        "import os; from mpi4py import MPI;"
+        "folder = os.environ['OMPI_MCA_btl_sm_backing_directory'];"
+        "print(folder, len(os.listdir(folder)) > 0)"
+    )
     done = run("-np", "2", sys.executable, "-c", code)
-    assert "hvdkit-mpi-" in done.stdout, done.stderr
-    left = set(os.listdir("/dev/shm")) - before
-    assert not [name for name in left if name in done.stdout]
+    found = re.findall(r"^\[\d\] (/dev/shm/hvdkit-mpi-\S+) True$", done.stdout, re.MULTILINE)
+    assert len(found) == 2, done.stdout + done.stderr
+    assert not Path(found[0]).exists()
 
 
 def test_torchs_variables_can_be_left_out():
