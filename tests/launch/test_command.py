@@ -375,7 +375,7 @@ def test_sigterm_is_an_orderly_stop():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(15, marks=pytest.mark.long)])
 def test_a_job_ends_although_its_output_is_not_read(number, tmp_path):
-    """As with `hvdkit run ... 2>&1 | less`. After a second Ctrl-C, the launcher does not wait."""
+    """The reader is like `less`. After a second Ctrl-C, the launcher does not wait for it."""
     code = (
         "stop = lambda *_: (open('stopped', 'w'), os._exit(75));"
         "signal.signal(2, stop); signal.signal(15, stop);"

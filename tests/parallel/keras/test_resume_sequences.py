@@ -6,10 +6,11 @@ import tempfile
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 
 from tests.parallel.keras.job import distributed, of_every_rank
 from tests.parallel.keras.test_checkpoint import Interrupted, interrupt_after
+from tests.parallel.searching import search_settings
 
 EPOCHS = 2
 # Number of sequences without and with --long.
@@ -132,15 +133,7 @@ _JOBS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=2, m
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_jobs_of_different_sizes_train_each_sample_of_an_epoch(rank_pool, request):
-    @settings(
-        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        phases=[Phase.explicit, Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(_LONG if request.config.getoption("--long") else _SHORT)
     # After one batch of 11, two ranks have 5 of 6 batches left: less than one of their batches is
     # done. After one of 3, they have 2 of 2 left.
     @example({"count": 11, "batch_size": 1, "drop_last": False}, [(1, 1), (2, 20)])

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
 from tests.parallel.keras.sequences import ACTIONS, Setting, run_sequence
+from tests.parallel.searching import search_settings
 
 _STEPS = st.lists(
     st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 10**6)), min_size=1, max_size=8
@@ -30,15 +31,7 @@ def sequence(hvd, setting, actions, folder):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_sequences_of_user_actions(rank_pool, tmp_path, request):
-    @settings(
-        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        phases=[Phase.explicit, Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(_LONG if request.config.getoption("--long") else _SHORT)
     @given(_SETTINGS, _STEPS)
     def run(setting, actions):
         rank_pool.start()

@@ -326,14 +326,14 @@ def step_with_other_parts(world: World, number: int) -> None:
     _eager_step(world, number, differ=True)
 
 
-def _eager_step(world: World, number: int, differ: bool, **options: Any) -> None:
+def _eager_step(world: World, number: int, differ: bool) -> None:
     import tensorflow as tf
 
     parts = world.parts(number, differ)
     rank = world.hvd.rank()
     with tf.GradientTape() as tape:
         loss = loss_of(world.variables, *world.batch(number, rank), parts[rank])
-    tape = world.wrap(tape, **options)
+    tape = world.wrap(tape)
     found = _named(world.variables, tape.gradient(loss, list(world.variables.values())))
     world.compare(found, *world.expected(world.losses(number, parts)))
     world.apply(found)

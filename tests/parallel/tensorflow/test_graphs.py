@@ -9,10 +9,12 @@ KINDS = ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall"]
 
 def call(hvd, kind, x, name):
     """Call a collective; return a tensor."""
-    options = {"allreduce": {"op": hvd.Sum}, "reducescatter": {"op": hvd.Sum}}.get(kind, {})
-    if kind == "broadcast":
-        options = {"root_rank": 0}
-    return getattr(hvd, kind)(x, name=name, **options)
+    options = {
+        "allreduce": {"op": hvd.Sum},
+        "reducescatter": {"op": hvd.Sum},
+        "broadcast": {"root_rank": 0},
+    }
+    return getattr(hvd, kind)(x, name=name, **options.get(kind, {}))
 
 
 def expected(hvd, kind, own):

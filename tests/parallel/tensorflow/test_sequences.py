@@ -3,8 +3,9 @@
 from dataclasses import asdict
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
+from tests.parallel.searching import search_settings
 from tests.parallel.tensorflow.sequences import ACTIONS, Setting, run_sequence
 
 _STEPS = st.lists(
@@ -32,15 +33,7 @@ def sequence(hvd, setting, actions):
 
 
 def test_sequences_of_user_actions(rank_pool, request):
-    @settings(
-        max_examples=_LONG if request.config.getoption("--long") else _SHORT,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        phases=[Phase.explicit, Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(_LONG if request.config.getoption("--long") else _SHORT)
     @given(_SETTINGS, _STEPS)
     def run(setting, actions):
         rank_pool.start()

@@ -4,8 +4,9 @@ from dataclasses import asdict
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
+from tests.parallel.searching import search_settings
 from tests.parallel.torch.sequences import ACTIONS, Setting, run_sequence
 
 _STEPS = st.lists(
@@ -60,16 +61,7 @@ def sequence(hvd, setting, actions):
 def search(pool, strategy, examples):
     """Draw settings and sequences, and run each on the ranks; a failure shows the shortest one."""
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        # Every failing example needs fresh ranks: a few of them show which action matters.
-        phases=[Phase.explicit, Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(examples)
     @given(strategy, _STEPS)
     def run(setting, actions):
         pool.start()
