@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdkit.checkpoint.state import Tree
 from hvdkit.keras import backend
-from hvdkit.keras.further_optimizers import further_optimizers
+from hvdkit.keras.further_optimizers import all_optimizers
 from hvdkit.keras.items import CallbackStates
 from hvdkit.keras.learning_rates import EpochRates, rate_variables
 
@@ -25,8 +25,7 @@ class Copies:
     """
 
     def __init__(self, model: Any) -> None:
-        optimizers = [model.optimizer, *further_optimizers(model).values()]
-        built = (each for each in optimizers if each is not None and each.built)
+        built = (each for each in all_optimizers(model) if each.built)
         rates = {id(variable) for variable in rate_variables(model)}
         variables = [*model.variables, *(v for each in built for v in each.variables)]
         self._copies = [(v, backend.read(v).copy()) for v in variables if id(v) not in rates]

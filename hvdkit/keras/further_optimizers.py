@@ -61,6 +61,12 @@ def _collect(name: str, value: Any, found: dict[str, Any], visited: set[int]) ->
         _collect(f"{name}.{key}", each, found, visited)
 
 
+def all_optimizers(model: Any) -> list[Any]:
+    """Return the optimizer of `compile`, if there is one, and the further optimizers."""
+    own = [getattr(model, "optimizer", None), *further_optimizers(model).values()]
+    return [each for each in own if each is not None]
+
+
 def built_optimizers(model: Any) -> dict[str, Any]:
     """Return the further optimizers that are built, by name."""
     return {name: each for name, each in further_optimizers(model).items() if each.built}

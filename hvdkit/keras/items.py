@@ -19,6 +19,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import (
     FurtherOptimizers,
+    all_optimizers,
     built_optimizers,
     further_optimizers,
 )
@@ -264,7 +265,7 @@ def _local(model: Any) -> list[Any]:
     if sum(map(backend.bytes_of, statistics.values())) > LARGEST_STATISTICS:
         statistics = {}
     own = list(statistics.values())
-    for optimizer in (model.optimizer, *further_optimizers(model).values()):
+    for optimizer in all_optimizers(model):
         distribution = distribution_of(optimizer)
         if distribution is not None and optimizer.built:
             for variable in distribution.local_variables:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from hvdkit.core.loss_scaling import innermost
-from hvdkit.keras.further_optimizers import further_optimizers
+from hvdkit.keras.further_optimizers import all_optimizers
 
 
 def learning_rates(model: Any) -> list[float]:
@@ -29,8 +29,8 @@ def set_learning_rates(model: Any, rates: Sequence[float]) -> None:
 
 def rate_variables(model: Any) -> list[Any]:
     """Return the variables of the learning rates that follow no schedule."""
-    optimizers = [model.optimizer, *further_optimizers(model).values()]
-    found = [getattr(innermost(each), "_learning_rate", None) for each in optimizers if each]
+    optimizers = map(innermost, all_optimizers(model))
+    found = [getattr(each, "_learning_rate", None) for each in optimizers]
     return [each for each in found if isinstance(each, keras.Variable)]
 
 

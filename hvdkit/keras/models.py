@@ -16,7 +16,7 @@ from keras.src.trainers.trainer import Trainer
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.further_optimizers import further_optimizers
+from hvdkit.keras.further_optimizers import all_optimizers
 from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribution_of
 
 log = logging.getLogger("hvdkit.keras")
@@ -73,8 +73,7 @@ def distributions_of(model: Any) -> list[Distribution]:
 
     A model may have further optimizers as attributes, for example a GAN.
     """
-    own = [getattr(model, "optimizer", None), *further_optimizers(model).values()]
-    found = [distribution_of(each) for each in own]
+    found = [distribution_of(each) for each in all_optimizers(model)]
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
