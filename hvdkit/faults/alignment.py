@@ -52,11 +52,11 @@ def _machine(record: Record) -> str:
     return record.machine or f"host {record.host}"
 
 
-def _ends(records: Mapping[int, Record], ranks: Sequence[int]) -> dict[tuple[str, int], float]:
+def _ends(records: Mapping[int, Record], ranks: Sequence[int]) -> dict[tuple[int, str, int], float]:
     """Return when counted collectives have ended on the first of the ranks that took part."""
-    found: dict[tuple[str, int], float] = {}
+    found: dict[tuple[int, str, int], float] = {}
     for rank in ranks:
         for call in records[rank].done:
             if call.ended is not None and call.number:
-                found.setdefault((call.name, call.number), call.ended)
+                found.setdefault(call.key, call.ended)
     return found

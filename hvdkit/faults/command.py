@@ -157,8 +157,7 @@ def _explain(
 
 
 def _failed_line(record: Record) -> str:
-    calls = [*record.done, *record.open]
-    call = next((call for call in reversed(calls) if call.name == record.failed), None)
+    call = record.failed_call
     name = describe_call(call, record) if call is not None else record.failed
     text = record.error.removeprefix("failed: ").splitlines()
     return f"Rank {record.rank} on {record.host}: {name} failed: {text[0] if text else ''}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
-from hvdkit.faults.verdict import describe_call
+from hvdkit.faults.verdict import describe_call, title
 
 _MISMATCHED = "Mismatched"
 _WITH_JOIN = "not supported with Join"
@@ -30,23 +30,29 @@ def mismatch(records: Mapping[int, Record]) -> str | None:
     failed = [record for record in records.values() if _MISMATCHED in record.error]
     if not failed:
         return _after_join(records)
-    groups: dict[tuple[str, str, int], list[int]] = {}
+    failed_call = failed[0].failed_call
+    if failed_call is None:
+        return None
+    kinds: dict[tuple[str, str, int], list[int]] = {}
     calls: dict[int, Call] = {}
     for rank, record in sorted(records.items()):
-        own = [c for c in (*record.done, *record.open) if c.name == failed[0].failed]
-        if own:
-            calls[rank] = max(own, key=lambda call: call.enqueued)
+        alike = [
+            call
+            for call in (*record.done, *record.open)
+            if call.collective == failed_call.collective
+        ]
+        if alike:
+            calls[rank] = max(alike, key=lambda call: call.enqueued)
             kind = calls[rank].operation, calls[rank].dtype, calls[rank].bytes
-            groups.setdefault(kind, []).append(rank)
-    if len(groups) < 2:
+            kinds.setdefault(kind, []).append(rank)
+    if len(kinds) < 2:
         return None
     parts = []
-    for (operation, dtype, size), ranks in sorted(groups.items(), key=lambda item: len(item[1])):
+    for (operation, dtype, size), ranks in sorted(kinds.items(), key=lambda item: len(item[1])):
         on = f" on {records[ranks[0]].host}" if len(ranks) == 1 else ""
         parts.append(f"{name_ranks(ranks).lower()}{on}: {operation} of {size:,} bytes of {dtype}")
     rank, call = next(iter(calls.items()))
-    label = describe_call(call, records[rank]).partition(",")[0]
-    text = f"Ranks differ in {label}: {'; '.join(parts)}."
+    text = f"Ranks differ in {title(call, records[rank])}: {'; '.join(parts)}."
     lines = different_lines(records) if is_unnamed(call.name) else None
     return f"{text}\n{lines}" if lines else text
 
@@ -59,7 +65,7 @@ def _after_join(records: Mapping[int, Record]) -> str | None:
         for rank, record in sorted(records.items())
         if any(call.operation == "join" for call in record.open)
     ]
-    call = next((c for r in failed for c in (*r.done, *r.open) if c.name == r.failed), None)
+    call = next((r.failed_call for r in failed if r.failed_call is not None), None)
     if call is None or not joined:
         return None
     has = "has" if len(joined) == 1 else "have"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ class Call:
 
     Attributes:
         name: the name, the same on all ranks.
-        number: 1 for the first call with this name, 2 for the second; 0 if it was not counted.
+        number: 1 for the first call with this name in the process set, 2 for the second; 0 if it was
+            not counted.
         operation: such as `allreduce`.
         group: the id of the process set.
         dtype: such as `float32`.
@@ -53,6 +54,16 @@ class Call:
     enqueued: float
     ended: float | None
     line: str = ""
+
+    @property
+    def collective(self) -> tuple[int, str]:
+        """The process set and the name. Process sets may use the same names."""
+        return self.group, self.name
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """The process set, the name and the number: equal on all ranks."""
+        return self.group, self.name, self.number
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Record:
         failed: the name of that collective.
         groups: id of a process set -> its ranks; an empty sequence stands for all ranks.
         labels: part of a collective's name -> what it reduces.
-        calls: name -> number of calls.
+        calls: process set and name of a collective -> number of calls.
         open: the collectives that wait, oldest first.
         done: the last collectives that ended, oldest first.
         stacks: the stacks of the process's threads, as faulthandler writes them.
@@ -93,7 +104,7 @@ class Record:
     failed: str = ""
     groups: Mapping[int, Sequence[int]] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    calls: Mapping[str, int] = field(default_factory=dict)
+    calls: Mapping[tuple[int, str], int] = field(default_factory=dict)
     open: Sequence[Call] = ()
     done: Sequence[Call] = ()
     stacks: str = ""
@@ -114,6 +125,12 @@ class Record:
             done=[later(call) for call in self.done],
             offset=None if self.offset is None else self.offset + seconds,
         )
+
+    @property
+    def failed_call(self) -> Call | None:
+        """The last call of the collective that failed; None if the record does not have it."""
+        calls = [call for call in (*self.done, *self.open) if call.name == self.failed]
+        return max(calls, key=lambda call: call.enqueued, default=None)
 
     def label(self, name: str) -> str | None:
         """Return what a collective reduces, such as a bucket's parameters; None if not known."""
@@ -151,7 +168,7 @@ def parse(text: str) -> Record:
             failed=str(content["failed"]),
             groups={int(group): list(ranks) for group, ranks in content["groups"].items()},
             labels=dict(content["labels"]),
-            calls=dict(content["calls"]),
+            calls=dict(_counts(content["calls"], content["groups"])),
             open=[_call(call) for call in content["open"]],
             done=[_call(call) for call in content["done"]],
             stacks=str(content["stacks"]),
@@ -164,6 +181,19 @@ def parse(text: str) -> Record:
             f"not a record of a rank ({error!r}); expected a file that the engine's flight "
             "recorder wrote. Delete the file to read the others"
         ) from error
+
+
+def _counts(
+    content: Mapping[str, Any], groups: Collection[str]
+) -> Iterator[tuple[tuple[int, str], int]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            for name, count in value.items():
+                yield (int(key), name), int(count)
+        else:
+            # An earlier engine counted the calls of a name in all process sets together.
+            for group in {"0", *groups}:
+                yield (int(group), key), int(value)
 
 
 def _call(content: Mapping[str, Any]) -> Call:

@@ -129,7 +129,7 @@ def judge(
     states: Mapping[int, str],
     size: int,
     silent: Sequence[str] = (),
-    late: Collection[tuple[str, int]] = (),
+    late: Collection[tuple[int, str, int]] = (),
 ) -> Verdict:
     """Return the verdict on a job without progress.
 
@@ -139,7 +139,7 @@ def judge(
         size: the number of ranks of the job.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
-        late: name and number of the calls that have waited for too long. If all ranks have called
+        late: the keys of the calls that have waited for too long. If all ranks have called
             them, the verdict is on these calls: other waits are younger, and may end in a moment.
             Empty: the verdict is on any call.
     """
@@ -149,7 +149,7 @@ def judge(
         for rank, r in aligned(records).items()
     }
     waits = _waits(records, states, size)
-    of_late = [wait for wait in waits if (wait.call.name, wait.call.number) in late]
+    of_late = [wait for wait in waits if wait.call.key in late]
     if of_late and not any(wait.missing for wait in of_late):
         waits = of_late
     if not waits:
@@ -178,6 +178,7 @@ def judge(
         lines.append(text + _blocked_by(rank, wait, incomplete, records))
     if len(wait.missing) > _SHOWN:
         lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
+    lines += _further_waits(wait, incomplete, records, states)
     if _differ_in_line(wait, records):
         lines.append(_SAME_NAME)
     if any(is_unnamed(call.name) for record in records.values() for call in record.open):
@@ -225,16 +226,15 @@ def overdue(records: Mapping[int, Record], states: Mapping[int, str], size: int)
 
 
 def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[_Wait]:
-    found: dict[tuple[str, int, int], Call] = {}
+    found: dict[tuple[int, str, int], Call] = {}
     for record in records.values():
         for call in record.open:
-            key = call.name, call.number, call.group
-            if key not in found or call.enqueued < found[key].enqueued:
-                found[key] = call
+            if call.key not in found or call.enqueued < found[call.key].enqueued:
+                found[call.key] = call
     waits = []
     for call in found.values():
-        owner = next(r for r in records.values() if any(c.name == call.name for c in r.open))
-        # A record may lack the process sets, because another thread had locked their table.
+        owner = next(r for r in records.values() if _waits_for(r, call))
+        # The record of an earlier engine may lack the process sets.
         owner = next((r for r in records.values() if call.group in r.groups), owner)
         members = [rank for rank in owner.members(call.group) if rank < size]
         entered = [
@@ -242,7 +242,7 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
             for r in members
             if r in records and (_has_called(records[r], call) or _has_joined(records[r], call))
         ]
-        waiting = [r for r in entered if any(c.name == call.name for c in records[r].open)]
+        waiting = [r for r in entered if _waits_for(records[r], call)]
         missing = [
             r
             for r in members
@@ -260,15 +260,20 @@ def _has_joined(record: Record, call: Call) -> bool:
     return any(own.operation == "join" and own.group == call.group for own in record.open)
 
 
+def _waits_for(record: Record, call: Call) -> bool:
+    return any(own.collective == call.collective for own in record.open)
+
+
 def _is_internal(call: Call) -> bool:
     return any(pattern.search(call.name) for pattern in _OWN)
 
 
 def _has_called(record: Record, call: Call) -> bool:
     for own in record.open:
-        if own.name == call.name and (own.number == call.number or 0 in (own.number, call.number)):
+        same_call = own.number == call.number or 0 in (own.number, call.number)
+        if own.collective == call.collective and same_call:
             return True
-    return call.number > 0 and record.calls.get(call.name, 0) >= call.number
+    return call.number > 0 and record.calls.get(call.collective, 0) >= call.number
 
 
 def _first_line(wait: _Wait, records: Mapping[int, Record]) -> str:
@@ -286,7 +291,7 @@ def _seconds_waited(wait: _Wait, records: Mapping[int, Record]) -> float:
             records[rank].time - call.enqueued
             for rank in wait.waiting
             for call in records[rank].open
-            if call.name == wait.call.name
+            if call.collective == wait.call.collective
         ),
         default=0.0,
     )
@@ -299,14 +304,27 @@ def describe_call(call: Call, record: Record) -> str:
 
 def name_call(call: Call, record: Record) -> str:
     """Return a text for a collective, such as a bucket with its parameters."""
-    label = record.label(call.name)
-    if label is not None:
-        return label
-    if own := next((t for pattern, t in _OWN.items() if pattern.search(call.name)), None):
-        return f"{own} ({call.name})"
-    size = f", {call.bytes:,} bytes of {call.dtype}" if call.bytes else ""
-    name = call.name.removeprefix(f"{call.operation}.")
-    return f"the {call.operation} {name!r}{size}"
+    is_known = record.label(call.name) is not None or _is_internal(call)
+    size = f", {call.bytes:,} bytes of {call.dtype}" if call.bytes and not is_known else ""
+    return title(call, record) + size
+
+
+def title(call: Call, record: Record) -> str:
+    """Return a text for a collective, without the size of the rank's tensor."""
+    text = record.label(call.name)
+    if text is None:
+        own = next((t for pattern, t in _OWN.items() if pattern.search(call.name)), None)
+        name = call.name.removeprefix(f"{call.operation}.")
+        text = f"{own} ({call.name})" if own else f"the {call.operation} {name!r}"
+    return text + _of_process_set(call, record)
+
+
+def _of_process_set(call: Call, record: Record) -> str:
+    """Return a text for the process set of a call; "" for that of all ranks."""
+    if call.group == 0:
+        return ""
+    ranks = record.groups.get(call.group)
+    return f" of process set {call.group}" + (f" ({name_ranks(ranks).lower()})" if ranks else "")
 
 
 def _describe(rank: int, record: Record | None, state: str | None) -> str:
@@ -348,6 +366,33 @@ def _blocked_by(
     have = "have" if len(own.missing) > 1 else "has"
     name = name_call(own.call, records[rank])
     return f" {name_ranks(own.missing)} {have} not called {name}."
+
+
+def _further_waits(
+    wait: _Wait,
+    incomplete: Sequence[_Wait],
+    records: Mapping[int, Record],
+    states: Mapping[int, str],
+) -> list[str]:
+    """Return lines about collectives, such as those of another process set, that lack ranks which
+    the verdict on `wait` does not name and which do not wait themselves.
+    """
+    lines: list[str] = []
+    named = set(wait.missing)
+    for other in sorted(incomplete, key=lambda each: each.call.enqueued):
+        # A younger call may end in a moment.
+        if _seconds_waited(other, records) < _seconds_waited(wait, records) / 2:
+            continue
+        absent = [
+            rank
+            for rank in other.missing
+            if rank not in named and not (rank in records and records[rank].open)
+        ]
+        named.update(absent)
+        if absent and len(named) <= _SHOWN:
+            lines.append(_first_line(other, records))
+            lines += [_describe(rank, records.get(rank), states.get(rank)) for rank in absent]
+    return lines
 
 
 def _below(frames: Sequence[stacks.Frame], record: Record) -> str:
@@ -432,11 +477,11 @@ def timeline(records: Mapping[int, Record], count: int = 20) -> list[str]:
         records: the records, by rank.
         count: the number of collectives.
     """
-    calls: dict[tuple[str, int], dict[int, Call]] = {}
+    calls: dict[tuple[int, str, int], dict[int, Call]] = {}
     records = aligned(records)
     for rank, record in records.items():
         for call in [*record.done, *record.open]:
-            calls.setdefault((call.name, call.number), {})[rank] = call
+            calls.setdefault(call.key, {})[rank] = call
     last = sorted(calls.values(), key=lambda ranks: min(c.enqueued for c in ranks.values()))
     ranks = sorted(records)
     lines = [
@@ -447,8 +492,9 @@ def timeline(records: Mapping[int, Record], count: int = 20) -> list[str]:
         cells = "".join(f"{_cell(row.get(rank), first):>10}" for rank in ranks)
         owner = next(iter(row))
         clock = time.strftime("%H:%M:%S", time.localtime(first)) + f".{int(first % 1 * 1000):03}"
-        ended = all(call.ended is not None for call in row.values()) and len(row) == len(ranks)
-        mark = "" if ended else "  (not complete)"
+        members = set(records[owner].members(row[owner].group))
+        ended = all(call.ended is not None for call in row.values())
+        mark = "" if ended and members.intersection(ranks) == row.keys() else "  (not complete)"
         text = describe_call(row[owner], records[owner])
         lines.append(f"{clock}     {cells}  {text}{mark}")
     return lines

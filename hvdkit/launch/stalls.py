@@ -60,9 +60,9 @@ class Stalls:
         self._verdict: Verdict | None = None
         self._asked_at = float("-inf")
         self._judged_at = float("-inf")
-        # Name and number of the calls that have waited for too long. A verdict is given only if
-        # one of them still waits.
-        self._late: set[tuple[str, int]] = set()
+        # The keys of the calls that have waited for too long. A verdict is given only if one of them
+        # still waits.
+        self._late: set[tuple[int, str, int]] = set()
         # The ranks' states at the first verdict that needs a second one, and the time to ask again.
         self._unconfirmed: object = None
         self._confirm_at = float("inf")
@@ -93,7 +93,7 @@ class Stalls:
             # Not a call that the rank has just made.
             waits = {call: record.time - call.enqueued for call in record.open}
             longest = max(waits.values(), default=0.0)
-            self._late |= {(c.name, c.number) for c, wait in waits.items() if wait > longest / 2}
+            self._late |= {call.key for call, wait in waits.items() if wait > longest / 2}
             if not known:
                 self._asked_at = now
                 self._ask()
@@ -130,9 +130,12 @@ class Stalls:
             for rank in verdict.waiting
             if (record := self._records.get(rank)) is not None
             and record.error
-            and record.calls.get(call.name, 0) == call.number
+            and record.calls.get(call.collective, 0) == call.number
             # Otherwise the call has ended, and a later one has failed.
-            and (record.failed == call.name or any(c.name == call.name for c in record.open))
+            and (
+                record.failed == call.name
+                or any(c.collective == call.collective for c in record.open)
+            )
         ]
         return verdict.text if failed else overdue(self._records, self._states, self._size)
 
@@ -172,7 +175,7 @@ class Stalls:
         if silent and now < self._asked_at + _ANSWER_SECONDS:
             return None
         self._asked_at = float("-inf")
-        self._late &= {(c.name, c.number) for each in self._records.values() for c in each.open}
+        self._late &= {call.key for each in self._records.values() for call in each.open}
         if not self._for_last_ranks and not self._late:
             # The late rank has come.
             self._unconfirmed = None
@@ -191,7 +194,7 @@ class Stalls:
             # same time.
             # Without times: each record has another offset to the time of day.
             seen = {
-                rank: (record.calls, [(call.name, call.number) for call in record.open])
+                rank: (record.calls, [call.key for call in record.open])
                 for rank, record in current.items()
             }
             if self._unconfirmed is None:
@@ -213,7 +216,7 @@ class Stalls:
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
         if verdict.call is not None:
-            self._late.add((verdict.call.name, verdict.call.number))
+            self._late.add(verdict.call.key)
         self._keep(STATES, json.dumps(states))
         self._keep(SILENT, json.dumps(list(silent_sentences)))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")

@@ -17,7 +17,7 @@ def record(rank, machine, offset, late=0.0):
     """Return the record of a rank that has waited for 60 s at the monotonic time 100."""
     done = [call(n, 10.0 * n + late, 10.0 * n + 0.5) for n in range(1, 5)]
     made = Record(
-        rank, 3, f"host{rank}", 1, "stall", 100.0, 600.0, calls={"allreduce.loss": 5},
+        rank, 3, f"host{rank}", 1, "stall", 100.0, 600.0, calls={(0, "allreduce.loss"): 5},
         open=[call(5, 40.0 + late, None)], done=done, offset=0.0, machine=machine,
     )  # fmt: skip
     return made.shifted(offset)

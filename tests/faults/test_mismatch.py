@@ -10,7 +10,7 @@ def record(rank, size, dtype="float32", error="failed: Mismatched ALLREDUCE tens
         for n, kind, length in ((1, "float32", 4), (2, "float32", 4), (3, dtype, size))
     ]  # fmt: skip
     return Record(rank, 3, f"host{rank}", 1, "error", 9.0, error=error, failed="allreduce.loss",
-                  calls={"allreduce.loss": 3}, done=calls)  # fmt: skip
+                  calls={(0, "allreduce.loss"): 3}, done=calls)  # fmt: skip
 
 
 def test_the_rank_with_another_size():

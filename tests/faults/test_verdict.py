@@ -56,7 +56,7 @@ def simulate(size, program, stops, extra=None):
         if rank in (extra or {}):
             counts[extra[rank]] = counts.get(extra[rank], 0) + 1
             waiting.append(call(extra[rank], counts[extra[rank]], last + 0.1))
-        calls = {f"allreduce.{name}": count for name, count in counts.items()}
+        calls = {(0, f"allreduce.{name}"): count for name, count in counts.items()}
         stacks = WAITING if waiting else SLEEPING
         records[rank] = Record(
             rank, size, f"host{rank}", 1, "stall", last + 60.0, calls=calls, open=waiting,
@@ -146,7 +146,7 @@ def test_a_complete_call_that_is_older_is_not_the_cause():
     records = simulate(3, ["bucket"], {2: 0})
     old = call("old", 1, -5.0)
     for rank, record in records.items():
-        calls = record.calls | {"allreduce.old": 1}
+        calls = record.calls | {(0, "allreduce.old"): 1}
         records[rank] = replace(record, open=[old, *record.open], calls=calls)
     verdict = judge(records, {}, 3)
     assert verdict.missing == [2]
@@ -156,7 +156,7 @@ def test_a_complete_call_that_is_older_is_not_the_cause():
 def test_a_rank_in_join_is_not_missing():
     records = simulate(3, ["bucket"], {2: 0})
     join = Call("join.noname", 1, "join", 0, "uint8", 0, 0.5, None)
-    records[1] = replace(records[1], open=[join], calls={"join.noname": 1})
+    records[1] = replace(records[1], open=[join], calls={(0, "join.noname"): 1})
     verdict = judge(records, {}, 3)
     assert verdict.missing == [2]
 
@@ -189,7 +189,7 @@ def test_a_stopped_rank_that_has_called_everything():
     verdict = judge(simulate(2, ["bucket"], {}) | {}, {}, 2)
     assert "No rank waits" in verdict.text
     both = {
-        rank: replace(record, open=[call("bucket", 2, 3.0)], calls={"allreduce.bucket": 2})
+        rank: replace(record, open=[call("bucket", 2, 3.0)], calls={(0, "allreduce.bucket"): 2})
         for rank, record in simulate(2, ["bucket"], {}).items()
     }
     assert "Rank 1 is stopped" in judge(both, {1: STOPPED}, 2).text
@@ -282,7 +282,7 @@ def test_the_call_of_a_package_that_runs_the_training_is_named():
 def test_a_rank_that_skips_a_collective_of_its_process_set():
     # Rank 1 has skipped `group`. Rank 2, which is not in this process set, calls the bucket first.
     def waits(rank, name, at, group=0):
-        calls = {f"allreduce.{name}": 1}
+        calls = {(group, f"allreduce.{name}"): 1}
         waiting = [call(name, 1, at, group=group)]
         return Record(rank, 3, "h", 1, "stall", 60.0, calls=calls, open=waiting, stacks=WAITING,
                       groups={0: [], 5: [0, 1]})  # fmt: skip
@@ -291,10 +291,49 @@ def test_a_rank_that_skips_a_collective_of_its_process_set():
     verdict = judge(records, {}, 3)
     assert verdict.deadlock
     assert "Rank 0 on h has not called it: the rank waits for the allreduce 'group'" in verdict.text
-    assert "Rank 1 has not called the allreduce 'group', 64 bytes of float32." in verdict.text
-    # The record of the rank that waits may lack the process sets.
+    assert (
+        "Rank 1 has not called the allreduce 'group' of process set 5 (ranks 0, 1)" in verdict.text
+    )
+    # The record of an earlier engine may lack the process sets.
     records[0] = replace(records[0], groups={})
-    assert judge(records, {}, 3) == verdict
+    assert judge(records, {}, 3).missing == verdict.missing
+
+
+def in_a_set(rank, ranks, number, ends=None, stacks=WAITING):
+    """Return the record of a rank that has called `loss` in process set 1 or 2 of four ranks."""
+    group = 1 if rank in ranks[0] else 2
+    own = call("loss", number, 1.0, ends, group=group)
+    calls = {"done" if ends else "open": [own]}
+    return Record(rank, 4, "h", 1, "stall", 61.0, calls={own.collective: number}, stacks=stacks,
+                  groups={0: [], 1: ranks[0], 2: ranks[1]}, **calls)  # fmt: skip
+
+
+def test_process_sets_that_use_the_same_name():
+    # Set 2 is ahead. Rank 1 has not made call 3 of set 1.
+    ranks = [0, 1], [2, 3]
+    records = {0: in_a_set(0, ranks, 3), 1: in_a_set(1, ranks, 2, 1.5, SLEEPING)}
+    records |= {rank: in_a_set(rank, ranks, 7, 1.5, SLEEPING) for rank in (2, 3)}
+    verdict = judge(records, {}, 4)
+    assert (verdict.waiting, verdict.missing) == ([0], [1])
+    name = "the allreduce 'loss' of process set 1 (ranks 0, 1), 64 bytes of float32, call 3."
+    assert name in verdict.text
+    # The other ranks are not in the process set.
+    complete = {line for line in timeline(records) if not line.endswith("(not complete)")}
+    assert len([line for line in complete if "set 2 (ranks 2, 3)" in line]) == 1
+    assert not any("set 1" in line for line in complete)
+
+
+def test_two_process_sets_that_wait():
+    ranks = [0, 1], [2, 3]
+    waiting = {rank: in_a_set(rank, ranks, 3) for rank in (0, 2)}
+    late = {rank: in_a_set(rank, ranks, 2, 1.5, SLEEPING) for rank in (1, 3)}
+    verdict = judge(waiting | late, {}, 4)
+    assert (verdict.waiting, verdict.missing) == ([0], [1])
+    assert "Rank 2 has waited 60 s for the allreduce 'loss' of process set 2" in verdict.text
+    assert "Rank 3 on h has not called it: the rank is at" in verdict.text
+    # Set 2 has called its collective a moment ago.
+    young = replace(waiting[2], open=[replace(waiting[2].open[0], enqueued=60.9)])
+    assert "set 2" not in judge(waiting | late | {2: young}, {}, 4).text
 
 
 def test_a_rank_that_has_failed_and_ended_keeps_the_verdict():

@@ -52,11 +52,13 @@ class Recorder {
     std::lock_guard<std::mutex> guard(mutex_);
     const uint64_t number = ++last_;
     uint64_t call = 0;
-    auto known = calls_.find(name);
-    if (known != calls_.end()) {
+    auto& calls = calls_[set];
+    auto known = calls.find(name);
+    if (known != calls.end()) {
       call = ++known->second;
-    } else if (calls_.size() < kNames) {
-      call = calls_[name] = 1;
+    } else if (names_ < kNames) {
+      call = calls[name] = 1;
+      ++names_;
     }
     open_.emplace(number, Entry{name, call, operation, set, dtype, bytes, Clock::now(), {}, line_of_thread()});
     return number;
@@ -99,15 +101,33 @@ class Recorder {
     labels_[name] = text;
   }
 
+  // Sets the ranks of a process set. The record needs them while the engine's thread, which waits for
+  // another rank, holds the lock of the process sets.
+  void set_group(int id, const std::vector<int>& ranks) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    groups_[id] = ranks;
+  }
+
+  // Forgets a process set.
+  void remove_group(int id) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    groups_.erase(id);
+    // A new process set may get the same id.
+    auto calls = calls_.find(id);
+    if (calls != calls_.end()) {
+      names_ -= calls->second.size();
+      calls_.erase(calls);
+    }
+  }
+
   // Starts to write records to `directory`. A second call replaces the settings of the first.
   //
   //   stall   seconds without the end of a collective after which a record is written
   //   limit   seconds that a collective may wait before the job ends; 0 for no limit
   //   stacks  a file to which a signal handler appends the stacks of all threads; -1 for none
   //   number  the signal of the handler
-  //   groups  returns the ranks of the process sets as JSON, {"0": [0, 1]}; empty ranks for all
   void watch(const std::string& directory, int rank, int size, const std::string& host, double stall,
-             double limit, int stacks, int number, std::string (*groups)()) {
+             double limit, int stacks, int number) {
     std::lock_guard<std::mutex> guard(mutex_);
     path_ = directory + "/rank-" + std::to_string(rank) + ".json";
     request_ = directory + "/request";
@@ -118,7 +138,6 @@ class Recorder {
     limit_ = limit;
     stacks_ = stacks;
     signal_ = number;
-    groups_ = groups;
     progress_ = Clock::now();
     error_.clear();
     written_ = length_of_stacks();
@@ -144,7 +163,8 @@ class Recorder {
  private:
   struct Entry {
     std::string name;
-    uint64_t call;  // the number of calls of this name up to this one; 0 if it was not counted
+    // The number of calls of this name in this process set up to this one; 0 if it was not counted.
+    uint64_t call;
     int operation, set, dtype;
     uint64_t bytes;
     Clock::time_point enqueued, ended;
@@ -257,7 +277,7 @@ class Recorder {
                        ", \"limit\": " +
                        std::to_string((long long)limit_) + ", \"error\": " + quoted(error_) +
                        ", \"failed\": " + quoted(failed_) + ", \"groups\": " +
-                       groups_() + ",\n\"labels\": {";
+                       groups() + ",\n\"labels\": {";
     const char* separator = "";
     for (auto& label : labels_) {
       text += separator + quoted(label.first) + ": " + quoted(label.second);
@@ -265,9 +285,15 @@ class Recorder {
     }
     text += "},\n\"calls\": {";
     separator = "";
-    for (auto& entry : calls_) {
-      text += separator + quoted(entry.first) + ": " + std::to_string(entry.second);
-      separator = ", ";
+    for (auto& calls : calls_) {
+      text += separator + quoted(std::to_string(calls.first)) + ": {";
+      separator = "";
+      for (auto& entry : calls.second) {
+        text += separator + quoted(entry.first) + ": " + std::to_string(entry.second);
+        separator = ", ";
+      }
+      text += "}";
+      separator = ",\n ";
     }
     text += "},\n\"open\": [";
     separator = "";
@@ -284,6 +310,21 @@ class Recorder {
       separator = ",\n ";
     }
     return text + "],\n\"stacks\": " + quoted(new_stacks()) + "}\n";
+  }
+
+  // The ranks of the process sets: {"0": [0, 1]}.
+  std::string groups() const {
+    std::string text = "{";
+    for (auto& group : groups_) {
+      text += (text.size() > 1 ? ", \"" : "\"") + std::to_string(group.first) + "\": [";
+      const char* separator = "";
+      for (auto rank : group.second) {
+        text += separator + std::to_string(rank);
+        separator = ", ";
+      }
+      text += "]";
+    }
+    return text + "}";
   }
 
   static std::string json(const Entry& entry, int64_t offset) {
@@ -374,9 +415,11 @@ class Recorder {
   std::map<uint64_t, Entry> open_;  // by number, so the oldest is first
   std::vector<Entry> ring_;
   size_t next_ = 0;
-  std::unordered_map<std::string, uint64_t> calls_;
+  // The number of calls, by process set and name.
+  std::map<int, std::unordered_map<std::string, uint64_t>> calls_;
+  size_t names_ = 0;
   std::map<std::string, std::string> labels_;
-  std::string (*groups_)() = nullptr;
+  std::map<int, std::vector<int>> groups_;
   Clock::time_point progress_, told_;
   std::string path_, request_, host_, error_, failed_;
   int rank_ = 0, size_ = 0, stacks_ = -1, signal_ = 0;
