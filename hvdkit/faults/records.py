@@ -33,8 +33,8 @@ class Call:
 
     Attributes:
         name: the name, the same on all ranks.
-        number: 1 for the first call with this name in the process set, 2 for the second; 0 if it was
-            not counted.
+        number: 1 for the first call with this name in the process set, 2 for the second; 0 if the
+            call was not counted.
         operation: such as `allreduce`.
         group: the id of the process set.
         dtype: such as `float32`.

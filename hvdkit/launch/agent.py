@@ -30,8 +30,9 @@ from types import FrameType
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import messages, open_files
+from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
+from hvdkit.launch.echo import Echo
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
@@ -64,7 +65,7 @@ class Agent:
         overrides: fields that replace those of the launcher's `task` message. Given if a user
             started this agent (`--nodes`). The agent then sends its signals to the launcher, and
             waits for the outcome.
-        make_echo: given the number of ranks of the job, returns an output that also shows the
+        make_output: given the number of ranks of the job, returns an output that also shows the
             ranks' output on this host.
 
     Attributes:
@@ -78,12 +79,12 @@ class Agent:
         keep_rank_variables: bool = False,
         terminal: Sequence[int] = (),
         overrides: Message | None = None,
-        make_echo: Callable[[int], Output] | None = None,
+        make_output: Callable[[int], Output] | None = None,
     ) -> None:
         self.outcome: Message | None = None
         self._overrides = overrides
-        self._make_echo = make_echo
-        self._echo: Output | None = None
+        self._make_output = make_output
+        self._echo: Echo | None = None
         self._receive_fd = receive_fd
         self._send_fd = send_fd
         os.set_blocking(receive_fd, False)
@@ -104,6 +105,8 @@ class Agent:
         # Whether `done` was sent, and no other start follows.
         self._done = False
         self._stays = False
+        # The number of Ctrl-C that this process has received, if a user started it.
+        self._interrupts = 0
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
             os.set_blocking(end, False)
@@ -131,6 +134,13 @@ class Agent:
         if self._commits is not None:
             self._commits.remove()
         self._flush()
+        if self._echo is not None:
+            self._echo.close()
+
+    def _wake(self) -> None:
+        """End the wait of `_step`."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wakeup, b"\0")
 
     def _step(self) -> None:
         self._select_pipes()
@@ -211,6 +221,10 @@ class Agent:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._overrides is not None:
             self._send("signal", number=number)
+            readers.give_up_soon()
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts > 1:
+                readers.give_up_now()
         elif self._task.get("forward_signals") and self._ranks.all and number != signal.SIGHUP:
             # A batch system may send the signal only to the tasks that it started.
             self._ranks.signal(number)
@@ -260,8 +274,12 @@ class Agent:
                 self._answer(message["question"], message["arguments"])
             case "start":
                 open_files.raise_limit(open_files.needed_by_rank(message["size"]))
-                if self._make_echo is not None:
-                    self._echo = self._make_echo(message["size"])
+                if self._make_output is not None:
+                    output = self._make_output(message["size"])
+                    if self._echo is None:
+                        self._echo = Echo(output, self._wake)
+                    else:
+                        self._echo.start(output)
                 try:
                     self._ranks.start(message["ranks"], self._task, self._report_alive)
                 except HvdkitError as error:
@@ -315,8 +333,10 @@ class Agent:
     # Output and ends of the ranks
 
     def _select_pipes(self) -> None:
-        """Watch the ranks' pipes only while the launcher reads fast enough."""
+        """Watch the ranks' pipes only while the readers of their output read fast enough."""
         wanted = len(self._unsent) < _UNSENT_BYTES
+        if self._echo is not None and self._echo.full:
+            wanted = False
         watched = self._selector.get_map()
         for rank in self._ranks.all:
             for pipe in rank.pipes:

@@ -32,8 +32,6 @@ _NOW_SECONDS = 1.0
 #: Seconds for which the launcher remembers that a host did not answer, and the most such hosts that
 #: a verdict names.
 _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
-# Seconds for which the ranks' output waits for its reader after a signal, and the shortest wait.
-_READER_SECONDS, _READER_PAUSE_SECONDS = 10.0, 2.0
 # The time in which the launcher reads the messages that arrived while it was stopped.
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
@@ -407,7 +405,7 @@ class Job:
         if self._ending or self._interrupts > 1:
             self._stopped_by = self._stopped_by or signal.Signals(number)
             self._end(_NOW_SECONDS)
-            readers.give_up_at(time.monotonic() + _NOW_SECONDS, shortest=0.0)
+            readers.give_up_now()
             self._say("ending all ranks now")
             return
         again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
@@ -423,7 +421,7 @@ class Job:
         """Request an orderly stop of all ranks."""
         self._stopped_by = self._stopped_by or signal.Signals(number)
         self._set_stop_deadline()
-        readers.give_up_at(time.monotonic() + _READER_SECONDS, _READER_PAUSE_SECONDS)
+        readers.give_up_soon()
         # Ranks save on SIGTERM, but may not handle these two.
         unhandled = number in (signal.SIGHUP, signal.SIGPIPE)
         forwarded = signal.SIGTERM if unhandled else number

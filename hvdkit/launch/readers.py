@@ -18,6 +18,10 @@ _PIECE_BYTES = select.PIPE_BUF
 # Seconds. A signal handler may set a limit during a wait.
 _POLL_SECONDS = 0.2
 _FULL_SECONDS = 0.02
+# The limit after a stop signal, and the pause that a reader may make after it. Ranks may write
+# while they stop.
+_SOON_SECONDS, _PAUSE_SECONDS = 10.0, 2.0
+_NOW_SECONDS = 1.0
 
 # When to end all waits (`time.monotonic`), and the shortest wait for a reader after this time.
 _limit = _shortest = float("inf")
@@ -39,6 +43,16 @@ def give_up_at(limit: float, shortest: float) -> None:
     """
     global _limit, _shortest
     _limit, _shortest = min(_limit, limit), min(_shortest, shortest)
+
+
+def give_up_soon() -> None:
+    """Set the limit after the first stop signal."""
+    give_up_at(time.monotonic() + _SOON_SECONDS, _PAUSE_SECONDS)
+
+
+def give_up_now() -> None:
+    """Set the limit after a second stop signal."""
+    give_up_at(time.monotonic() + _NOW_SECONDS, shortest=0.0)
 
 
 def write(descriptor: int, data: bytes) -> None:

@@ -60,8 +60,8 @@ class Stalls:
         self._verdict: Verdict | None = None
         self._asked_at = float("-inf")
         self._judged_at = float("-inf")
-        # The keys of the calls that have waited for too long. A verdict is given only if one of them
-        # still waits.
+        # The keys of the calls that have waited for too long. A verdict is given only if one of
+        # these calls still waits.
         self._late: set[tuple[int, str, int]] = set()
         # The ranks' states at the first verdict that needs a second one, and the time to ask again.
         self._unconfirmed: object = None

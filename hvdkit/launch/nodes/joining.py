@@ -45,19 +45,15 @@ def join(
         }
         # Two descriptors, because the agent's selector registers each only once.
         send_fd = os.dup(connection.fileno())
-        outputs: list[Output] = []
 
-        def make_echo(size: int) -> Output:
-            outputs.append(Output(size, shown=range(size), say=say))
-            return outputs[-1]
+        def make_output(size: int) -> Output:
+            return Output(size, shown=range(size), say=say)
 
-        agent = Agent(connection.fileno(), send_fd, overrides=overrides, make_echo=make_echo)
+        agent = Agent(connection.fileno(), send_fd, overrides=overrides, make_output=make_output)
         try:
             agent.run()
         finally:
             os.close(send_fd)
-            for output in outputs:
-                output.close()
     if agent.outcome is None:
         say("lost node 0; see its output for the reason")
         return 1

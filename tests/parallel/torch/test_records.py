@@ -123,6 +123,35 @@ def test_an_additional_call_without_a_name(tmp_path):
     assert "wrong" in lines[int(found[2]) - 1]
 
 
+SETS = """
+import os, signal, time
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+sets = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
+own = sets[hvd.rank() // 2]
+for step in range(20 + 20 * (hvd.rank() // 2)):
+    if hvd.rank() == {rank} and step == 10:
+        {fault}
+    hvd.allreduce(torch.ones(8), name="loss", process_set=own)
+    time.sleep(0.02)
+"""
+STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+# While a rank is stopped, the engine's threads of the other ranks wait for it in a negotiation.
+@pytest.mark.parametrize("fault", [STOPS, pytest.param("time.sleep(20)", marks=pytest.mark.long)])
+def test_a_verdict_names_only_ranks_of_the_process_set(tmp_path, fault):
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    done = run(tmp_path, fault, 1, 4, script=SETS, **env)
+    assert done.returncode == 1
+    named = r"Rank 0 has waited \d+ s for the allreduce 'loss' of process set 1 \(ranks 0, 1\)"
+    assert re.search(named, done.stderr), done.stderr
+    assert re.search(r"Rank 1 (on \S+ )?has not called it", done.stderr)
+    assert "Rank 3 has not" not in done.stderr
+
+
 def test_a_rank_that_shuts_horovod_down_is_named(tmp_path):
     done = run(tmp_path, "hvd.shutdown(); sys.exit(0)", 1, 2)
     assert done.returncode == 1
