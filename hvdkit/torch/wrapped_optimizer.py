@@ -74,6 +74,11 @@ def wrapped(optimizer: torch.optim.Optimizer) -> "WrappedOptimizer":
     Raises:
         UsageError: it is not.
     """
+    if isinstance(optimizer, torch.Tensor):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}: expected the result of "
+            f"hvd.DistributedOptimizer. Give the optimizer instead of the model's parameters"
+        )
     if not isinstance(optimizer, WrappedOptimizer):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__} that is not wrapped: expected the result "

@@ -186,6 +186,11 @@ def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):
     assert hvd.clip_grad_norm_([one, other], 1e-6) > 1
 
 
+def test_the_clipped_gradients_are_those_of_an_optimizer(hvd):
+    with pytest.raises(UsageError, match="Give the optimizer instead of the model's parameters"):
+        hvd.clip_grad_norm_(nn.Linear(3, 2).parameters(), 1.0)
+
+
 def test_process_sets_are_entered_in_one_order(hvd):
     """Gradients arrive in different orders on the ranks, which would wait for each other."""
     from hvdkit.torch import passes
