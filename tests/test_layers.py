@@ -27,6 +27,7 @@ LAYERS = {
     "record_files": 0,
     "rendezvous": 0,
     "signals": 0,
+    "whole_files": 0,
     "core": 1,
     "engine": 1,
     "faults": 1,

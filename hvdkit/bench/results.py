@@ -19,6 +19,7 @@ import psutil
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.host_facts import usable_cores
+from hvdkit.whole_files import replacing
 
 _FORMAT = 1
 # Their versions are among the conditions.
@@ -172,14 +173,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old or the new content.
+    """Write a file, see `replacing`.
 
     Raises:
         HvdkitError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(path)
+        with replacing(path) as draft:
+            draft.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise HvdkitError(f"cannot write {path}: {error.strerror}") from error

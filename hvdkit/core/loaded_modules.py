@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.core.recorder import FOLDER_VARIABLE
+from hvdkit.whole_files import replacing
 
 #: The modules that a spare imports, if the rank has loaded them.
 MODULES = (
@@ -109,8 +110,5 @@ def report(
     if not folder:
         return
     imports.note(environ)
-    with contextlib.suppress(OSError):
-        path = Path(folder) / file_name(rank)
-        draft = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError), replacing(Path(folder) / file_name(rank)) as draft:
         draft.write_text(json.dumps({"imports": imports.groups}))
-        draft.replace(path)

@@ -9,9 +9,7 @@ and by a few percent.
 
 import json
 import logging
-import os
 import random
-import socket
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +20,7 @@ from typing import Any, TypeVar
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError
+from hvdkit.whole_files import draft_of, replacing
 
 _NAME = "hvdkit.autotune"
 #: Steps after a change that are not measured: in the first step the ranks plan the buckets, and in
@@ -261,7 +260,7 @@ def load(
             if allowed <= set(entry.get("wire_formats", ())):
                 answer["size"] = int(entry.get("bucket_bytes", 0))
                 answer["format"] = str(entry.get("wire_format", ""))
-            draft = _draft(path)
+            draft = draft_of(path)
             draft.touch()
             draft.unlink()
         except OSError as error:
@@ -287,13 +286,9 @@ def save(path: Path, fingerprint: str, entry: Mapping[str, object]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    draft = _draft(path)
-    try:
-        content = {**_read(path), fingerprint: entry}
+    content = {**_read(path), fingerprint: entry}
+    with replacing(path) as draft:
         draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def entry_of(chosen: Candidate, seconds: Mapping[Candidate, Sequence[float]]) -> dict[str, Any]:
@@ -318,7 +313,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TypeError("expected an object")
     return content
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
 from hvdkit.record_files import CONNECTED, ENTERED, NOTE, RECORD, REQUEST, SAVED
+from hvdkit.whole_files import replacing
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
@@ -99,9 +100,8 @@ class RecordFolder:
         path = self.path / NOTE.format(rank)
         with contextlib.suppress(OSError):
             if content:
-                draft = path.with_suffix(".tmp")
-                draft.write_text(content, encoding="utf-8")
-                draft.replace(path)
+                with replacing(path) as draft:
+                    draft.write_text(content, encoding="utf-8")
                 self._notes[rank] = content
             else:
                 path.unlink(missing_ok=True)

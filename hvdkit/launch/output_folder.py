@@ -19,6 +19,7 @@ from hvdkit.errors import UsageError
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
+from hvdkit.whole_files import replacing
 
 #: A link to the folder of the last start.
 LATEST = "latest"
@@ -52,10 +53,9 @@ def make(directory: Path) -> Path:
 
 def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
     """Write the description of a start, when it begins and when it ends."""
-    draft = folder / f".{START}"
     try:
-        draft.write_text(start.to_json(), encoding="utf-8")
-        draft.replace(folder / START)
+        with replacing(folder / START) as draft:
+            draft.write_text(start.to_json(), encoding="utf-8")
     except OSError as error:  # a full disk must not end the job
         say(f"cannot write {folder / START}: {error.strerror}")
 
@@ -89,7 +89,8 @@ def write_error(
         "last_lines": list(failure.tail),
     }
     try:
-        (folder / ERROR).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with replacing(folder / ERROR) as draft:
+            draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         say(f"cannot write {folder / ERROR}: {error.strerror}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge, overdue
 from hvdkit.record_files import RECORD
+from hvdkit.whole_files import replacing
 
 #: Seconds to wait for the records of all ranks.
 _ANSWER_SECONDS = 5.0
@@ -231,6 +231,5 @@ class Stalls:
             return
         with contextlib.suppress(OSError):  # a full disk must not end the job
             self._folder.mkdir(exist_ok=True)
-            draft = self._folder / f".{name}.{os.getpid()}"
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(self._folder / name)
+            with replacing(self._folder / name) as draft:
+                draft.write_text(text, encoding="utf-8")

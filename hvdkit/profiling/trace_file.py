@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.profiling.events import Event
+from hvdkit.whole_files import draft_of, replacing
 
 # Level 1 is the fastest, and makes a file that is about a third larger than that of the default.
 _LEVEL = 1
@@ -24,7 +23,7 @@ def check(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             return f"{path} is a folder: expected the name of a file"
-        draft = _draft(path)
+        draft = draft_of(path)
         draft.touch()
         draft.unlink()
     except FileExistsError:
@@ -50,9 +49,8 @@ def write(path: Path, packed: Sequence[bytes], facts: Mapping[str, Any]) -> None
     Raises:
         HvdkitError: the file cannot be written.
     """
-    draft = _draft(path)
     try:
-        with gzip.open(draft, "wb", _LEVEL) as file:
+        with replacing(path) as draft, gzip.open(draft, "wb", _LEVEL) as file:
             file.write(b'{"traceEvents": [\n')
             separator = b""
             for each in packed:
@@ -61,10 +59,7 @@ def write(path: Path, packed: Sequence[bytes], facts: Mapping[str, Any]) -> None
                     separator = b",\n"
             end = f'\n],\n"displayTimeUnit": "ms",\n"otherData": {_encode(facts)}}}\n'
             file.write(end.encode())
-        draft.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise HvdkitError(f"cannot write {path}: {error.strerror}") from error
 
 
@@ -73,10 +68,6 @@ def read(path: Path) -> dict[str, Any]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         content: dict[str, Any] = json.load(file)
     return content
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def _encode(value: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from argparse import ArgumentParser, Namespace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.report import theme
+from hvdkit.whole_files import replacing
 
 if TYPE_CHECKING:
     from hvdkit.report.charts import Chart
@@ -124,14 +124,11 @@ def _named(runs: Sequence[TrainingRun]) -> list[TrainingRun]:
 
 def _write(path: Path, text: str) -> None:
     """Write a file in one step, so that a reader never sees a part of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8", errors="replace")
-        draft.replace(path)
+        with replacing(path) as draft:
+            draft.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise HvdkitError(
             f"cannot write {path}: {error.strerror}. Choose another file with --out"
         ) from error

@@ -1,0 +1,34 @@
+"""Write files so that a reader finds the old or the new content, never a part.
+
+An error, such as a full disk, leaves the old file and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to. The file becomes `path` unless the block raises an exception.
+
+    Raises:
+        OSError: the file cannot be renamed. The file at `path` is as before.
+    """
+    draft = draft_of(path)
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def draft_of(path: Path) -> Path:
+    """Return the path that `replacing` yields: hidden, and different in every process."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
