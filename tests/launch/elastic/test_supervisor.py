@@ -34,7 +34,7 @@ class FakeMembers:
             raise found
         return found
 
-    def confirm(self, committed):  # noqa: ARG002
+    def confirm(self, committed):
         self.confirmed += 1
 
     def begin(self, plan):
