@@ -395,7 +395,6 @@ class Members:
         good = [host for host in usable if not self.excluded(host.name)]
         return good if total_slots(good) >= self.min_size else usable
 
-
     def _removed_holder(self, usable: Sequence[Host], state: _State) -> Host | None:
         """Return a host that has the newest commit, but has left the list.
 
