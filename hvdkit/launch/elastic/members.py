@@ -396,7 +396,7 @@ class Members:
         return good if total_slots(good) >= self.min_size else usable
 
     def _removed_holder(self, usable: Sequence[Host], state: _State) -> Host | None:
-        """Return a host that has the newest commit, but has left the list.
+        """Return a host that has the newest commit, but has left the list. Not an excluded one.
 
         Args:
             usable: the hosts that can take part. If one of them has the commit, return None.
@@ -405,8 +405,9 @@ class Members:
         # A copy of the commit needs a rank on a host of the list, too.
         if self.max_size == 1 or self._holders & {host.name for host in usable}:
             return None
-        removed = (self._members.get(name) for name in sorted(self._holders - set(self._listed)))
-        return next((m.host for m in removed if m is not None and m.state is state), None)
+        removed = sorted(self._holders - set(self._listed))
+        found = (self._members.get(name) for name in removed if not self.excluded(name))
+        return next((m.host for m in found if m is not None and m.state is state), None)
 
     def _with_commit(self, usable: Sequence[Host]) -> Sequence[Host]:
         holder = self._removed_holder(usable, _State.READY)

@@ -35,7 +35,7 @@ class Watched:
             settings,
             min_size,
             max_size,
-            self.excluded.__contains__,
+            lambda name: name in self.excluded,
             self.texts.append,
         )
 
@@ -113,6 +113,9 @@ def test_the_only_host_with_a_commit_takes_part_once_more_after_it_has_left_the_
         watched.members.confirm(True)
         assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
         watched.begin(Host("localhost", 1), B)
+        watched.excluded = {"localhost"}
+        assert watched.slots() == [("127.0.0.1", 1)]
+        watched.excluded = set()
         # The ranks end at their next commit.
         watched.wait_announced(True, B)
         watched.members.confirm(True)
