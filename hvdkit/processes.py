@@ -1,7 +1,8 @@
 """The processes of one job on this machine: start, find and end them.
 
 All processes of a job have the job's id in an environment variable. A process that has left its
-parent and its session (mpirun's ranks, a daemon) is found by this variable.
+parent and its session (mpirun's ranks, a daemon) is found by this variable. A process without the
+variable is found by its parent, or by its session if the parent has ended.
 """
 
 import contextlib
@@ -48,6 +49,10 @@ class ProcessGroup:
     def __init__(self) -> None:
         self._id = uuid.uuid4().hex
         self.started: list[subprocess.Popen[bytes]] = []
+        self._owner = os.getpid()
+        self._ended: set[int] = set()
+        # Processes that were found, because later they may be found neither by parent nor session.
+        self._found: set[psutil.Process] = set()
 
     def start(
         self,
@@ -113,7 +118,24 @@ class ProcessGroup:
 
     def running(self) -> bool:
         """Return whether a process that was started here still runs."""
+        self.find_orphans()
         return any(process.poll() is None for process in self.started)
+
+    def find_orphans(self) -> None:
+        """Find the processes in the sessions of started processes that have just ended.
+
+        Call it soon after the end of each process that was started here. Later, the number of its
+        session may belong to a process of another program.
+        """
+        if os.getpid() != self._owner:
+            return  # a guard, which does not know when the processes have ended
+        ended = {process.pid for process in self.started if process.poll() is not None}
+        if new := ended - self._ended:
+            self._ended |= new
+            for pid in psutil.pids():
+                with contextlib.suppress(OSError, psutil.Error):
+                    if os.getsid(pid) in new:
+                        self._found.add(psutil.Process(pid))
 
     def terminate(self, grace: float, kill_grace: float = 3.0) -> Iterator[None]:
         """End every process: SIGTERM, then SIGKILL to those that still run after `grace` seconds.
@@ -152,8 +174,12 @@ class ProcessGroup:
         )
 
     def _members(self) -> set[psutil.Process]:
+        self.find_orphans()
         own: set[psutil.Process] = set()
-        others: set[psutil.Process] = set()
+        others = {process for process in self._found if _alive(process)}
+        for process in list(others):
+            with contextlib.suppress(psutil.Error):
+                others.update(process.children(recursive=True))
         for started in self.started:
             # Not by status: a process whose first thread has ended looks like a zombie while other
             # threads run. `poll` also reaps the process.
@@ -168,6 +194,7 @@ class ProcessGroup:
             with contextlib.suppress(psutil.Error):
                 if self._id in process.environ().get(GROUP_VARIABLE, "").split(":"):
                     others.add(process)
+        self._found = others - own
         return own | {process for process in others - own if _alive(process)}
 
 

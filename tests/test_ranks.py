@@ -138,6 +138,20 @@ def test_children_of_a_rank_that_has_ended_are_ended_too(start):
     assert not running(result.output)
 
 
+def test_a_child_without_the_ranks_environment_that_ignores_sigterm_is_ended():
+    ignoring = "import signal, time; signal.signal(15, 1); print(flush=True); time.sleep(60)"
+    code = (
+        f"a = subprocess.Popen([sys.executable, '-c', {ignoring!r}], env={{}},"
+        "    start_new_session=True, stdout=subprocess.PIPE);"
+        "a.stdout.readline(); print(a.pid, flush=True); time.sleep(60)"
+    )
+    with start_gloo(python(code), 1) as group:
+        wait_for_output(group, 1)
+        pid = group.output(0)
+        group.stop()
+    assert not running(pid)
+
+
 def test_stop_gives_ranks_time_to_clean_up(tmp_path):
     code = (
         "import signal;"

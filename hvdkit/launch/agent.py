@@ -395,6 +395,7 @@ class Agent:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
+            self._ranks.find_orphans()
             self._send_records()
             # Not until the pipe is empty: another process of the rank may write all the time.
             for pipe in list(rank.pipes):

@@ -68,7 +68,7 @@ def discover(
     if process.returncode != 0:
         raise UsageError(
             f"--host-discovery-script {script} failed with exit status {process.returncode}: "
-            f"{errors.strip()[-500:]}"
+            f"{errors.strip()[-500:] or 'it wrote no error. Run it by hand'}"
         )
     words = [w if re.search(r":\d+$", w) else f"{w}:{slots}" for w in out.split()]
     return parse_hosts(",".join(words), f"--host-discovery-script {script}:") if words else []

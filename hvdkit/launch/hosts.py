@@ -91,7 +91,9 @@ def read_hostfile(path: Path) -> list[Host]:
 def _parse(text: str, where: str) -> Host:
     match = re.fullmatch(rf"({_NAME.pattern})(?::([0-9]+))?", text)
     if match is None:
-        raise UsageError(f"{where}: {text!r} is not a host; expected HOST or HOST:SLOTS")
+        # A bare IPv6 address cannot be told from an address with slots.
+        brackets = ". An IPv6 address needs brackets: [ADDRESS]:SLOTS" if "::" in text else ""
+        raise UsageError(f"{where}: {text!r} is not a host; expected HOST or HOST:SLOTS{brackets}")
     slots = int(match[2] or 1)
     if slots < 1:
         raise UsageError(

@@ -152,6 +152,10 @@ class LocalRanks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
+    def find_orphans(self) -> None:
+        """Find the processes that a rank has left. Call it soon after the end of each rank."""
+        self._group.find_orphans()
+
     def states(self) -> dict[int, str]:
         """Return the state of each rank, see `RankProcess.state`."""
         return {rank.rank: rank.state() for rank in self.all}

@@ -147,7 +147,7 @@ def check(
         _network(interfaces),
         _mtu(interfaces),
         *_connections(questions, interfaces, launcher_address, bandwidth),
-        _own_names(found),
+        _own_names(found, interfaces),
         _clocks(skews),
         _amount(found, "shared_memory", "/dev/shm", _SHM_BYTES, "mount a larger tmpfs there"),
         _amount(found, "memory", "free memory", _MEMORY_BYTES, "see what else runs there"),
@@ -320,8 +320,20 @@ def _bandwidth(questions: _Questions, targets: Mapping[str, tuple[str, int]]) ->
     return Diagnostic("bandwidth", OK, text)
 
 
-def _own_names(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
+def _own_names(
+    found: Mapping[Host, Mapping[str, Any]], interfaces: Mapping[Host, Interface]
+) -> Diagnostic:
     names = {host: facts["own_name"]["name"] for host, facts in found.items()}
+    machines = _by_value({host: f"{names[host]} {interfaces[host].address}" for host in names})
+    repeated = [_named(hosts) for hosts in machines.values() if len(hosts) > 1]
+    if repeated:
+        return Diagnostic(
+            _HOSTNAMES,
+            WARNING,
+            f"these are names of one machine: {'; '.join(repeated)}",
+            "name each machine once, with all its slots (HOST:SLOTS). Otherwise its ranks use the "
+            "same GPUs, and MPI fails",
+        )
     shared = [
         f"{name} is {_named(hosts)}" for name, hosts in _by_value(names).items() if len(hosts) > 1
     ]

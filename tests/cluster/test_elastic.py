@@ -59,6 +59,20 @@ def test_a_host_is_added_and_the_first_one_is_removed(start):
 
 
 @pytest.mark.long
+def test_all_hosts_are_replaced_at_once(start):
+    job = start("host0:1")
+    job.wait_for("batch 0 3 ")
+    job.set_hosts("host1:1")
+    job.wait_for("host0, which has left the list, takes part with 1 rank until the next commit")
+    job.wait_for("2 ranks on host0:1, host1:1")
+    assert int(job.wait_for(r"begin 0 (\d+) size 2")[1]) >= 3
+    job.wait_for("1 rank on host1:1")
+    assert int(job.wait_for(r"begin 0 (\d+) size 1")[1]) >= 4
+    assert job.finish() == 0
+    check(job.lines, ranks=1)
+
+
+@pytest.mark.long
 def test_a_host_that_is_lost(start, launches):
     """Every process of the first start on the second host is killed, as if the host was reset."""
     job = start("host0:1,host1:1")

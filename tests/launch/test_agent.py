@@ -185,6 +185,17 @@ def test_ranks_end_with_their_child_processes(agent, how):
     agent.process.wait(timeout=10)
 
 
+def test_a_rank_that_ends_leaves_no_child_with_its_own_environment(agent):
+    agent.start(
+        "import subprocess;"
+        "child = subprocess.Popen(['/bin/sleep', '60'], env={}, stdout=subprocess.DEVNULL);"
+        "print(child.pid, flush=True)"
+    )
+    pid = int(agent.line())
+    assert agent.receive("ended")["status"] == 0
+    wait_until_gone(pid)
+
+
 def test_nothing_is_left_of_an_agent_that_is_killed(agent):
     """The kernel ends its ranks. Its guard ends their child processes and removes its folder."""
     agent.start(WITH_CHILD.replace("os.getpid()", "os.environ['HVDKIT_RECORD_DIR'], os.getpid()"))

@@ -27,7 +27,8 @@ def test_a_script_names_the_hosts(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("exit 3", "failed with exit status 3"),
+        ("exit 3", "failed with exit status 3: it wrote no error. Run it by hand"),
+        ("echo no token >&2; exit 3", "failed with exit status 3: no token$"),
         ("echo ':'", "not a"),
         ("echo a:1; echo a:1", "a is named twice"),
         (r"printf 'a\377:1'", r"'a\\\\xff:1' is not a host"),

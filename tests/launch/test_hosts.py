@@ -26,6 +26,7 @@ def test_the_address_of_a_host_is_without_its_user():
     [
         ("a:x", "'a:x' is not a host"),
         ("a:2:3", "'a:2:3' is not a host"),
+        ("fe80::1", r"An IPv6 address needs brackets: \[ADDRESS\]:SLOTS"),
         ("-oProxyCommand=evil", "is not a host"),
         ("a b", "'a b' is not a host"),
         ("a:0", "host a has 0 slots"),

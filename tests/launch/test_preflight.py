@@ -76,10 +76,20 @@ def own_names(*names):
 
 
 def test_equal_host_names_are_a_warning():
-    diagnostic = preflight._own_names(own_names("a", "localhost", "localhost"))
+    addresses = [Interface("eth0", f"10.0.0.{n}", 24, mtu=1500) for n in range(3)]
+    interfaces = dict(zip(HOSTS, addresses, strict=False))
+    diagnostic = preflight._own_names(own_names("a", "localhost", "localhost"), interfaces)
     assert diagnostic.status == WARNING
     assert diagnostic.found == "several hosts have the same host name: localhost is node01, node02"
-    assert preflight._own_names(own_names("a", "b", "c")).status == OK
+    assert preflight._own_names(own_names("a", "b", "c"), interfaces).status == OK
+
+
+def test_two_names_of_one_machine_are_a_warning():
+    interface = Interface("eth0", "10.0.0.1", 24, mtu=1500)
+    diagnostic = preflight._own_names(own_names("a", "a"), dict.fromkeys(HOSTS, interface))
+    assert diagnostic.status == WARNING
+    assert diagnostic.found == "these are names of one machine: node00, node01"
+    assert "name each machine once, with all its slots" in diagnostic.advice
 
 
 @pytest.mark.parametrize(("skew", "status"), [(0.01, OK), (-60.0, WARNING)])

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Self
@@ -101,6 +101,8 @@ class Members:
     _problem: str = ""
     _error: HvdkitError | None = None
     _current: Assignment = ()
+    # The hosts that have the newest commit.
+    _holders: frozenset[str] = frozenset()
     _version: int = 0
     _announced: int = 0
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -125,6 +127,9 @@ class Members:
     def wait_for(self, size: int, timeout: float) -> Sequence[Host]:
         """Return the hosts that can take part, as soon as they have `size` slots.
 
+        If none of these hosts has the newest commit, the first host that is returned has it. This
+        host is not on the list any more. It is used with one rank, until the next commit.
+
         Raises:
             HvdkitError: they have fewer slots after `timeout` seconds, or the first look at the
                 list of hosts failed.
@@ -137,9 +142,10 @@ class Members:
                     raise self._error
                 usable = self._usable()
                 starting = any(m.state is _State.STARTING for m in self._on_list())
+                starting = starting or self._removed_holder(usable, _State.STARTING) is not None
                 if self._looked and not starting:
                     if total_slots(usable) >= size:
-                        return usable
+                        return self._with_commit(usable)
                     if not told:
                         self.say(
                             f"waiting for hosts: they have {total_slots(usable)} slots, expected "
@@ -156,9 +162,15 @@ class Members:
                     )
                 self._changed.wait(_LOOK_SECONDS)
 
-    def confirm(self) -> None:
-        """Ask all agents. The thread then drops the agents that do not answer in time."""
+    def confirm(self, committed: bool) -> None:
+        """Ask all agents. The thread then drops the agents that do not answer in time.
+
+        Args:
+            committed: whether the ranks of the last start have stored a commit.
+        """
         with self._changed:
+            if committed:
+                self._holders = frozenset(dict(self._current))
             for member in self._members.values():
                 if member.state is _State.READY and member.connection is not None:
                     member.state = _State.STARTING
@@ -262,7 +274,9 @@ class Members:
                 # The next agent of a host gets the same folders.
                 folder = self._folders.setdefault(host.name, uuid.uuid4().hex)
                 self._members[host.name] = _Member(own, folder)
-        for name in self._members.keys() - hosts.keys():
+        ready = {m.host.name for m in self._on_list() if m.state is _State.READY}
+        needed = frozenset() if ready & self._holders else self._holders
+        for name in self._members.keys() - hosts.keys() - needed:
             if name not in dict(self._current):
                 self._drop(self._members.pop(name))
 
@@ -301,7 +315,7 @@ class Members:
                 ready = member.state is _State.READY
                 reason = connection.explain()
                 self._fail(member, reason)
-                if ready:
+                if ready and member.host.name in self._listed:
                     # Perhaps only the agent was killed. Start another one, and wait for its answer.
                     member.problem, member.retry_at = "", 0.0
                     member.state = _State.STARTING
@@ -380,6 +394,30 @@ class Members:
         ]
         good = [host for host in usable if not self.excluded(host.name)]
         return good if total_slots(good) >= self.min_size else usable
+
+    def _removed_holder(self, usable: Sequence[Host], state: _State) -> Host | None:
+        """Return a host that has the newest commit, but has left the list. Not an excluded one.
+
+        Args:
+            usable: the hosts that can take part. If one of them has the commit, return None.
+            state: the state of the agent of the host.
+        """
+        # A copy of the commit needs a rank on a host of the list, too.
+        if self.max_size == 1 or self._holders & {host.name for host in usable}:
+            return None
+        removed = sorted(self._holders - set(self._listed))
+        found = (self._members.get(name) for name in removed if not self.excluded(name))
+        return next((m.host for m in found if m is not None and m.state is state), None)
+
+    def _with_commit(self, usable: Sequence[Host]) -> Sequence[Host]:
+        holder = self._removed_holder(usable, _State.READY)
+        if holder is None:
+            return usable
+        self.say(
+            f"no host on the list has the last commit. {holder.name}, which has left the list, "
+            f"takes part with 1 rank until the next commit"
+        )
+        return [replace(holder, slots=1), *usable]
 
 
 def assignment_of(plan: Plan) -> Assignment:

@@ -128,7 +128,7 @@ class ElasticSupervisor:
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last
-            self.members.confirm()
+            self.members.confirm(outcome.saved)
             try:
                 hosts = self.members.wait_for(self.limits.min_size, self.limits.timeout)
             except HvdkitError as error:

@@ -35,7 +35,7 @@ class Watched:
             settings,
             min_size,
             max_size,
-            self.excluded.__contains__,
+            lambda name: name in self.excluded,
             self.texts.append,
         )
 
@@ -78,6 +78,11 @@ class Watched:
             time.sleep(0.05)
 
 
+def agents():
+    children = psutil.Process().children()
+    return [child for child in children if "hvdkit.launch.agent" in child.cmdline()]
+
+
 def test_added_and_removed_hosts_are_announced():
     with Watched(A) as watched:
         assert watched.slots() == [("localhost", 2)]
@@ -97,6 +102,48 @@ def test_added_and_removed_hosts_are_announced():
         watched.wait_announced(False)
         watched.found = [Host("localhost", 1), B]
         watched.wait_announced(True)
+
+
+def test_the_only_host_with_a_commit_takes_part_once_more_after_it_has_left_the_list():
+    with Watched(A) as watched:
+        watched.slots()
+        watched.begin(A)
+        watched.found = [B]
+        watched.wait_announced(True)
+        watched.members.confirm(True)
+        assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
+        watched.begin(Host("localhost", 1), B)
+        watched.excluded = {"localhost"}
+        assert watched.slots() == [("127.0.0.1", 1)]
+        watched.excluded = set()
+        # The ranks end at their next commit.
+        watched.wait_announced(True, B)
+        watched.members.confirm(True)
+        assert watched.slots() == [("127.0.0.1", 1)]
+        watched.begin(B)
+        watched.wait_announced(False, B)
+
+
+def test_the_only_host_with_a_commit_has_left_the_list_and_is_lost():
+    with Watched(A) as watched:
+        watched.slots()
+        watched.begin(A)
+        watched.found = [B]
+        watched.wait_announced(True)
+        for agent in agents():
+            agent.kill()
+        watched.members.confirm(True)
+        assert watched.slots() == [("127.0.0.1", 1)]
+
+
+def test_with_one_rank_a_host_that_has_left_the_list_does_not_take_part():
+    with Watched(A, max_size=1) as watched:
+        watched.slots()
+        watched.begin(Host("localhost", 1))
+        watched.found = [B]
+        watched.wait_announced(True)
+        watched.members.confirm(True)
+        assert watched.slots() == [("127.0.0.1", 1)]
 
 
 def test_hosts_beyond_the_largest_size_are_not_announced():
@@ -155,15 +202,10 @@ def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
         watched.begin(A)
         folders = watched.members.folders(A)
         (folders[0] / "0-0-1.commit").write_text("kept")
-        agents = [
-            child
-            for child in psutil.Process().children()
-            if "hvdkit.launch.agent" in child.cmdline()
-        ]
-        assert len(agents) == 1
-        agents[0].kill()
+        (agent,) = agents()
+        agent.kill()
         watched.wait_text("its agent ended with status -9")
-        watched.members.confirm()
+        watched.members.confirm(False)
         assert watched.slots() == [("localhost", 2)]
         assert watched.members.folders(A) == folders
         assert (folders[0] / "0-0-1.commit").read_text() == "kept"

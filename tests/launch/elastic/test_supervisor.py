@@ -34,7 +34,7 @@ class FakeMembers:
             raise found
         return found
 
-    def confirm(self):
+    def confirm(self, committed):
         self.confirmed += 1
 
     def begin(self, plan):
