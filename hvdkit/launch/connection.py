@@ -408,12 +408,20 @@ def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:
         local: whether the host is this machine. The agent then runs with this process's Python.
         ssh: how to reach other hosts.
         python: the Python of an agent on another host. It gets this process's PYTHONPATH and
-            LD_LIBRARY_PATH, which environment modules set.
+            LD_LIBRARY_PATH.
     """
     if local:
         return local_agent_command()
-    paths = [f"{name}={os.environ[name]}" for name in _PATHS if os.environ.get(name)]
+    paths = [f"{name}={os.environ[name]}" for name in agent_variables()]
     return ssh.command(host, [*(["env", *paths] if paths else []), python, *_AGENT])
+
+
+def agent_variables() -> list[str]:
+    """Return the names of this process's variables that an agent on another host needs.
+
+    Environment modules set them.
+    """
+    return [name for name in _PATHS if os.environ.get(name)]
 
 
 def local_agent_command() -> list[str]:

@@ -18,7 +18,7 @@ from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agent_pool import AgentPool
-from hvdkit.launch.connection import local_agent_command
+from hvdkit.launch.connection import agent_variables, local_agent_command
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job, Outcome
 from hvdkit.launch.launcher import Settings
@@ -201,7 +201,7 @@ class Mpi:
                 self.plan,
                 local_agent_command(),
                 interfaces=interfaces,
-                variables=list(listener.variables()),
+                variables=[*listener.variables(), *agent_variables()],
                 ssh=self.settings.ssh,
                 directory="/",
                 extra=self.extra,

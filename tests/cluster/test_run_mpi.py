@@ -61,10 +61,15 @@ def test_sums_between_hosts(launches, slots, code, sent):
 
 
 def test_each_host_has_its_rank_and_the_environment(launches, mpi):
-    code = "print(os.uname().nodename, os.environ.get('MINE'), os.environ['HOROVOD_CONTROLLER'])"
-    done = launches.run(*mpi, "-x", "MINE=a b", *python(code))
+    # The agents, which are the parents of the ranks, need the paths of environment modules.
+    code = (
+        "agent = open(f'/proc/{os.getppid()}/environ').read();"
+        "print(os.uname().nodename, os.environ.get('MINE'), os.environ['HOROVOD_CONTROLLER'],"
+        "'PYTHONPATH=/modules' in agent.split(chr(0)))"
+    )
+    done = launches.run(*mpi, "-x", "MINE=a b", *python(code), PYTHONPATH="/modules")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] host0 a b mpi", "[1] host1 a b mpi"]
+    assert sorted(done.stdout.splitlines()) == ["[0] host0 a b mpi True", "[1] host1 a b mpi True"]
 
 
 SEARCH = """
