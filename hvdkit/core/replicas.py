@@ -52,8 +52,9 @@ _ROUNDING = 1e-4
 _SHOWN = 3
 
 _OPTIONS_ADVICE = (
-    "Ranks with different options train different models. Change learning rates and other options "
-    "on all ranks alike, or call hvd.broadcast_optimizer_state(optimizer, root_rank=0)."
+    "Ranks with different options train different models. Make the optimizer with the same options "
+    "on all ranks. Change learning rates and other options on all ranks alike, or broadcast the "
+    "optimizer's state of one rank."
 )
 #: The end of an error about values.
 VALUES_ADVICE = (

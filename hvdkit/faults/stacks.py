@@ -24,6 +24,12 @@ _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages/", "dist-packages/")
 # The file of TensorFlow's generated functions, and of `python -c`.
 _GENERATED = "<string>"
+# The names of the files that AutoGraph makes of the functions that TensorFlow traces. They are
+# temporary, so a user cannot read the line.
+_AUTOGRAPH = "__autograph_generated_file"
+# The function of TensorFlow in which a thread waits until a graph has run: the end of the file's
+# path, and its name.
+_RUNS_GRAPH = ("tensorflow/python/eager/execute.py", "quick_execute")
 #: Functions that wait for a collective: the end of a file's path, and the functions.
 _WAITS = {
     "horovod/torch/mpi_ops.py": None,
@@ -51,9 +57,11 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether the file belongs to Python, hvdkit or an installed package."""
+        """Whether the file belongs to Python, hvdkit or an installed package, or is generated."""
         if self.file == _GENERATED:
             return self.function.startswith("horovod_")
+        if _AUTOGRAPH in self.file:
+            return True
         # On another host, the package may be in another folder. A user may also have a folder named
         # hvdkit, so the module must exist in the package.
         _, inside, module = self.file.rpartition("/hvdkit/")
@@ -135,6 +143,12 @@ def package_frame(frames: Sequence[Frame]) -> Frame | None:
         if found is None and any(part in frame.file for part in _INSTALLED):
             found = frame
     return None
+
+
+def runs_graph(frames: Sequence[Frame]) -> bool:
+    """Return whether the thread waits for a graph of TensorFlow, or for an eager operation."""
+    end, function = _RUNS_GRAPH
+    return bool(frames) and frames[0].file.endswith(end) and frames[0].function == function
 
 
 def waits(frames: Sequence[Frame]) -> bool:

@@ -343,8 +343,15 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
         doing = "" if frames else "the stack of the rank is not known"
     if frame := stacks.own_frame(frames):
         doing += f"{', ' if doing else 'the rank is '}at {frame}"
+    in_graph = bool(record.open) and stacks.runs_graph(frames)
+    if in_graph:
+        # The threads of a graph call collectives, so the stack does not show the wait.
+        call = describe_call(record.open[0], record)
+        doing += f", in a graph of TensorFlow that waits for {call}"
     text = f"{where} has not called it: {doing}."
-    if frames and not stacks.waits(frames):
+    if in_graph:
+        text += _other_thread(record)
+    elif frames and not stacks.waits(frames):
         text += _below(frames, record)
     if record.done:
         last = record.done[-1]

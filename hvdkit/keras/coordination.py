@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from hvdkit.core.bucketing import without_layer_numbers, without_model_names
-from hvdkit.core.consistency import check_consistency, group_by_text
+from hvdkit.core.consistency import RankMismatchError, check_consistency, group_by_text
 from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -20,7 +20,7 @@ from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import distributions_of, has_own_step
 from hvdkit.keras.statistics import average_statistics, statistics_of
-from hvdkit.keras.value_check import check_values, digest_of
+from hvdkit.keras.value_check import check_values, digest_of, find_difference
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -79,7 +79,7 @@ class Coordination:
         self.checks_loss = False
         self.stops_at_batches = False
         self._stop_deferred = False
-        self._compares_values = False
+        self._compares_values = self._compares_unreduced = False
         # The `Distribution`s, one per wrapped optimizer, whose variables are compared every few
         # batches.
         self._compared: list[Any] = []
@@ -186,9 +186,11 @@ class Coordination:
         batches = reducing[0].batches if reducing else 0
         own = [terminates, acts, restores, restored, compares, bool(reducing), True, left_open]
         own += [batches, batches * batches]
+        own += [all(d.check_parameters for d in self.distributions)]
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.checks_loss, self.stops_at_batches = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
+        self._compares_unreduced = counts[10] == counts[6]
         for distribution in self.distributions:
             if counts[7]:
                 distribution.discard()
@@ -263,6 +265,50 @@ class Coordination:
         triples = zip(variables, digests, anywhere, strict=True)
         check_values(self.group, [(v, digest) for v, digest, skip in triples if not skip])
         self._before = {}
+
+    def compare_unreduced(self, callbacks: Sequence[Any]) -> None:
+        """Warn if ranks train variables separately. A collective in the first call of a `fit`.
+
+        Later calls in the same `fit` do nothing. An optimizer in a `train_step` may be plain, so
+        that nothing reduces the gradients of its variables. It is not an error, because a
+        `train_step` may reduce gradients itself, or train separate variables on purpose.
+
+        Args:
+            callbacks: as for `compare_values`.
+        """
+        if not self._compares_unreduced:
+            return
+        self._compares_unreduced = False
+        local = {
+            id(v) for c in callbacks if isinstance(c, HasLocalVariables) for v in c.local_variables
+        }
+        known = {id(v) for d in self.distributions for v in d.shared_variables}
+        variables = [
+            variable
+            for variable in self.model.trainable_weights
+            if id(variable) not in known
+            and not any(d.is_local(variable) for d in self.distributions)
+            and not backend.is_among(variable, local)
+        ]
+        try:
+            lines = [f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables]
+            check_consistency(self.group, lines, "the variables that no optimizer of hvdkit trains")
+        except RankMismatchError as error:
+            text = str(error)
+        else:
+            found = find_difference(self.group, [(v, digest_of(v)) for v in variables])
+            if found is None:
+                return
+            text = f"ranks have different values of {found[0].path!r} ({found[1]})"
+        if self.is_first and "unreduced" not in _logged:
+            log.warning(
+                "after the first epoch, %s. Each rank trains this part of the model separately, "
+                "because no hvd.DistributedOptimizer reduces its gradients. Wrap every optimizer "
+                "of the model with hvd.DistributedOptimizer. If train_step itself reduces the "
+                "gradients, pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit.",
+                text,
+            )
+        _logged.add("unreduced")
 
     def compare_replicas(self) -> None:
         """Count a batch, and compare times and trained variables if a comparison is due.

@@ -21,6 +21,8 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
   that `BackupAndRestore` restores on the first rank.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
   the trained variables, the optimizer's variables, and the times that the ranks need.
+- After the first epoch, compare the variables that no wrapped optimizer trains, and warn if they
+  differ.
 - With a `TerminateOnNaN`, set the loss of a batch to NaN on every rank if the loss is not finite on
   one rank.
 - If a callback stops training on one rank, stop on every rank. If a user's callback has a hook for
@@ -234,6 +236,7 @@ class _CoordinatedList:
         # The logs change in place, because `fit` passes them to on_train_end.
         logs = {} if logs is None else logs
         self._coordination.end_epoch(logs)
+        self._coordination.compare_unreduced(self.callbacks)
         super().on_epoch_end(epoch, logs)  # type: ignore[misc]
         self._coordination.synchronize_stop()
 

@@ -33,17 +33,9 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
         RankMismatchError: on every rank, naming the first variable that differs by more than
             rounding.
     """
-    digests = ",".join(str(digest) for _, digest in values)
-    digest = xxhash.xxh64_intdigest(digests.encode()) & 0xFFFFFF
-    if are_equal(group, digest, "hvdkit.keras.values"):
+    if (found := find_difference(group, values)) is None:
         return
-    differ = group.max(
-        [int(_differs(group, variable)) for variable, _ in values], "hvdkit.keras.values.differ"
-    )
-    if not any(differ):
-        return
-    variable, _ = values[differ.index(1)]
-    by_rank = "; ".join(group_by_text(group, _first_elements(variable), "hvdkit.keras.values.told"))
+    variable, by_rank = found
     raise RankMismatchError(
         f"ranks have different values of {variable.path!r} after the first batch ({by_rank}), and "
         f"mean gradients never make them equal. Pass "
@@ -51,6 +43,33 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
         f"hvd.broadcast_model(model, root_rank=0) before fit. If ranks should have different "
         f"values, pass check_parameters=False to hvd.DistributedOptimizer."
     )
+
+
+def find_difference(
+    group: Collectives, values: Sequence[tuple[Any, int]]
+) -> tuple[Any, str] | None:
+    """Return the first variable whose values differ between ranks. A collective.
+
+    Args:
+        group: as for `check_values`.
+        values: as for `check_values`.
+
+    Returns:
+        The variable that differs by more than rounding, and its first elements on each rank. None
+        if there is no such variable.
+    """
+    digests = ",".join(str(digest) for _, digest in values)
+    digest = xxhash.xxh64_intdigest(digests.encode()) & 0xFFFFFF
+    if are_equal(group, digest, "hvdkit.keras.values"):
+        return None
+    differ = group.max(
+        [int(_differs(group, variable)) for variable, _ in values], "hvdkit.keras.values.differ"
+    )
+    if not any(differ):
+        return None
+    variable, _ = values[differ.index(1)]
+    told = group_by_text(group, _first_elements(variable), "hvdkit.keras.values.told")
+    return variable, "; ".join(told)
 
 
 def digest_of(variable: Any) -> int:

@@ -279,6 +279,35 @@ def test_the_call_of_a_package_that_runs_the_training_is_named():
     assert judge(records, {}, 2).text.endswith("the rank is at /home/me/data.py:7 in load.")
 
 
+def test_a_missing_rank_whose_graph_waits_for_another_collective():
+    # The threads of a graph of TensorFlow call collectives, so the stack shows no wait.
+    records = simulate(2, ["check"], {1: 0}, {1: "bucket"})
+    execute = 'File "/venv/site-packages/tensorflow/python/eager/execute.py", line 53'
+    graph = f"""Current thread 0x02 (most recent call first):
+  {execute} in quick_execute
+  File "/home/me/train.py", line 23 in <module>
+"""
+    records[1] = replace(records[1], stacks=graph)
+    verdict = judge(records, {}, 2)
+    assert verdict.missing == [1]
+    assert verdict.text.endswith(
+        "Rank 1 on host1 has not called it: the rank is at /home/me/train.py:23 in <module>, in a "
+        "graph of TensorFlow that waits for bucket 1 of 1 (a to b; 1.0 MB)."
+    )
+    # Without a wait, the graph computes.
+    records[1] = replace(records[1], open=[])
+    assert "This line has called /venv/site-packages/tensorflow" in judge(records, {}, 2).text
+
+
+def test_a_generated_file_of_autograph_is_not_the_line_of_the_user():
+    records = simulate(2, ["bucket"], {1: 0})
+    header, _, frames = WAITING.partition("Current thread 0x02 (most recent call first):\n")
+    generated = '  File "/tmp/__autograph_generated_file7kq.py", line 14 in tf__step\n'
+    stacks = f"{header}Current thread 0x02 (most recent call first):\n{generated}{frames}"
+    records[0] = replace(records[0], stacks=stacks)
+    assert "Rank 0 is at /home/me/train.py:23 in <module>." in judge(records, {}, 2).text
+
+
 def test_a_rank_that_skips_a_collective_of_its_process_set():
     # Rank 1 has skipped `group`. Rank 2, which is not in this process set, calls the bucket first.
     def waits(rank, name, at, group=0):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.logs import recorded
 from tests.parallel.keras.job import common_folder, of_every_rank, same_everywhere
 from tests.parallel.keras.test_checkpoint import Interrupted, interrupt_after
 
@@ -106,6 +107,25 @@ def test_a_resumed_fit_is_bit_identical(hvd, options):
         checkpoint._manager.close()
         resumed = fit(hvd, gan(hvd, 9, **options), [hvd.callbacks.Checkpoint(folder)])
     assert resumed == expected
+
+
+def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
+    import keras
+
+    from hvdkit.keras import coordination
+
+    texts = []
+    for generator in [hvd.DistributedOptimizer(keras.optimizers.Adam()), keras.optimizers.Adam()]:
+        coordination._logged.discard("unreduced")
+        model = gan(hvd, hvd.rank())
+        model.others["g"] = generator
+        with recorded("hvdkit.keras") as records:
+            fit(hvd, model, [])
+        texts.append([each.getMessage() for each in records if "separately" in each.msg])
+    assert not texts[0]
+    assert len(texts[1]) == (hvd.rank() == 0)
+    weight = model.generator.weights[0].path
+    assert all(f"ranks have different values of {weight!r}" in text for text in texts[1])
 
 
 def test_a_broadcast_builds_the_optimizers(hvd):

@@ -14,13 +14,13 @@ from tests.parallel.keras.job import common_folder
 from tests.parallel.keras.test_uses import same_everywhere, weights_of
 
 
-def model_of(hvd, local=False, **options):
+def model_of(hvd, local=False, use_ema=False, **options):
     import keras
 
     keras.utils.set_random_seed(1)
     first, last = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((3,)), first, last])
-    optimizer = keras.optimizers.Adam(0.01)
+    optimizer = keras.optimizers.Adam(0.01, use_ema=use_ema)
     if local:
         optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=first, **options)
     else:
@@ -132,6 +132,14 @@ def test_ranks_that_number_layers_differently(hvd, tmp_path):
         fit(hvd, model)
         with pytest.raises(RankMismatchError, match="kernel' on rank"):
             fit(hvd, model, lambda batch: batch and times_two(model.layers[0].kernel))
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_an_option_of_the_optimizer_on_one_rank(hvd):
+    model = model_of(hvd, check_interval=3, use_ema=hvd.rank() == 0)
+    # hvdkit.keras has no `broadcast_optimizer_state`.
+    with pytest.raises(RankMismatchError, match="the same options on all ranks. .* of one rank.$"):
+        fit(hvd, model)
 
 
 @pytest.mark.long_with("keras-tensorflow")
