@@ -356,7 +356,8 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
     if record.done:
         last = record.done[-1]
         since = record.time - (last.ended or record.time)
-        text += f" Its last collective, {describe_call(last, record)}, ended {since:.0f} s ago."
+        ended = "failed" if record.failed_call == last else "ended"
+        text += f" Its last collective, {describe_call(last, record)}, {ended} {since:.0f} s ago."
     return text
 
 

@@ -328,6 +328,13 @@ def test_a_rank_that_skips_a_collective_of_its_process_set():
     assert judge(records, {}, 3).missing == verdict.missing
 
 
+def test_the_last_collective_of_the_missing_rank_has_failed():
+    records = simulate(2, ["loss", "bucket", "bucket"], {1: 2})
+    assert ", ended " in judge(records, {}, 2).text
+    records[1] = replace(records[1], error="failed: x", failed=records[1].done[-1].name)
+    assert ", failed " in judge(records, {}, 2).text
+
+
 def in_a_set(rank, ranks, number, ends=None, stacks=WAITING):
     """Return the record of a rank that has called `loss` in process set 1 or 2 of four ranks."""
     group = 1 if rank in ranks[0] else 2
