@@ -117,10 +117,10 @@ class Writer:
             newest = newest_run(entries)
             expect_manifests((e for e in entries if e.run == newest), str(storage))
             self._next_run = self._writer.next_run(entries)
-            # The highest step of the run; -1 for none.
+            # A step above this one is progress; -1 for every step.
             self._highest = -1
             if newest is None or new_run or run not in (None, newest):
-                self.run = self._begin_run()
+                self.run = self._begin_run(entries)
             else:
                 self.run = newest
                 self._highest = max(entry.step for entry in entries if entry.run == newest)
@@ -191,7 +191,7 @@ class Writer:
         if found and base.run == run and base.commit == newest:
             self.run = base.run
             return
-        self.run = self._begin_run()
+        self.run = self._begin_run(entries)
         if not found:
             # The state of the step is in memory, so the training can continue, in a new run.
             _log.warning(
@@ -200,7 +200,6 @@ class Writer:
             )
             return
         self._commit(base.step, partial(self._copy_files, found[0], base))
-        self._highest = base.step
         older = [entry for entry in entries if entry.run != self.run]
         _log.warning(
             "a new run begins with step %d, which was restored; the other steps in %s are kept as "
@@ -208,10 +207,11 @@ class Writer:
             *(base.step, self._storage, len(older), sum(entry.size for entry in older) / 1e9),
         )
 
-    def _begin_run(self) -> int:
+    def _begin_run(self, entries: Sequence[Entry]) -> int:
         """Return the number of a new run."""
         run, self._next_run = self._next_run, self._next_run + 1
-        self._highest = -1
+        # A job that begins a run at each restart makes no progress. It must not restart forever.
+        self._highest = max((entry.step for entry in entries), default=-1)
         return run
 
     def _commit(

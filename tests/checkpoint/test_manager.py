@@ -900,6 +900,28 @@ def test_a_step_that_is_saved_again_is_no_progress(tmp_path, monkeypatch):
     assert on_ranks(run, size=1) == [[False, False, False, False, False]]
 
 
+@pytest.mark.parametrize("back", ["overwrite", "restore(3)"])
+def test_a_run_that_begins_again_is_no_progress(tmp_path, monkeypatch, back):
+    """Otherwise, a job that begins a run at each restart, and always fails, restarts forever."""
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+    told = tmp_path / record_files.SAVED
+
+    def run(collectives):
+        with make(collectives, tmp_path / "steps", overwrite=back == "overwrite") as saving:
+            if (tmp_path / "steps").exists() and back != "overwrite":
+                saving.restore(3)
+            found = []
+            for step in (3, 6, 9):
+                told.unlink(missing_ok=True)
+                saving.save(step, wait=True)
+                found.append(told.exists())
+        return found
+
+    assert on_ranks(run, size=1) == [[True, True, True]]
+    assert on_ranks(run, size=1) == [[False, False, False]]
+    assert on_ranks(run, size=1) == [[False, False, False]]
+
+
 def test_a_step_that_is_not_a_number_on_one_rank_is_an_error_on_all_ranks(tmp_path):
     def run(collectives):
         with make(collectives, tmp_path, every_steps=4) as saving:
