@@ -99,7 +99,10 @@ class Committer:
         if failed:
             what = f"commit {self._number} of the elastic state was not stored"
             self._raise(problem, what, self._advice)
-        report_saved()
+        # Equal commits are no progress: the script may fail after its training function, again and
+        # again, and must not restart forever.
+        if self._store.changed:
+            report_saved()
         return bool(anywhere)
 
     def hosts_changed(self) -> bool:

@@ -51,6 +51,18 @@ def test_states_have_commits_of_their_own(tmp_path):
     assert newest(CommitStore([tmp_path], 0)) == (CommitId(0, 5), b"first")
 
 
+def test_a_commit_with_the_content_of_the_restored_one_is_no_change(tmp_path):
+    first = CommitStore([tmp_path], 0)
+    first.write(CommitId(0, 1), writes(b"one"))
+    assert first.changed
+    again = CommitStore([tmp_path], 0)
+    again.write(CommitId(1, 2), writes(b"one"))
+    assert not again.changed
+    again.write(CommitId(1, 3), writes(b"two"))
+    again.write(CommitId(1, 4), writes(b"two"))
+    assert again.changed
+
+
 def test_a_later_start_is_newer_whatever_the_number():
     assert CommitId(2, 3) > CommitId(1, 9)
 
