@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,11 +32,10 @@ from typing import Any
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
-from hvdkit.launch.echo import Echo
+from hvdkit.launch.echo import Echo, MakeOutput
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
-from hvdkit.launch.output import Output
 from hvdkit.signals import STOP_SIGNALS
 
 #: Seconds between SIGTERM and SIGKILL, where the launcher does not choose them.
@@ -65,8 +64,7 @@ class Agent:
         overrides: fields that replace those of the launcher's `task` message. Given if a user
             started this agent (`--nodes`). The agent then sends its signals to the launcher, and
             waits for the outcome.
-        make_output: given the number of ranks of the job, returns an output that also shows the
-            ranks' output on this host.
+        make_output: as for `Echo`, which also shows the ranks' output on this host.
 
     Attributes:
         outcome: the launcher's `outcome` message; None if there was none.
@@ -79,12 +77,11 @@ class Agent:
         keep_rank_variables: bool = False,
         terminal: Sequence[int] = (),
         overrides: Message | None = None,
-        make_output: Callable[[int], Output] | None = None,
+        make_output: MakeOutput | None = None,
     ) -> None:
         self.outcome: Message | None = None
         self._overrides = overrides
-        self._make_output = make_output
-        self._echo: Echo | None = None
+        self._echo = None if make_output is None else Echo(make_output)
         self._receive_fd = receive_fd
         self._send_fd = send_fd
         os.set_blocking(receive_fd, False)
@@ -111,6 +108,8 @@ class Agent:
         for end in (self._signals, self._wakeup):
             os.set_blocking(end, False)
         self._selector = selectors.DefaultSelector()
+        # The descriptors in the selector to which this process writes.
+        self._writing: set[int] = set()
 
     def run(self) -> None:
         """Handle messages until every process of the job on this host has ended."""
@@ -137,11 +136,6 @@ class Agent:
         if self._echo is not None:
             self._echo.close()
 
-    def _wake(self) -> None:
-        """End the wait of `_step`."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wakeup, b"\0")
-
     def _step(self) -> None:
         self._select_pipes()
         ending = self._ending is not None and not self._done
@@ -154,7 +148,7 @@ class Agent:
         self._stepped_at = now
         if any(key.fd == self._receive_fd for key, _ in ready):
             self._receive()
-        # Check this before output is shown, because a slow reader may block the output.
+        # Check this before output is forwarded, which may take some time.
         limit = self._task.get("lost_after", messages.LOST_SECONDS)
         if time.monotonic() > self._last_received + limit:
             if self._overrides is None:  # the launcher shows it if it still runs
@@ -166,8 +160,10 @@ class Agent:
             if key.fd == self._signals:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._signals, _READ_BYTES)
-            elif key.fd != self._send_fd:
+            elif key.data is not None:
                 self._forward(key.fd, key.data)
+        if self._echo is not None:
+            self._echo.step()
         if time.monotonic() > self._records_at + _RECORDS_SECONDS:
             self._send_records()
         self._send_pending()
@@ -274,12 +270,8 @@ class Agent:
                 self._answer(message["question"], message["arguments"])
             case "start":
                 open_files.raise_limit(open_files.needed_by_rank(message["size"]))
-                if self._make_output is not None:
-                    output = self._make_output(message["size"])
-                    if self._echo is None:
-                        self._echo = Echo(output, self._wake)
-                    else:
-                        self._echo.start(output)
+                if self._echo is not None:
+                    self._echo.start(message["size"])
                 try:
                     self._ranks.start(message["ranks"], self._task, self._report_alive)
                 except HvdkitError as error:
@@ -344,10 +336,14 @@ class Agent:
                     self._selector.register(pipe, selectors.EVENT_READ, rank)
                 elif not wanted and pipe in watched:
                     self._selector.unregister(pipe)
-        if self._unsent and self._send_fd not in watched:
-            self._selector.register(self._send_fd, selectors.EVENT_WRITE)
-        elif not self._unsent and self._send_fd in watched:
-            self._selector.unregister(self._send_fd)
+        writing = {self._send_fd} if self._unsent else set()
+        if self._echo is not None:
+            writing.update(self._echo.waiting)
+        for descriptor in writing - self._writing:
+            self._selector.register(descriptor, selectors.EVENT_WRITE)
+        for descriptor in self._writing - writing:
+            self._selector.unregister(descriptor)
+        self._writing = writing
 
     def _forward(self, pipe: int, rank: RankProcess) -> bool:
         """Send a piece of a rank's output to the launcher. False if the pipe is empty now."""

@@ -66,21 +66,37 @@ def write(descriptor: int, data: bytes) -> None:
         OSError: of the system, such as for a full disk or a closed pipe.
     """
     with _without_wait(descriptor) as descriptor:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLOUT)
         read_at = time.monotonic()
         while data:
-            written = 0
-            if poll.poll(1000 * _POLL_SECONDS):
-                try:
-                    written = os.write(descriptor, data[:_PIECE_BYTES])
-                except BlockingIOError:
-                    # A terminal with space for one byte is writable, but a line end needs two.
-                    time.sleep(_FULL_SECONDS)
-            if written:
+            if written := _write_piece(descriptor, data, _POLL_SECONDS):
                 data, read_at = data[written:], time.monotonic()
             elif time.monotonic() > max(_limit, read_at + _shortest):
                 raise TimeoutError(errno.ETIMEDOUT, "its reader does not read")
+
+
+def write_ready(descriptor: int, data: bytearray) -> None:
+    """Write what the reader takes without a wait, and remove it from `data`.
+
+    Raises:
+        OSError: of the system, such as for a full disk or a closed pipe.
+    """
+    with _without_wait(descriptor) as descriptor:
+        while data and (written := _write_piece(descriptor, data, 0)):
+            del data[:written]
+
+
+def _write_piece(descriptor: int, data: bytes | bytearray, wait: float) -> int:
+    """Write the first bytes after at most `wait` seconds. Return their number."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    if not poll.poll(1000 * wait):
+        return 0
+    try:
+        return os.write(descriptor, data[:_PIECE_BYTES])
+    except BlockingIOError:
+        # A terminal with space for one byte is writable, but a line end needs two.
+        time.sleep(min(wait, _FULL_SECONDS))
+        return 0
 
 
 @contextlib.contextmanager

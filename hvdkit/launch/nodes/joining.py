@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent import Agent
@@ -46,8 +47,8 @@ def join(
         # Two descriptors, because the agent's selector registers each only once.
         send_fd = os.dup(connection.fileno())
 
-        def make_output(size: int) -> Output:
-            return Output(size, shown=range(size), say=say)
+        def make_output(size: int, out: IO[bytes], errors: IO[bytes]) -> Output:
+            return Output(size, range(size), stdout=out, stderr=errors, say=say, progress=False)
 
         agent = Agent(connection.fileno(), send_fd, overrides=overrides, make_output=make_output)
         try:
