@@ -7,6 +7,7 @@ variable is found by its parent, or by its session if the parent has ended.
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -111,6 +112,9 @@ class ProcessGroup:
             raise HvdkitError(f"cannot start {os.fspath(command[0])!r}: {error}") from error
         except OSError as error:
             reason = error.strerror or error
+            if error.errno == errno.E2BIG:
+                longest = max(env, key=lambda name: len(name) + len(env[name]), default="")
+                reason = f"{reason}; the longest variable of the environment is {longest}"
             what = error.filename if error.filename == cwd and cwd is not None else command[0]
             raise HvdkitError(f"cannot start {os.fspath(what)!r}: {reason}") from error
         self.started.append(process)

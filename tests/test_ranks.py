@@ -206,6 +206,11 @@ def test_a_command_that_does_not_exist_is_a_clear_error():
         start_mpi(["true"], 2, mpirun="echo")
 
 
+def test_a_variable_that_is_too_long_is_named():
+    with pytest.raises(HvdkitError, match="Argument list too long; the longest variable.*is LONG"):
+        start_ranks([RankCommand(["true"], dict(os.environ) | {"LONG": "x" * 200_000})])
+
+
 def test_ranks_do_not_outlive_a_launcher_that_is_killed():
     mpirun = which("mpirun")
     if mpirun is None:
