@@ -181,23 +181,26 @@ class ProcessGroup:
         self.find_orphans()
         own: set[psutil.Process] = set()
         others = {process for process in self._found if _alive(process)}
-        for process in list(others):
-            with contextlib.suppress(psutil.Error):
-                others.update(process.children(recursive=True))
         for started in self.started:
             # Not by status: a process whose first thread has ended looks like a zombie while other
             # threads run. `poll` also reaps the process.
             if started.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(started.pid)
-                    own.add(process)
-                    # Descendants as well, because sudo and the like clear the environment.
-                    others.update(process.children(recursive=True))
+                    own.add(psutil.Process(started.pid))
+        children: dict[int, list[psutil.Process]] = {}
         for process in psutil.process_iter():
             # Errors: another user's process, or a process that has ended meanwhile.
             with contextlib.suppress(psutil.Error):
+                children.setdefault(process.ppid(), []).append(process)
                 if self._id in process.environ().get(GROUP_VARIABLE, "").split(":"):
                     others.add(process)
+        # Descendants as well, because sudo and the like clear the environment. Not with
+        # `Process.children`, which reads the parents of all processes in each call.
+        parents = [*own, *others]
+        while parents:
+            new = set(children.get(parents.pop().pid, ())) - own - others
+            others |= new
+            parents += new
         self._found = others - own
         return own | {process for process in others - own if _alive(process)}
 

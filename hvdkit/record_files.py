@@ -10,8 +10,10 @@ RECORD = "rank-{}.json"
 STACKS = "rank-{}.stacks"
 #: All ranks write a record when this file is touched. The engine looks at it.
 REQUEST = "request"
-#: A rank touches this file when it has saved a checkpoint or a commit.
+#: A rank touches this file when it has saved a new checkpoint or a new commit.
 SAVED = "saved"
+#: A rank touches this file when its host has the newest commit of an elastic job.
+COMMITTED = "committed"
 #: The rank has called `hvd.init()` for the start with this number, and may wait for other ranks.
 #: Only of ranks over MPI, each of which has a folder of its own. This file and the next one are
 #: empty, so they fit on a full disk.

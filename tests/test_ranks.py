@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -291,3 +292,26 @@ def test_a_program_that_does_not_delete_its_memory_is_ended(monkeypatch):
     for _ in group.terminate(10.0):
         time.sleep(0.02)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_many_processes_are_found_quickly():
+    """An agent answers the launcher only between two steps of the end."""
+    group = ProcessGroup()
+    code = "trap '' TERM; for i in $(seq 150); do sleep 60 & done; echo up; wait"
+    process = group.start(["sh", "-c", code], os.environ, stdout=subprocess.PIPE)
+    with process.stdout:
+        assert process.stdout.readline()
+    environments, steps = [], []
+    end = group.terminate(60.0)
+    for _ in range(4):
+        began = time.monotonic()
+        next(end)
+        steps.append(time.monotonic() - began)
+        began = time.monotonic()
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                each.environ()
+        environments.append(time.monotonic() - began)
+    for _ in group.terminate(0.0):
+        time.sleep(0.02)
+    assert min(steps[1:]) < 10 * max(environments)

@@ -18,7 +18,7 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.commits import Commit, CommitId, CommitStore
 from hvdkit.core.consistency import error_text, grouped
 from hvdkit.core.elastic_start import ElasticStart
-from hvdkit.core.progress import report_saved
+from hvdkit.core.progress import report_committed, report_saved
 from hvdkit.core.rank_errors import attempt, errors_of_ranks
 from hvdkit.errors import HvdkitError
 
@@ -99,6 +99,7 @@ class Committer:
         if failed:
             what = f"commit {self._number} of the elastic state was not stored"
             self._raise(problem, what, self._advice)
+        report_committed()
         # Equal commits are no progress: the script may fail after its training function, again and
         # again, and must not restart forever.
         if self._store.changed:
@@ -139,6 +140,9 @@ class Committer:
         self._number = best.number
         if any(identity != best for identity in id_of_rank):
             self._copy(best, self._collectives.ranks[id_of_rank.index(best)], own)
+            # A copy is no progress.
+            self._store.changed = False
+        report_committed()
         # Other ranks wait in the next collective of the script if this rank raises alone.
         _, problem = attempt(self._load, load)
         (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)

@@ -21,6 +21,7 @@ from typing import Any
 
 from hvdkit import record_files
 from hvdkit.core.recorder import FOLDER_VARIABLE
+from hvdkit.whole_files import replacing
 
 _NOTES = record_files.NOTE.format("*")
 # A file of each rank that writes records to the folder.
@@ -60,9 +61,8 @@ class Departure:
         text = f"Rank {rank} on {socket.gethostname()} called hvd.shutdown(){_caller()}."
         note = folder / record_files.NOTE.format(rank)
         with contextlib.suppress(OSError):  # such as a full disk
-            draft = note.with_suffix(".tmp")
-            draft.write_text(json.dumps({"rank": rank, "text": text}))
-            draft.replace(note)
+            with replacing(note) as draft:
+                draft.write_text(json.dumps({"rank": rank, "text": text}))
             self._note = note
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""Report saved checkpoints and commits to the launcher, which then permits all restarts again."""
+"""Report saved checkpoints and commits to the launcher."""
 
 import contextlib
 import os
@@ -9,7 +9,16 @@ from hvdkit.core.recorder import FOLDER_VARIABLE
 
 
 def report_saved() -> None:
-    """Report that a checkpoint or a commit was saved. Errors are ignored, because it is saved."""
+    """Report a new checkpoint or a new commit. The launcher then permits all restarts again."""
+    _touch(record_files.SAVED)
+
+
+def report_committed() -> None:
+    """Report that this host has the newest commit of an elastic job."""
+    _touch(record_files.COMMITTED)
+
+
+def _touch(name: str) -> None:
     if folder := os.environ.get(FOLDER_VARIABLE):
-        with contextlib.suppress(OSError):
-            (Path(folder) / record_files.SAVED).touch()
+        with contextlib.suppress(OSError):  # the checkpoint or commit is saved nevertheless
+            (Path(folder) / name).touch()

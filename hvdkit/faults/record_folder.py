@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
-from hvdkit.record_files import CONNECTED, ENTERED, NOTE, RECORD, REQUEST, SAVED
+from hvdkit.record_files import COMMITTED, CONNECTED, ENTERED, NOTE, RECORD, REQUEST, SAVED
 from hvdkit.whole_files import replacing
 
 #: The beginning of the folder's name.
@@ -54,15 +54,22 @@ class RecordFolder:
                     yield text
 
     def saved(self) -> bool:
-        """Return whether a step was saved since the last call."""
+        """Return whether a new checkpoint or commit was saved since the last call."""
+        return self._was_touched(SAVED)
+
+    def committed(self) -> bool:
+        """Return whether a rank has reported since the last call that its host has a commit."""
+        return self._was_touched(COMMITTED)
+
+    def _was_touched(self, name: str) -> bool:
         if self._folder is None:
             return False
         try:
-            stamp = 0, (self._folder.path / SAVED).stat().st_mtime_ns
+            stamp = 0, (self._folder.path / name).stat().st_mtime_ns
         except OSError:
             return False
-        before = self._seen.get(SAVED)
-        self._seen[SAVED] = stamp
+        before = self._seen.get(name)
+        self._seen[name] = stamp
         return before != stamp
 
     def init_state(self) -> tuple[int, bool]:

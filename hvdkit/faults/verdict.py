@@ -176,8 +176,7 @@ def judge(
     for rank in wait.missing[:_SHOWN]:
         text = _describe(rank, records.get(rank), states.get(rank))
         lines.append(text + _blocked_by(rank, wait, incomplete, records))
-    if len(wait.missing) > _SHOWN:
-        lines.append(f"{len(wait.missing) - _SHOWN} more ranks have not called it.")
+    lines += _not_shown(len(wait.missing) - _SHOWN)
     lines += _further_waits(wait, incomplete, records, states)
     if _differ_in_line(wait, records):
         lines.append(_SAME_NAME)
@@ -396,11 +395,21 @@ def _further_waits(
             for rank in other.missing
             if rank not in named and not (rank in records and records[rank].open)
         ]
+        left = _SHOWN - len(named)
         named.update(absent)
-        if absent and len(named) <= _SHOWN:
+        if absent and left > 0:
             lines.append(_first_line(other, records))
-            lines += [_describe(rank, records.get(rank), states.get(rank)) for rank in absent]
+            lines += [
+                _describe(rank, records.get(rank), states.get(rank)) for rank in absent[:left]
+            ]
+            lines += _not_shown(len(absent) - left)
     return lines
+
+
+def _not_shown(count: int) -> list[str]:
+    if count <= 0:
+        return []
+    return [f"{count} more {'rank has' if count == 1 else 'ranks have'} not called it."]
 
 
 def _below(frames: Sequence[stacks.Frame], record: Record) -> str:

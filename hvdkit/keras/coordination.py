@@ -292,9 +292,10 @@ class Coordination:
         ]
         try:
             lines = [f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables]
-            check_consistency(self.group, lines, "the variables that no optimizer of hvdkit trains")
+            subject = "the variables that no wrapped optimizer trains"
+            check_consistency(self.group, lines, subject, advice="")
         except RankMismatchError as error:
-            text = str(error)
+            text = str(error).rstrip(". ")
         else:
             found = find_difference(self.group, [(v, digest_of(v)) for v in variables])
             if found is None:

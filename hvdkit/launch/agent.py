@@ -370,6 +370,8 @@ class Agent:
             self._send("shutdown", rank=rank, content=content)
         if self._ranks.records.saved():
             self._send("saved")
+        if self._ranks.records.committed():
+            self._send("committed")
         self._send_init_state()
         if self._commits is not None:
             self._commits.announce_pending()

@@ -66,7 +66,8 @@ class Outcome:
         failure: the failure that ended the job; None if there is none.
         suspects: the ranks that may have caused it, see `Failures.suspects`.
         restartable: whether the job failed by itself; False after a stop on request.
-        saved: whether a checkpoint or a commit was saved.
+        saved: whether a new checkpoint or a new commit was saved.
+        committed: whether the hosts have the newest commit of an elastic job.
         lost: the hosts that could not be reached any more.
         hosts_changed: whether the ranks have ended to be started on other hosts.
         is_verdict: whether the report is a verdict on a stall.
@@ -77,6 +78,7 @@ class Outcome:
     failure: Failure | None = None
     restartable: bool = False
     saved: bool = False
+    committed: bool = False
     lost: tuple[Host, ...] = ()
     hosts_changed: bool = False
     suspects: tuple[int, ...] = ()
@@ -152,7 +154,7 @@ class Job:
         self._finished: set[Connection] = set()
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
-        self._saved = False
+        self._saved = self._committed = False
         self._lost: list[Host] = []
         self._lost_agent = False
         # The last look at deadlines, and the end of the last pause of this process.
@@ -182,7 +184,9 @@ class Job:
             restore(signal.SIGTSTP, previous)
         outcome = self._outcome()
         self._agents.explained = outcome.status != 0 and not (self._lost or self._lost_agent)
-        return replace(outcome, saved=self._saved, lost=tuple(self._lost))
+        return replace(
+            outcome, saved=self._saved, committed=self._committed, lost=tuple(self._lost)
+        )
 
     # Messages of agents
 
@@ -200,6 +204,8 @@ class Job:
                 self._start.note(message["rank"], message["start"], message["connected"])
             case "saved":
                 self._saved = True
+            case "committed":
+                self._committed = True
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "ended":

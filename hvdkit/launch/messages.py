@@ -36,7 +36,8 @@ From the agent:
     init       {rank, start, connected}      how far `hvd.init()` is in a rank that mpirun or srun
                                              has started: the number of its last start of Horovod,
                                              and whether it is connected
-    saved      {}                            a checkpoint or a commit was saved
+    saved      {}                            a new checkpoint or a new commit was saved
+    committed  {}                            the host has the newest commit of an elastic job
     kept       {folders}                     the folders for commits
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop

@@ -68,11 +68,14 @@ def mpirun_command(
         command: the command of each rank.
         interfaces: host -> the interface of its ranks.
         variables: the names of the ranks' variables. mpirun takes the values from its own
-            environment, so that no command line shows them.
+            environment, so that no command line shows them. Names in `extra` are left out.
         ssh: how mpirun reaches other hosts.
         directory: the ranks' working directory.
         extra: the user's own arguments (--mpi-args), which follow those of hvdkit.
     """
+    # Of several values of a variable, Open MPI 5 takes the first.
+    given = {text.partition("=")[0] for text in extra}
+    variables = [name for name in variables if name not in given]
     ours = (
         _open_mpi(mpirun, plan, interfaces, variables, ssh)
         if mpirun.open_mpi

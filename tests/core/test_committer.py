@@ -217,6 +217,22 @@ def test_a_commit_counts_as_progress(world, monkeypatch, tmp_path):
     assert world.run(work, start=0) == [True] * 3
 
 
+def test_a_commit_that_equals_the_copied_one_is_no_progress(world, monkeypatch, tmp_path):
+    """But the launcher learns that the new hosts have the commit."""
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+    CommitStore([world.folders[0]], 0).write(CommitId(0, 9), writes(b"given up"))
+    CommitStore([world.folders[1]], 0).write(CommitId(1, 3), writes(CONTENT))
+
+    def work(committer, rank):
+        resumed(committer)
+        world.exchange(rank, None)
+        found = [(tmp_path / record_files.COMMITTED).exists()]
+        committer.commit(writes(CONTENT))
+        return [*found, (tmp_path / record_files.SAVED).exists()]
+
+    assert world.run(work, start=2) == [[True, False]] * 3
+
+
 def test_no_commit_at_all(world, caplog):
     assert world.run(lambda committer, _: resumed(committer)) == [[]] * 3
     assert not caplog.records

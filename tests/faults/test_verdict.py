@@ -336,11 +336,12 @@ def test_the_last_collective_of_the_missing_rank_has_failed():
 
 
 def in_a_set(rank, ranks, number, ends=None, stacks=WAITING):
-    """Return the record of a rank that has called `loss` in process set 1 or 2 of four ranks."""
+    """Return the record of a rank that has called `loss` in process set 1 or 2."""
     group = 1 if rank in ranks[0] else 2
     own = call("loss", number, 1.0, ends, group=group)
     calls = {"done" if ends else "open": [own]}
-    return Record(rank, 4, "h", 1, "stall", 61.0, calls={own.collective: number}, stacks=stacks,
+    size = len(ranks[0]) + len(ranks[1])
+    return Record(rank, size, "h", 1, "stall", 61.0, calls={own.collective: number}, stacks=stacks,
                   groups={0: [], 1: ranks[0], 2: ranks[1]}, **calls)  # fmt: skip
 
 
@@ -370,6 +371,16 @@ def test_two_process_sets_that_wait():
     # Set 2 has called its collective a moment ago.
     young = replace(waiting[2], open=[replace(waiting[2].open[0], enqueued=60.9)])
     assert "set 2" not in judge(waiting | late | {2: young}, {}, 4).text
+
+
+def test_many_ranks_of_another_process_set_are_missing():
+    ranks = [0, 1], list(range(2, 9))
+    records = {rank: in_a_set(rank, ranks, 3) for rank in (0, 2)}
+    records |= {r: in_a_set(r, ranks, 2, 1.5, SLEEPING) for r in range(9) if r not in records}
+    text = judge(records, {}, 9).text
+    assert "Rank 2 has waited 60 s for the allreduce 'loss' of process set 2" in text
+    assert [rank for rank in range(9) if f"Rank {rank} on h has not" in text] == [1, 3, 4, 5]
+    assert text.endswith("3 more ranks have not called it.")
 
 
 def test_a_rank_that_has_failed_and_ended_keeps_the_verdict():

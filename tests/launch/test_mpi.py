@@ -76,6 +76,11 @@ def test_the_users_arguments_come_last():
     assert command[-3:] == ["--bind-to", "core", "train"]
 
 
+def test_the_users_values_of_variables_are_used():
+    command = words(Mpirun("mpirun", True, 5), TWO_HOSTS, extra=["-x", "PATH=/own", "-x", "SECRET"])
+    assert after(command, "-x") == ["PATH=/own", "SECRET"]
+
+
 def test_a_missing_mpi(monkeypatch):
     monkeypatch.setattr(mpi, "which", lambda name: None)
     with pytest.raises(HvdkitError, match="there is no mpirun here"):

@@ -166,7 +166,7 @@ class Members:
         """Ask all agents. The thread then drops the agents that do not answer in time.
 
         Args:
-            committed: whether the ranks of the last start have stored a commit.
+            committed: whether the hosts of the last start have the newest commit.
         """
         with self._changed:
             if committed:

@@ -120,7 +120,7 @@ class ElasticSupervisor:
             plan = self._plan(hosts)
             outcome = self._start(plan)
             self._starts += 1
-            self._committed = self._committed or outcome.saved
+            self._committed = self._committed or outcome.committed
             if not outcome.restartable:
                 return outcome
             # After a change of hosts, the ranks end so that they can be started again. If they are
@@ -128,7 +128,7 @@ class ElasticSupervisor:
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last
-            self.members.confirm(outcome.saved)
+            self.members.confirm(outcome.committed)
             try:
                 hosts = self.members.wait_for(self.limits.min_size, self.limits.timeout)
             except HvdkitError as error:

@@ -13,8 +13,10 @@ from hvdkit.launch.plan import make_plan
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
 FAILED = Outcome(1, restartable=True)
-COMMITTED = Outcome(1, restartable=True, saved=True)
-CHANGED = Outcome(85, restartable=True, hosts_changed=True, saved=True)
+COMMITTED = Outcome(1, restartable=True, saved=True, committed=True)
+# As after a checkpoint of hvd.Checkpointer.
+SAVED = Outcome(1, restartable=True, saved=True)
+CHANGED = Outcome(85, restartable=True, hosts_changed=True, saved=True, committed=True)
 LIMITS = ElasticLimits(1, 1, None, restarts=2, resets=None, timeout=5.0)
 
 
@@ -83,6 +85,12 @@ def test_changes_of_the_hosts_are_no_failures():
     assert texts[1] == "the hosts have changed: the ranks start again"
     assert texts[2] == "2 ranks on host0:1, host1:1"
     assert pauses == []
+
+
+def test_a_checkpoint_is_no_commit():
+    """Otherwise, ranks of the next start would warn that all commits are lost."""
+    _, _, starts, *_ = supervise([SAVED, COMMITTED, FAILED, Outcome(0)])
+    assert [start.committed for start in starts] == [False, False, True, True]
 
 
 def test_a_job_that_fails_without_a_commit_ends():

@@ -128,6 +128,22 @@ def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
     assert all(f"ranks have different values of {weight!r}" in text for text in texts[1])
 
 
+def test_other_variables_beside_a_wrapped_optimizer_log_a_warning(hvd):
+    import keras
+
+    from hvdkit.keras import coordination
+
+    coordination._logged.discard("unreduced")
+    model = gan(hvd)
+    model.extra = keras.layers.Dense(1 + hvd.rank())
+    model.extra.build((None, 3))
+    with recorded("hvdkit.keras") as records:
+        model.fit(*data(hvd), batch_size=BATCH, verbose=0)
+    texts = [each.getMessage() for each in records if "separately" in each.msg]
+    assert len(texts) == (hvd.rank() == 0)
+    assert all("kernel, float32 [3, 2]. Each rank trains" in text for text in texts)
+
+
 def test_a_broadcast_builds_the_optimizers(hvd):
     # Only the last rank has optimizers with a state, as after it has loaded a file.
     root = hvd.size() - 1
