@@ -198,8 +198,8 @@ def _add_restart_arguments(verb: argparse.ArgumentParser) -> None:
         "--min-num-proc",
         type=int,
         metavar="M",
-        help="restart without hosts that are lost or have failed twice, if at least M ranks remain "
-        "(default: -np; with --elastic but without -np: 1)",
+        help="restart without hosts that are lost, or on which ranks failed twice, if at least M "
+        "ranks remain (default: -np; with --elastic but without -np: 1)",
     )
     restarts.add_argument(
         "--host-timeout",
