@@ -241,9 +241,11 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _doctor(options: argparse.Namespace) -> int:
     from hvdkit import diagnostics, doctor
     from hvdkit.console import Console
-    from hvdkit.launch import command
+    from hvdkit.launch import arguments, command
 
     several = options.hosts is not None or options.hostfile is not None
+    if not several:
+        arguments.check_alone(options)
     results = command.examine(options) if several else doctor.examine()
     if options.json:
         print(diagnostics.as_json(results))

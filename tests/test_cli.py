@@ -62,6 +62,8 @@ def test_version():
         (["build", "--controllers", "ucx"], "unknown controller 'ucx'; expected some of"),
         (["build", "--jobs", "0"], "--jobs is 0; expected at least 1"),
         (["build", "--gpu", "yes"], "--gpu yes is unknown; expected auto, nccl, none"),
+        (["doctor", "--bandwidth"], "--bandwidth was given without hosts: expected --hosts"),
+        (["doctor", "--ssh-arg=-v"], "--ssh-arg was given without hosts"),
         pytest.param(
             ["build", "--sdist", "/gone", "--no-cache"],
             "there is no such file",

@@ -199,8 +199,9 @@ class Headers:
         except RuntimeError as error:
             error.add_note(
                 f"This rank waited for all other ranks to end a backward pass or to make a step. "
-                f"It is in {self.describe(entry, entry.rounds)}. Give all ranks the same number of "
-                f"batches, or call hvd.join() at the end of an uneven epoch."
+                f"It is in {self.describe(entry, entry.rounds)}. If no rank has failed, give all "
+                f"ranks the same number of batches, or call hvd.join() at the end of an uneven "
+                f"epoch."
             )
             raise
         if not special and count * squares == digest * digest:

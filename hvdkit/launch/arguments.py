@@ -7,6 +7,8 @@ import math
 import sys
 from pathlib import Path
 
+from hvdkit.errors import UsageError
+from hvdkit.flags import flag
 from hvdkit.launch.job import Timeouts
 from hvdkit.launch.nodes.settings import START_SECONDS
 from hvdkit.launch.ssh import HOST_SECONDS
@@ -114,7 +116,7 @@ def _add_node_arguments(verb: argparse.ArgumentParser) -> None:
         "--rdzv-file",
         type=Path,
         metavar="FILE",
-        help="on a shared disk: node 0 writes its address there",
+        help="on a shared disk: node 0 writes its address and a key there",
     )
     nodes_group.add_argument(
         "--key-file",
@@ -196,8 +198,8 @@ def _add_restart_arguments(verb: argparse.ArgumentParser) -> None:
         "--min-num-proc",
         type=int,
         metavar="M",
-        help="restart without hosts that are lost or have failed twice, if at least M ranks remain "
-        "(default: -np; with --elastic but without -np: 1)",
+        help="restart without hosts that are lost, or on which ranks failed twice, if at least M "
+        "ranks remain (default: -np; with --elastic but without -np: 1)",
     )
     restarts.add_argument(
         "--host-timeout",
@@ -273,6 +275,20 @@ def add_doctor_arguments(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also measure the bandwidth between the first two hosts",
     )
+
+
+def check_alone(options: argparse.Namespace) -> None:
+    """Check that `hvdkit doctor` without hosts has no argument for other hosts.
+
+    Raises:
+        UsageError: it has such an argument.
+    """
+    for name in ("bandwidth", "network", "start_timeout", "ssh_port", "ssh_identity", "ssh_arg"):
+        if getattr(options, name):
+            raise UsageError(
+                f"{flag(name)} was given without hosts: expected --hosts HOST,HOST or --hostfile "
+                f"FILE"
+            )
 
 
 def add_host_arguments(verb: argparse.ArgumentParser) -> None:

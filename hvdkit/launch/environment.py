@@ -90,7 +90,9 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
         if not equals and name.endswith("*"):
             found = {key: env[key] for key in env if key.startswith(name[:-1])}
             if not found:
-                raise UsageError(f"-x {name}: no variable here has this prefix; correct the prefix")
+                raise UsageError(
+                    f"-x {name}: no variable here has this prefix; set one, or correct the prefix"
+                )
             chosen |= found
             continue
         if not re.fullmatch(_NAME, name):

@@ -258,7 +258,7 @@ class Failures:
             parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
         after = [f for f in others if f.kind == _LOST_PEER and first.kind < _LOST_PEER]
         if after:
-            parts.append(f"{_count(len(after))} failed after it, because a peer was lost")
+            parts.append(f"{_count(len(after))} failed after it, because the connection was lost")
         lines = ["; ".join(parts) + "."]
         if ended:
             lines[0] += f" The launcher ended {_others(ended)}."

@@ -32,8 +32,8 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        UsageError: `params` is a tensor, or has a value that contains tensors, or a tensor without
-            memory of its own, such as a DTensor; or `root_rank` does not exist.
+        UsageError: `params` is a tensor or a module, or has a value that contains tensors, or a
+            tensor without memory of its own, such as a DTensor; or `root_rank` does not exist.
         RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks, or
             an argument is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
@@ -61,6 +61,11 @@ def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str,
         raise UsageError(
             "params is a tensor: expected model.state_dict(), model.named_parameters() or a list "
             "of tensors; for one tensor use broadcast_()"
+        )
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise UsageError(
+            f"params is a module, {type(params).__name__}: expected model.state_dict(), "
+            f"model.named_parameters() or a list of tensors"
         )
     items = params.items() if isinstance(params, Mapping) else params
     named = [item if isinstance(item, tuple) else ("", item) for item in items]

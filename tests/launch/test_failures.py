@@ -104,8 +104,8 @@ def test_each_kind_of_failure_is_shown_once():
     )
     report = found.report(ended=1, finished=[])
     assert report.startswith(
-        "rank 1 failed: exit status 1; 1 rank failed after it, because a peer was lost. The "
-        "launcher ended 1 other rank."
+        "rank 1 failed: exit status 1; 1 rank failed after it, because the connection was lost. "
+        "The launcher ended 1 other rank."
     )
     assert "rank 3 failed, too: exit status 2." in report
     assert "1 more rank failed like rank 1." in report

@@ -174,6 +174,12 @@ def test_a_single_tensor_is_not_a_collection_of_parameters(hvd):
         hvd.broadcast_parameters(torch.ones(3), root_rank=0)
 
 
+def test_a_module_is_not_a_collection_of_parameters(hvd):
+    with pytest.raises(UsageError, match="params is a module, Sequential"):
+        hvd.broadcast_parameters(nn.Sequential(nn.Linear(3, 2)), root_rank=0)
+    hvd.broadcast_parameters(nn.ParameterList([torch.ones(3)]), root_rank=0)
+
+
 def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):
     model = nn.Linear(3, 2)
     one = hvd.DistributedOptimizer(torch.optim.SGD([model.weight], lr=0.1))

@@ -183,8 +183,8 @@ class ObjectWriter:
         with _held_guard:
             if self._bucket.identity in _held:
                 raise WriterConflict(
-                    f"{self._bucket.url} is already open for writing in this process; close that "
-                    "writer first."
+                    f"{self._bucket.url} is already open for writing in this process; first close "
+                    "the other Checkpointer of this URL."
                 )
             _held.add(self._bucket.identity)
 

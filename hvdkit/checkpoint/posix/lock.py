@@ -61,7 +61,8 @@ class FolderLock:
             # Check before `.lock` is opened: closing it would release the lock of this process.
             if self._identity in _held:
                 raise WriterConflict(
-                    f"{path} is already open for writing in this process; close that writer first."
+                    f"{path} is already open for writing in this process; first close the other "
+                    f"Checkpointer of this folder."
                 )
             _held.add(self._identity)
         try:

@@ -188,6 +188,6 @@ class ElasticSupervisor:
         else:
             self.say(
                 f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
-                "commit)"
+                "commit or checkpoint)"
             )
         return True
