@@ -235,7 +235,9 @@ def _choose(options: argparse.Namespace, mpirun: str) -> Place:
         return ThisMachine(size=2 if size is None else size, mpirun=mpirun)
     slots = hosts.total_slots(found)
     if size is not None and size > slots:
-        raise UsageError(f"-np is {size}, but the hosts have {slots} slots: expected at most these")
+        raise UsageError(
+            f"-np is {size}, but the hosts have {hosts.name_slots(slots)}: expected at most these"
+        )
     words = ["--python", options.python]
     for option, value in (
         ("-H", options.hosts),

@@ -182,3 +182,8 @@ def are_local(
 
 def total_slots(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)
+
+
+def name_slots(number: int) -> str:
+    """Return a text such as `1 slot` or `2 slots`."""
+    return f"{number} slot{'' if number == 1 else 's'}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.hosts import Host, total_slots
+from hvdkit.launch.hosts import Host, name_slots, total_slots
 
 MOST_RANKS = 100_000
 
@@ -98,7 +98,7 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
     if total_slots(hosts) < size:
         given = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise UsageError(
-            f"-np is {size}, but the hosts have {total_slots(hosts)} slots ({given}). "
+            f"-np is {size}, but the hosts have {name_slots(total_slots(hosts))} ({given}). "
             "Lower -np, add hosts, or give them more slots: HOST:SLOTS."
         )
     counts: list[tuple[Host, int]] = []

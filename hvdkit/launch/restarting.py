@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdkit.errors import RESUMABLE, HvdkitError
-from hvdkit.launch.hosts import Host, total_slots
+from hvdkit.launch.hosts import Host, name_slots, total_slots
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
 
@@ -104,8 +104,8 @@ class Supervisor:
         size = min(self.size, total_slots(hosts))
         if size < self.min_size:
             raise HvdkitError(
-                f"the hosts that can be used have {size} slots: expected at least {self.min_size} "
-                f"(--min-np, or -np without it)"
+                f"the hosts that can be used have {name_slots(size)}: expected at least "
+                f"{self.min_size} (--min-np, or -np without it)"
             )
         if size < self.size:
             self.say(f"{size} rank{'s' if size > 1 else ''} instead of {self.size}")

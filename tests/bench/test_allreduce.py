@@ -157,7 +157,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, mpi):
         (["--turns", "0"], "--turns is 0"),
         (["--calls", "0"], "--calls is 0"),
         (["-np", "0"], "-np is 0"),
-        (["-H", "localhost:1", "-np", "2"], "the hosts have 1 slots"),
+        (["-H", "localhost:1", "-np", "2"], "the hosts have 1 slot:"),
         (["--engine", "old"], "--engine is 'old': expected NAME=DIR"),
         (["--stock", "/tmp"], "--stock: there is no Horovod for torch in /tmp"),
         (["--two-hosts", "fast"], "--two-hosts is 'fast'"),

@@ -184,7 +184,7 @@ def test_a_lost_node_that_is_needed_ends_the_job(start):
     jobs[1].kill()
     status, _, err = end(jobs[0])
     assert status == 1
-    assert "have 1 slots: expected at least 2" in err
+    assert "have 1 slot: expected at least 2" in err
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -18,7 +18,7 @@ from typing import Self
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent_pool import AgentPool, unfitness
 from hvdkit.launch.connection import Connection
-from hvdkit.launch.hosts import Host, are_local, total_slots
+from hvdkit.launch.hosts import Host, are_local, name_slots, total_slots
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
 from hvdkit.launch.plan import Plan
@@ -148,8 +148,8 @@ class Members:
                         return self._with_commit(usable)
                     if not told:
                         self.say(
-                            f"waiting for hosts: they have {total_slots(usable)} slots, expected "
-                            f"{size} (-np, or --min-np after a restart). The job ends if "
+                            f"waiting for hosts: they have {name_slots(total_slots(usable))}, "
+                            f"expected {size} (-np, or --min-np after a restart). The job ends if "
                             f"this takes longer than {timeout:g} s (--elastic-timeout)"
                         )
                         told = True
@@ -157,8 +157,8 @@ class Members:
                     found = ", ".join(f"{host.name}:{host.slots}" for host in usable) or "none"
                     raise HvdkitError(
                         f"after {timeout:g} s (--elastic-timeout) the hosts that can be used have "
-                        f"{total_slots(usable)} slots ({found}): expected at least {size} (-np, or "
-                        f"--min-np after a restart)"
+                        f"{name_slots(total_slots(usable))} ({found}): expected at least {size} "
+                        f"(-np, or --min-np after a restart)"
                     )
                 self._changed.wait(_LOOK_SECONDS)
 
