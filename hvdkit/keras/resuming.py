@@ -46,7 +46,12 @@ class ResumedEpoch:
         steps = epoch.steps_per_execution
         total = epoch.steps_per_epoch or epoch._num_batches
         self.before()
-        epoch._current_iterator = iter(epoch._get_iterator())
+        data = epoch._get_iterator()
+        if not self.skips and total is not None and hasattr(data, "take"):
+            # The `tf.data.Dataset` of a sampler asserts the number of batches of a whole epoch. An
+            # execution of several steps reads until the end of the data, where this would raise.
+            data = data.take(total - self.batches)
+        epoch._current_iterator = iter(data)
         if self.skips:
             for _ in itertools.islice(epoch._current_iterator, self.batches):
                 pass

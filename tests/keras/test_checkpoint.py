@@ -227,6 +227,34 @@ def test_batches_of_a_resumed_epoch_keep_their_numbers(hvd, tmp_path):
         assert callback.step == 20
 
 
+def test_the_rest_of_an_epoch_may_be_less_than_one_execution(hvd, tmp_path):
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("the PyTorch backend has no steps_per_execution")
+    import tensorflow as tf
+
+    x, y = values(16)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 3:
+                raise KeyError("interrupted")
+
+    def train(folder, callbacks=()):
+        model = compiled()
+        model.compile("sgd", loss="mse", steps_per_execution=3)
+        sampler = hvd.ResumableSampler(16, batch_size=4)
+        data = sampler.dataset().map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+        checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1, data=sampler)
+        model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint, *callbacks])
+        return arrays(model)
+
+    with pytest.raises(KeyError):
+        train(tmp_path / "interrupted", [Breaks()])
+    assert train(tmp_path / "interrupted") == train(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize("factor", [0.5, 0.25])
 def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path, factor):
     """`fit` calls `on_epoch_begin` again. Another schedule is effective in the resumed epoch."""
