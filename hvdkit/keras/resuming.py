@@ -29,7 +29,7 @@ class ResumedEpoch:
         skips: whether the data begin at the start of the epoch, so that the done batches must be
             read and discarded. Otherwise the data begin at the next batch.
         prepare: called first, with the `EpochIterator`.
-        before: called before the first batch is read.
+        before: called before the `on_epoch_begin` of the data, and before the first batch is read.
         after: called before the first batch that will be trained is read.
     """
 
@@ -42,11 +42,17 @@ class ResumedEpoch:
     def steps(self, epoch: Any) -> Iterator[tuple[int, int, Any]]:
         """Yield like `EpochIterator._enumerate_iterator`, from batch `batches` on."""
         self.prepare(epoch)
+        self.before()
+        # This may shuffle: in a hook of the user's `PyDataset`, or in a thread of Keras.
         epoch.data_adapter.on_epoch_begin()
         steps = epoch.steps_per_execution
         total = epoch.steps_per_epoch or epoch._num_batches
-        self.before()
-        epoch._current_iterator = iter(epoch._get_iterator())
+        data = epoch._get_iterator()
+        if not self.skips and total is not None and hasattr(data, "take"):
+            # The `tf.data.Dataset` of a sampler asserts the number of batches of a whole epoch. An
+            # execution of several steps reads until the end of the data, where this would raise.
+            data = data.take(total - self.batches)
+        epoch._current_iterator = iter(data)
         if self.skips:
             for _ in itertools.islice(epoch._current_iterator, self.batches):
                 pass

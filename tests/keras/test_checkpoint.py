@@ -227,6 +227,71 @@ def test_batches_of_a_resumed_epoch_keep_their_numbers(hvd, tmp_path):
         assert callback.step == 20
 
 
+def test_the_rest_of_an_epoch_may_be_less_than_one_execution(hvd, tmp_path):
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("the PyTorch backend has no steps_per_execution")
+    import tensorflow as tf
+
+    x, y = values(16)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 3:
+                raise KeyError("interrupted")
+
+    def train(folder, callbacks=()):
+        model = compiled()
+        model.compile("sgd", loss="mse", steps_per_execution=3)
+        sampler = hvd.ResumableSampler(16, batch_size=4)
+        data = sampler.dataset().map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
+        checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1, data=sampler)
+        model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint, *callbacks])
+        return arrays(model)
+
+    with pytest.raises(KeyError):
+        train(tmp_path / "interrupted", [Breaks()])
+    assert train(tmp_path / "interrupted") == train(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("drawn", ["in on_epoch_begin", "by a thread of Keras"])
+def test_a_resumed_epoch_has_the_same_order_of_a_py_dataset(hvd, tmp_path, drawn):
+    import keras
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            rows = slice(4 * self.order[index], 4 * self.order[index] + 4)
+            return x[rows], y[rows]
+
+        def on_epoch_begin(self):
+            if drawn == "in on_epoch_begin":
+                self.order = np.random.permutation(10)
+
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 3:
+                raise KeyError("interrupted")
+
+    x, y = values(40)
+
+    def train(folder, callbacks=()):
+        threads = drawn == "by a thread of Keras"
+        data = Batches(workers=2 if threads else 1)
+        data.order = np.arange(10)
+        model = compiled()
+        checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
+        model.fit(data, epochs=2, shuffle=threads, verbose=0, callbacks=[checkpoint, *callbacks])
+        return arrays(model)
+
+    with pytest.raises(KeyError):
+        train(tmp_path / "interrupted", [Breaks()])
+    assert train(tmp_path / "interrupted") == train(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize("factor", [0.5, 0.25])
 def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path, factor):
     """`fit` calls `on_epoch_begin` again. Another schedule is effective in the resumed epoch."""
