@@ -122,12 +122,13 @@ class ResumableSampler(Epochs):
         drawn = np.random.SeedSequence([self._seed, epoch, 1]).generate_state(1, np.uint64)
         return mine, drawn.view(np.int64)[0]
 
-    def batches(self, dataset: Any) -> Batches:
+    def batches(self, dataset: Any = None) -> Batches:
         """Yield the remaining batches of this epoch and count them.
 
         Args:
             dataset: made from `dataset()`, with the same batches in the same order. A `map` with
-                `deterministic=False` changes the order, so that a resume loses samples.
+                `deterministic=False` changes the order, so that a resume loses samples. None:
+                `dataset()` itself, which yields the numbers of the samples.
 
         Returns:
             An iterator with a length: the number of batches of this loop, which does not change
@@ -145,4 +146,4 @@ class ResumableSampler(Epochs):
                 "ResumableSampler counts batches in order, and would lose and repeat samples after "
                 "a resume"
             )
-        return Batches(self, partial(iter, dataset))
+        return Batches(self, partial(iter, self.dataset() if dataset is None else dataset))
