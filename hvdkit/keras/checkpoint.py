@@ -442,7 +442,8 @@ class Checkpoint(LastCallback):
         if self._data is None and samplers_read():
             raise UsageError(
                 "the data of fit come from a ResumableSampler, whose position is not saved: pass "
-                "data=sampler to hvd.callbacks.Checkpoint"
+                "data=sampler to hvd.callbacks.Checkpoint; for loader = hvd.shard(...), pass "
+                "data=loader.sampler"
             )
         self._metrics.in_epoch = True
         # If a callback has set `stop_training`, this was the last batch of the epoch.

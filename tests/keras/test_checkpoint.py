@@ -450,6 +450,25 @@ def test_data_without_a_position_raise(hvd, tmp_path):
             hvd.callbacks.Checkpoint(tmp_path, data=data)
 
 
+def test_a_sharded_loader_whose_position_is_not_saved_raises(hvd, tmp_path):
+    """A user of `hvd.shard` has not made the sampler: the error says where it is."""
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("a DataLoader belongs to the PyTorch backend")
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    x, y = values()
+    dataset = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    loader = hvd.shard(DataLoader(dataset, batch_size=4))
+    callback = hvd.callbacks.Checkpoint(tmp_path)
+    with pytest.raises(UsageError, match=r"loader = hvd\.shard\(.*data=loader\.sampler"):
+        compiled().fit(loader, verbose=0, callbacks=[callback])
+
+
 def test_a_checkpoint_of_another_call_of_fit_raises(hvd, tmp_path):
     """Resuming it in the first call would train the first fit with the second one's state."""
     from hvdkit.errors import UsageError
