@@ -460,9 +460,12 @@ class _Chain:
         frames = stacks.main_thread(record.stacks)
         if frames and not stacks.waits(frames):
             return None
-        # A call that all ranks have made may end in a moment.
-        keys = {each.call.key for each in self._incomplete}
-        return next((call for call in record.open if call.key in keys), record.open[0])
+        # A call that all ranks have made may end in a moment. Of the calls that lack the same ranks
+        # as the oldest one, a bucket or a call of the user says more.
+        lacks = {each.call.key: each.missing for each in self._incomplete}
+        incomplete = [call for call in record.open if call.key in lacks] or record.open[:1]
+        alike = [c for c in incomplete if lacks.get(c.key) == lacks.get(incomplete[0].key)]
+        return min(alike, key=_is_internal)
 
     def _blocker(self, rank: int) -> _Wait | None:
         """Return the collective with missing ranks for which a rank waits, if there is one."""

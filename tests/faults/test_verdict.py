@@ -500,6 +500,20 @@ def test_the_ranks_that_a_missing_rank_waits_for_are_described():
     assert f"{called}the rank waits for the allreduce 'x', 64 bytes of float32, at" in text
 
 
+def test_the_call_for_which_a_missing_rank_waits():
+    records = waits_in_sets((1, "x", 1.0), (0, "complete", 0.5), (0, "complete", 0.6))
+    own = [call(name, 1, 2.0) for name in ("hvdkit.rounds.header", "bucket")]
+    called = {(0, "allreduce.complete"): 1}
+    records[0] = replace(records[0], calls={**records[0].calls, **called})
+    records[1] = replace(
+        records[1],
+        open=[*records[1].open, *own],
+        calls={**called, **{each.collective: 1 for each in own}},
+    )
+    text = judge(records, {}, 3).text
+    assert "Rank 1 on h has not called it: the rank waits for the allreduce 'bucket'" in text
+
+
 def test_a_rank_that_only_waits_for_a_deadlock_does_not_begin_the_verdict():
     # Ranks 0 and 1 wait for each other, and rank 2 has called `y` before.
     records = waits_in_sets((1, "x", 2.0), (1, "z", 2.1), (2, "y", 1.0))
