@@ -172,8 +172,10 @@ class Stalls:
         times = self._confirm_at, self._next_stall_at, self._expires_at, self._last_ranks_at
         if now > min(times):
             self._for_last_ranks |= now > self._last_ranks_at
-            self._confirm_at = self._expires_at = self._last_ranks_at = float("inf")
-            self._next_stall_at = float("inf")
+            # The round may give no verdict, so the limit of the stall stays.
+            if now > self._expires_at:
+                self._expires_at = float("inf")
+            self._confirm_at = self._last_ranks_at = self._next_stall_at = float("inf")
             self._asked_at = now
             self._ask()
         if not self._asking:
