@@ -131,7 +131,7 @@ def _explain(
 ) -> Iterator[str]:
     if not found:
         return
-    found = aligned(found)
+    found = records.with_all_groups(aligned(found))
     failed = sorted((r for r in found.values() if r.error), key=lambda record: record.time)
     if failed:
         lines = [_failed_line(record) for record in failed]

@@ -129,8 +129,12 @@ class Record:
     @property
     def failed_call(self) -> Call | None:
         """The last call of the collective that failed; None if the record does not have it."""
+        # The engine writes the record while the call that fails is still one of the open calls.
+        # Another process set may have a later call of the same name.
+        failing = [call for call in self.open if call.ended is not None]
         calls = [call for call in (*self.done, *self.open) if call.name == self.failed]
-        return max(calls, key=lambda call: call.enqueued, default=None)
+        failed = [call for call in failing if call.name == self.failed] or calls
+        return max(failed, key=lambda call: call.enqueued, default=None)
 
     def label(self, name: str) -> str | None:
         """Return what a collective reduces, such as a bucket's parameters; None if not known."""
@@ -181,6 +185,25 @@ def parse(text: str) -> Record:
             f"not a record of a rank ({error!r}); expected a file that the engine's flight "
             "recorder wrote. Delete the file to read the others"
         ) from error
+
+
+def with_all_groups(records: Mapping[int, Record]) -> dict[int, Record]:
+    """Return the records with the process sets of all of them.
+
+    A shutdown removes the process sets one after the other, so the record of a rank that has failed
+    may lack some.
+
+    Args:
+        records: the records, by rank.
+    """
+    known: dict[int, Sequence[int]] = {}
+    for record in records.values():
+        for group, ranks in record.groups.items():
+            known.setdefault(group, ranks)
+    return {
+        rank: replace(record, groups=known | dict(record.groups))
+        for rank, record in records.items()
+    }
 
 
 def _counts(

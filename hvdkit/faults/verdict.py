@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.rank_names import name_ranks
-from hvdkit.faults.records import Call, Record
+from hvdkit.faults.records import Call, Record, with_all_groups
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
@@ -146,7 +146,7 @@ def judge(
     # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
     records = {
         rank: replace(r, open=[]) if states.get(rank) == ENDED and not r.error else r
-        for rank, r in aligned(records).items()
+        for rank, r in with_all_groups(aligned(records)).items()
     }
     waits = _waits(records, states, size)
     of_late = [wait for wait in waits if wait.call.key in late]
@@ -158,14 +158,15 @@ def judge(
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     deadlock = bool(incomplete) and _all_wait(records, states, size)
-    oldest = min(incomplete or waits, key=lambda wait: wait.call.enqueued)
+    causes = (_in_cycles(incomplete) if deadlock else incomplete) or waits
+    oldest = min(causes, key=lambda wait: wait.call.enqueued)
     if deadlock and len(oldest.missing) > len(oldest.waiting):
         # Most ranks wait elsewhere: probably a few ranks have made an additional call.
-        by_most = [wait for wait in incomplete if len(wait.waiting) > len(wait.missing)]
+        by_most = [wait for wait in causes if len(wait.waiting) > len(wait.missing)]
         oldest = min(by_most, key=lambda wait: wait.call.enqueued, default=oldest)
     # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
     # hvdkit itself, such as a comparison of states, says less.
-    alike = [w for w in incomplete or waits if w.missing == oldest.missing]
+    alike = [w for w in causes if w.missing == oldest.missing]
     wait = min(alike, key=lambda w: (_is_internal(w.call), w.call.enqueued))
     lines = [_first_line(wait, records)]
     first = stacks.own_frame(stacks.main_thread(records[wait.waiting[0]].stacks))
@@ -173,11 +174,10 @@ def judge(
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
         lines.append(_all_entered(states))
-    for rank in wait.missing[:_SHOWN]:
-        text = _describe(rank, records.get(rank), states.get(rank))
-        lines.append(text + _blocked_by(rank, wait, incomplete, records))
-    lines += _not_shown(len(wait.missing) - _SHOWN)
-    lines += _further_waits(wait, incomplete, records, states)
+    chain = _Chain(wait, incomplete, records, states)
+    chain.describe(wait, "it")
+    chain.describe_further_waits(late)
+    lines += chain.lines
     if _differ_in_line(wait, records):
         lines.append(_SAME_NAME)
     if any(is_unnamed(call.name) for record in records.values() for call in record.open):
@@ -254,6 +254,20 @@ def _waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) 
     return waits
 
 
+def _in_cycles(incomplete: Sequence[_Wait]) -> Sequence[_Wait]:
+    """Return the collectives without those that wait only because others do.
+
+    If no rank waits for the ranks that have called a collective, this collective is not part of the
+    deadlock.
+    """
+    while True:
+        blocking = {rank for wait in incomplete for rank in wait.missing}
+        left = [wait for wait in incomplete if blocking.intersection(wait.waiting)]
+        if len(left) == len(incomplete):
+            return left
+        incomplete = left
+
+
 def _has_joined(record: Record, call: Call) -> bool:
     """Return whether the rank waits in `join`, where it counts as having called everything."""
     return any(own.operation == "join" and own.group == call.group for own in record.open)
@@ -326,18 +340,28 @@ def _of_process_set(call: Call, record: Record) -> str:
     return f" of process set {call.group}" + (f" ({name_ranks(ranks).lower()})" if ranks else "")
 
 
-def _describe(rank: int, record: Record | None, state: str | None) -> str:
-    """Return what a missing rank does."""
-    where = f"Rank {rank}" + (f" on {record.host}" if record else "")
+def _describe(
+    rank: int, record: Record | None, state: str | None, what: str, waits_for: Call | None
+) -> str:
+    """Return what a rank does that has not called `what`.
+
+    Args:
+        rank: the rank.
+        record: its record, if there is one.
+        state: the state of its process, if it does not run.
+        what: a text for the collective.
+        waits_for: the collective for which the rank waits, if it waits.
+    """
+    where = f"Rank {rank}" + (f" on {record.host}" if record else "") + f" has not called {what}"
     if state == STOPPED:
-        return f"{where} has not called it: the process is stopped (SIGSTOP or a debugger)."
+        return f"{where}: the process is stopped (SIGSTOP or a debugger)."
     if state == ENDED:
-        return f"{where} has not called it: the process has ended."
+        return f"{where}: the process has ended."
     if record is None:
-        return f"{where} has not called it, and did not report its state."
+        return f"{where}, and did not report its state."
     frames = stacks.main_thread(record.stacks)
-    if record.open and (not frames or stacks.waits(frames)):
-        doing = f"the rank waits for {describe_call(record.open[0], record)}"
+    if waits_for is not None:
+        doing = f"the rank waits for {describe_call(waits_for, record)}"
     else:
         doing = "" if frames else "the stack of the rank is not known"
     if frame := stacks.own_frame(frames):
@@ -347,7 +371,7 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
         # The threads of a graph call collectives, so the stack does not show the wait.
         call = describe_call(record.open[0], record)
         doing += f", in a graph of TensorFlow that waits for {call}"
-    text = f"{where} has not called it: {doing}."
+    text = f"{where}: {doing}."
     if in_graph:
         text += _other_thread(record)
     elif frames and not stacks.waits(frames):
@@ -360,50 +384,132 @@ def _describe(rank: int, record: Record | None, state: str | None) -> str:
     return text
 
 
-def _blocked_by(
-    rank: int, wait: _Wait, incomplete: Sequence[_Wait], records: Mapping[int, Record]
-) -> str:
-    """Return which ranks have not called the collective for which the missing `rank` waits.
+class _Chain:
+    """Lines about the ranks that have not called a collective, and about those that they wait for.
 
-    Return "" if these are the ranks that wait for the missing rank.
+    Args:
+        wait: the collective. The verdict has already named the ranks that wait for it.
+        incomplete: all collectives that lack ranks.
+        records: the records, by rank.
+        states: as for `judge`.
     """
-    own = next((each for each in incomplete if rank in each.waiting), None)
-    if own is None or set(own.missing) == set(wait.waiting):
-        return ""
-    have = "have" if len(own.missing) > 1 else "has"
-    name = name_call(own.call, records[rank])
-    return f" {name_ranks(own.missing)} {have} not called {name}."
 
+    def __init__(
+        self,
+        wait: _Wait,
+        incomplete: Sequence[_Wait],
+        records: Mapping[int, Record],
+        states: Mapping[int, str],
+    ) -> None:
+        self.lines: list[str] = []
+        self._wait = wait
+        self._incomplete = sorted(incomplete, key=lambda each: each.call.enqueued)
+        self._records = records
+        self._states = states
+        self._named = set(wait.waiting)
+        self._left = _SHOWN
 
-def _further_waits(
-    wait: _Wait,
-    incomplete: Sequence[_Wait],
-    records: Mapping[int, Record],
-    states: Mapping[int, str],
-) -> list[str]:
-    """Return lines about collectives, such as those of another process set, that lack ranks which
-    the verdict on `wait` does not name and which do not wait themselves.
-    """
-    lines: list[str] = []
-    named = set(wait.missing)
-    for other in sorted(incomplete, key=lambda each: each.call.enqueued):
-        # A younger call may end in a moment.
-        if _seconds_waited(other, records) < _seconds_waited(wait, records) / 2:
-            continue
-        absent = [
-            rank
-            for rank in other.missing
-            if rank not in named and not (rank in records and records[rank].open)
-        ]
-        left = _SHOWN - len(named)
-        named.update(absent)
-        if absent and left > 0:
-            lines.append(_first_line(other, records))
-            lines += [
-                _describe(rank, records.get(rank), states.get(rank)) for rank in absent[:left]
-            ]
-            lines += _not_shown(len(absent) - left)
-    return lines
+    def describe(self, wait: _Wait, what: str) -> None:
+        """Add lines about the ranks that have not called `wait`, and about those they wait for.
+
+        Args:
+            wait: the collective.
+            what: a text for it.
+        """
+        absent = [rank for rank in wait.missing if rank not in self._named]
+        self._named.update(absent)
+        shown = absent[: max(self._left, 0)]
+        self._left -= len(absent)
+        blockers: list[_Wait] = []
+        for rank in shown:
+            record = self._records.get(rank)
+            blocker = self._blocker(rank)
+            waits_for = self._awaited(rank)
+            text = _describe(rank, record, self._states.get(rank), what, waits_for)
+            self.lines.append(text + self._blocked_by(rank, wait, blocker))
+            if blocker is not None:
+                blockers.append(blocker)
+        if shown:
+            self.lines += _not_shown(len(absent) - len(shown))
+        for blocker in blockers:
+            owner = self._records[blocker.waiting[0]]
+            self.describe(blocker, title(blocker.call, owner))
+
+    def describe_further_waits(self, late: Collection[tuple[int, str, int]]) -> None:
+        """Add lines about collectives, such as those of another process set, that lack ranks for
+        another reason than the ranks that are already named.
+
+        Args:
+            late: as for `judge`.
+        """
+        for other in self._incomplete:
+            # A younger call may end in a moment.
+            half = _seconds_waited(self._wait, self._records) / 2
+            if other.call.key not in late and _seconds_waited(other, self._records) < half:
+                continue
+            missing = [rank for rank in other.missing if not self._depends_on_named(rank)]
+            if missing and self._left > 0:
+                self.lines.append(_first_line(other, self._records))
+                self.describe(replace(other, missing=missing), "it")
+
+    def _awaited(self, rank: int) -> Call | None:
+        """Return the collective for which the main thread of a rank waits; None if it runs."""
+        record = self._records.get(rank)
+        if record is None or rank in self._states or not record.open:
+            return None
+        frames = stacks.main_thread(record.stacks)
+        if frames and not stacks.waits(frames):
+            return None
+        # A call that all ranks have made may end in a moment. Of the calls that lack the same ranks
+        # as the oldest one, a bucket or a call of the user says more.
+        lacks = {each.call.key: each.missing for each in self._incomplete}
+        incomplete = [call for call in record.open if call.key in lacks] or record.open[:1]
+        alike = [c for c in incomplete if lacks.get(c.key) == lacks.get(incomplete[0].key)]
+        return min(alike, key=_is_internal)
+
+    def _blocker(self, rank: int) -> _Wait | None:
+        """Return the collective with missing ranks for which a rank waits, if there is one."""
+        call = self._awaited(rank)
+        if call is None and rank in self._records and rank not in self._states:
+            # The threads of a graph of TensorFlow wait.
+            record = self._records[rank]
+            if record.open and stacks.runs_graph(stacks.main_thread(record.stacks)):
+                call = record.open[0]
+        if call is None:
+            return None
+        return next((each for each in self._incomplete if each.call.key == call.key), None)
+
+    def _blocked_by(self, rank: int, wait: _Wait, blocker: _Wait | None) -> str:
+        """Return a sentence about the ranks that `rank` waits for and that have no own line.
+
+        Return "" if two groups of ranks wait for each other in one process set.
+        """
+        if blocker is None:
+            return ""
+        # In another process set, the reader cannot tell which ranks are missing.
+        is_same = blocker.call.group == wait.call.group
+        if is_same and set(blocker.missing) == set(wait.waiting):
+            return ""
+        ranks = [each for each in blocker.missing if each in self._named or self._left <= 0]
+        if not ranks:
+            return ""
+        have = "have" if len(ranks) > 1 else "has"
+        name = name_call(blocker.call, self._records[rank])
+        return f" {name_ranks(ranks)} {have} not called {name}."
+
+    def _depends_on_named(self, rank: int) -> bool:
+        """Return whether a rank is named, or waits for such a rank through any others."""
+        seen: set[int] = set()
+        pending = [rank]
+        while pending:
+            each = pending.pop()
+            if each in self._named:
+                return True
+            if each not in seen:
+                seen.add(each)
+                blocker = self._blocker(each)
+                pending += blocker.missing if blocker else ()
+        return False
 
 
 def _not_shown(count: int) -> list[str]:
@@ -495,7 +601,7 @@ def timeline(records: Mapping[int, Record], count: int = 20) -> list[str]:
         count: the number of collectives.
     """
     calls: dict[tuple[int, str, int], dict[int, Call]] = {}
-    records = aligned(records)
+    records = with_all_groups(aligned(records))
     for rank, record in records.items():
         for call in [*record.done, *record.open]:
             calls.setdefault(call.key, {})[rank] = call

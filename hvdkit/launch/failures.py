@@ -36,6 +36,8 @@ _SHOWN_LINES = 20
 # Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
 # other connections, such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
+# A shutdown removes the process sets on all ranks. A later call on such a set then finds none.
+_NO_PROCESS_SET = re.compile(r"Process set provided does not exist")
 _BROKEN = re.compile(
     r"Connection (?:closed|reset) by peer|ncclRemoteError|remote process exited|Broken pipe"
 )
@@ -113,7 +115,9 @@ class Failure:
         """The kind of the failure, which tells how likely it is the cause of the others."""
         text = "\n".join(self.traceback or self.tail)
         broken = _BROKEN.search(text)
-        if _SHUT_DOWN.search(text) or (broken and _BETWEEN_RANKS.search(text)):
+        if _SHUT_DOWN.search(text) or _NO_PROCESS_SET.search(text):
+            return _LOST_PEER
+        if broken and _BETWEEN_RANKS.search(text):
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION
@@ -264,8 +268,12 @@ class Failures:
             lines[0] += f" The launcher ended {_others(ended)}."
         if first.kind < _TERMINATED and (by_mpi := sum(f.kind == _TERMINATED for f in others)):
             lines[0] += f" MPI ended {_others(by_mpi)}."
-        if first.kind == _LOST_PEER:
-            stopped = [each.rank for each in self._found if each.status == RESUMABLE]
+        stopped = [each.rank for each in self._found if each.status == RESUMABLE]
+        # Without such ranks, the script has used a process set that it had not added.
+        is_cause = _NO_PROCESS_SET.search("\n".join(first.traceback)) and not (
+            departed or finished or stopped
+        )
+        if first.kind == _LOST_PEER and not is_cause:
             if departed:
                 cause = _shut_down(departed)
             elif before and not finished and not stopped:

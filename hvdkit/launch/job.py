@@ -484,7 +484,7 @@ class Job:
             terminated = [rank for rank, s in self._statuses.items() if s == -signal.SIGTERM]
             report = f"{self._problem}\nSIGTERM then ended {self._ranks(terminated)}."
             return Outcome(1, report, restartable=self._stopped_by is None)
-        finished = [rank for rank, status in self._statuses.items() if status == 0]
+        finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
         silent = self._silent_hosts(time.monotonic())

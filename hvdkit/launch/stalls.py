@@ -26,7 +26,9 @@ from hvdkit.whole_files import replacing
 _ANSWER_SECONDS = 5.0
 #: Seconds between two rounds of records, which confirm a deadlock.
 _CONFIRM_SECONDS = 3.0
-#: Seconds after a verdict in which a further record of a stall does not lead to a new verdict.
+#: Seconds after a verdict in which a further record of a stall does not lead to a new verdict. If
+#: the record is about another call, the launcher asks for records after these seconds: a rank
+#: reports a stall once.
 _PAUSE_SECONDS = 10.0
 #: Seconds for which the launcher waits, after the time limit of a stall, for the engines to end the
 #: job. They do not end it if the engine of one rank does not run, for example because its process
@@ -63,9 +65,13 @@ class Stalls:
         # The keys of the calls that have waited for too long. A verdict is given only if one of
         # these calls still waits.
         self._late: set[tuple[int, str, int]] = set()
+        # The keys of the calls that waited at the last verdict.
+        self._judged: set[tuple[int, str, int]] = set()
         # The ranks' states at the first verdict that needs a second one, and the time to ask again.
         self._unconfirmed: object = None
         self._confirm_at = float("inf")
+        # The time to ask for records because of a stall that was reported in a pause.
+        self._next_stall_at = float("inf")
         # The time to check whether the limit of a stall is over.
         self._expires_at = float("inf")
         self._patience = patience
@@ -93,10 +99,13 @@ class Stalls:
             # Not a call that the rank has just made.
             waits = {call: record.time - call.enqueued for call in record.open}
             longest = max(waits.values(), default=0.0)
-            self._late |= {call.key for call, wait in waits.items() if wait > longest / 2}
+            late = {call.key for call, wait in waits.items() if wait > longest / 2}
             if not known:
                 self._asked_at = now
                 self._ask()
+            elif not self._asking and self._unconfirmed is None and not late <= self._judged:
+                self._next_stall_at = self._judged_at + _PAUSE_SECONDS
+            self._late |= late
 
     def set_states(self, states: Mapping[int, str]) -> None:
         """Set the states of the processes of some ranks."""
@@ -160,9 +169,13 @@ class Stalls:
         elif len(ended) != self._ended:
             self._ended = len(ended)
             self._last_ranks_at = now + (self._patience or float("inf"))
-        if now > min(self._confirm_at, self._expires_at, self._last_ranks_at):
+        times = self._confirm_at, self._next_stall_at, self._expires_at, self._last_ranks_at
+        if now > min(times):
             self._for_last_ranks |= now > self._last_ranks_at
-            self._confirm_at = self._expires_at = self._last_ranks_at = float("inf")
+            # The round may give no verdict, so the limit of the stall stays.
+            if now > self._expires_at:
+                self._expires_at = float("inf")
+            self._confirm_at = self._last_ranks_at = self._next_stall_at = float("inf")
             self._asked_at = now
             self._ask()
         if not self._asking:
@@ -215,6 +228,8 @@ class Stalls:
             margin = _MARGIN_SECONDS if STOPPED in states.values() else _ENGINE_SECONDS
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
+        self._judged = {call.key for each in current.values() for call in each.open}
+        self._next_stall_at = float("inf")
         if verdict.call is not None:
             self._late.add(verdict.call.key)
         self._keep(STATES, json.dumps(states))

@@ -1,5 +1,7 @@
 """The ranks that differ are named."""
 
+from dataclasses import replace
+
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.records import Call, Record
 
@@ -24,6 +26,18 @@ def test_the_rank_with_another_size():
 def test_the_rank_with_another_type():
     text = mismatch({0: record(0, 8, "int64"), 1: record(1, 4), 2: record(2, 4)})
     assert "'loss': rank 0 on host0: allreduce of 8 bytes of int64; ranks 1, 2: " in text
+
+
+def test_another_process_set_has_a_later_call_of_the_same_name():
+    # The engine writes the record while the call that fails is still open.
+    records = {0: record(0, 4), 1: record(1, 12)}
+    for rank, each in records.items():
+        other = replace(each.done[0], group=1, enqueued=8.0, ended=None)
+        failed = [replace(each.done[-1], group=2), other]
+        records[rank] = replace(each, done=each.done[:-1], open=failed, groups={2: [0, 1]})
+    assert "'loss' of process set 2 (ranks 0, 1): rank 0 on host0: allreduce of 4 bytes" in (
+        mismatch(records)
+    )
 
 
 def test_ranks_that_do_not_differ():

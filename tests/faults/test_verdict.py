@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdkit.faults.records import Call, Record
@@ -381,6 +381,185 @@ def test_many_ranks_of_another_process_set_are_missing():
     assert "Rank 2 has waited 60 s for the allreduce 'loss' of process set 2" in text
     assert [rank for rank in range(9) if f"Rank {rank} on h has not" in text] == [1, 3, 4, 5]
     assert text.endswith("3 more ranks have not called it.")
+
+
+def run_sets(size, sets, program, order, sleeps=None, instead=None):
+    """Return the records of a job whose collectives are those of process sets.
+
+    Args:
+        size: the number of ranks.
+        sets: the ranks of each process set, from set 1 on.
+        program: the process set and the name of each collective.
+        order: ranks, in the order in which they run until they wait.
+        sleeps: a rank, and the position in the program before which it sleeps.
+        instead: a rank, a position in the program, and the process set that the rank uses there.
+    """
+    groups = {0: [], **dict(enumerate(sets, 1))}
+    at, counts, done = [0] * size, [{} for _ in range(size)], [[] for _ in range(size)]
+    waiting, clock = {}, 0.0
+
+    def members(group):
+        return groups[group] or range(size)
+
+    def go(rank):
+        """Run a rank until it waits; return whether it has made progress."""
+        nonlocal clock
+        began = at[rank]
+        while rank not in waiting and at[rank] < len(program) and sleeps != (rank, at[rank]):
+            group, name = program[at[rank]]
+            at[rank] += 1
+            if instead and instead[:2] == (rank, at[rank] - 1):
+                group = instead[2]
+            if rank not in members(group):
+                continue
+            clock += 0.01
+            key = group, f"allreduce.{name}"
+            counts[rank][key] = counts[rank].get(key, 0) + 1
+            waiting[rank] = call(name, counts[rank][key], clock, group=group)
+            here = [r for r in members(group) if waiting.get(r) and waiting[r].key == (
+                waiting[rank].key)]  # fmt: skip
+            if len(here) == len(members(group)):
+                for other in here:
+                    done[other].append(replace(waiting.pop(other), ended=clock))
+        return at[rank] > began
+
+    progress = True
+    while progress:
+        progress = any([go(rank) for rank in order])  # noqa: C419, each rank runs
+    return {
+        rank: Record(
+            rank, size, f"host{rank}", 1, "stall", clock + 60.0, groups=groups, calls=counts[rank],
+            open=[waiting[rank]] if rank in waiting else [], done=done[rank],
+            stacks=WAITING if rank in waiting else SLEEPING,
+        )
+        for rank in range(size)
+    }  # fmt: skip
+
+
+@given(
+    sets=st.lists(st.sets(st.integers(0, 3), min_size=2).map(sorted), min_size=1, max_size=3),
+    program=st.lists(st.tuples(st.integers(0, 1), st.sampled_from("xy")), min_size=2, max_size=8),
+    order=st.permutations(range(4)),
+    data=st.data(),
+)
+def test_the_rank_that_sleeps_is_named_whatever_process_sets_wait(sets, program, order, data):
+    program = [(data.draw(st.integers(0, len(sets))), name) for _, name in program]
+    members = [range(4), *sets]
+    position = data.draw(st.integers(0, len(program) - 1))
+    late = data.draw(st.sampled_from(members[program[position][0]]))
+    verdict = judge(run_sets(4, sets, program, order, (late, position)), {}, 4)
+    assert not verdict.deadlock
+    lines = [line for line in verdict.text.splitlines() if f"Rank {late} on " in line]
+    assert len(lines) == 1
+    assert "has not called " in lines[0]
+    assert "the rank is at /home/me/loader.py:7" in lines[0]
+
+
+@given(
+    sets=st.lists(st.sets(st.integers(0, 3), min_size=2).map(sorted), min_size=1, max_size=3),
+    order=st.permutations(range(4)),
+    data=st.data(),
+)
+def test_a_rank_that_uses_another_process_set_is_named(sets, order, data):
+    members = [range(4), *sets]
+    numbers = data.draw(st.lists(st.integers(0, len(sets)), min_size=1, max_size=6))
+    position = data.draw(st.integers(0, len(numbers) - 1))
+    rank = data.draw(st.sampled_from(members[numbers[position]]))
+    of_rank = [number for number, ranks in enumerate(members) if rank in ranks]
+    other = data.draw(st.sampled_from(of_rank))
+    assume(other != numbers[position])
+    program = [(number, f"call {index}") for index, number in enumerate(numbers)]
+    records = run_sets(4, sets, program, order, instead=(rank, position, other))
+    verdict = judge(records, {}, 4)
+    own = f"the rank waits for the allreduce 'call {position}'"
+    lines = [line for line in verdict.text.splitlines() if f"Rank {rank} on " in line]
+    assert rank in verdict.waiting or any(own in line for line in lines)
+
+
+def waits_in_sets(*waits):
+    """Return the records of ranks that wait: process set, name and time of each rank's call."""
+    groups = {0: [], 1: [0, 1], 2: [0, 2], 3: [2, 3]}
+    found = {}
+    for rank, (group, name, at) in enumerate(waits):
+        own = call(name, 1, at, group=group)
+        found[rank] = Record(rank, len(waits), "h", 1, "stall", 60.0, calls={own.collective: 1},
+                             open=[own], stacks=WAITING, groups=groups)  # fmt: skip
+    return found
+
+
+def test_the_ranks_that_a_missing_rank_waits_for_are_described():
+    # Rank 1 calls `x` on all ranks instead of in set 1.
+    records = waits_in_sets((1, "x", 2.0), (0, "x", 2.1), (2, "y", 1.0))
+    text = judge(records, {}, 3).text
+    assert text.startswith("Rank 2 has waited 59 s for the allreduce 'y' of process set 2")
+    assert (
+        "Rank 0 on h has not called it: the rank waits for the allreduce 'x' of process set 1"
+        in (text)
+    )
+    called = "Rank 1 on h has not called the allreduce 'x' of process set 1 (ranks 0, 1): "
+    assert f"{called}the rank waits for the allreduce 'x', 64 bytes of float32, at" in text
+
+
+def test_the_call_for_which_a_missing_rank_waits():
+    records = waits_in_sets((1, "x", 1.0), (0, "complete", 0.5), (0, "complete", 0.6))
+    own = [call(name, 1, 2.0) for name in ("hvdkit.rounds.header", "bucket")]
+    called = {(0, "allreduce.complete"): 1}
+    records[0] = replace(records[0], calls={**records[0].calls, **called})
+    records[1] = replace(
+        records[1],
+        open=[*records[1].open, *own],
+        calls={**called, **{each.collective: 1 for each in own}},
+    )
+    text = judge(records, {}, 3).text
+    assert "Rank 1 on h has not called it: the rank waits for the allreduce 'bucket'" in text
+
+
+def test_a_rank_that_only_waits_for_a_deadlock_does_not_begin_the_verdict():
+    # Ranks 0 and 1 wait for each other, and rank 2 has called `y` before.
+    records = waits_in_sets((1, "x", 2.0), (1, "z", 2.1), (2, "y", 1.0))
+    verdict = judge(records, {}, 3)
+    assert verdict.deadlock
+    assert (list(verdict.waiting), list(verdict.missing)) == ([0], [1])
+
+
+def test_two_deadlocks_are_described():
+    waits = (1, "x", 1.0), (1, "y", 1.1), (3, "x", 1.2), (3, "y", 1.3)
+    text = judge(waits_in_sets(*waits), {}, 4).text
+    assert "Rank 1 on h has not called it: the rank waits for the allreduce 'y'" in text
+    assert "Rank 2 has waited 59 s for the allreduce 'x' of process set 3 (ranks 2, 3)" in text
+    assert "Rank 3 on h has not called it: the rank waits for the allreduce 'y'" in text
+
+
+def test_a_rank_that_sleeps_with_an_open_call_of_another_process_set():
+    waits = (1, "x", 1.0), (1, "y", 1.1), (3, "x", 1.2), (3, "y", 1.3)
+    records = waits_in_sets(*waits)
+    records[1] = replace(records[1], open=[], calls={}, stacks=SLEEPING)
+    records[3] = replace(records[3], stacks=SLEEPING)
+    assert "Rank 3 on h has not called it: the rank is at /home/me/loader.py:7" in (
+        judge(records, {}, 4).text
+    )
+
+
+def test_a_stall_long_after_that_of_another_process_set_is_described():
+    ranks = [0, 1], [2, 3]
+    records = {rank: in_a_set(rank, ranks, 3) for rank in (0, 2)}
+    records |= {rank: in_a_set(rank, ranks, 2, 1.5, SLEEPING) for rank in (1, 3)}
+    young = replace(records[2].open[0], enqueued=41.0)
+    records[2] = replace(records[2], open=[young])
+    assert "Rank 3" not in judge(records, {}, 4).text
+    text = judge(records, {}, 4, late={young.key}).text
+    assert "Rank 2 has waited 20 s for the allreduce 'loss' of process set 2" in text
+    assert "Rank 3 on h has not called it: the rank is at" in text
+
+
+def test_a_record_that_lacks_a_process_set():
+    # Rank 2 has failed after the shutdown had removed set 2.
+    ranks = [0, 1], [2, 3]
+    records = {rank: in_a_set(rank, ranks, 7, 1.5) for rank in (2, 3)}
+    records[2] = replace(records[2], groups={0: []})
+    line = next(line for line in timeline(records) if "'loss'" in line)
+    assert line.endswith("the allreduce 'loss' of process set 2 (ranks 2, 3), 64 bytes of float32, "
+                         "call 7")  # fmt: skip
 
 
 def test_a_rank_that_has_failed_and_ended_keeps_the_verdict():

@@ -15,6 +15,11 @@ CLOSED = (
     '  File "/venv/torch/distributed/distributed_c10d.py", line 4287, in all_gather',
     "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7066",
 )
+# A call on a process set after the shutdown.
+NO_SET = (
+    LOST[0],
+    "ValueError: Allreduce: Process set provided does not exist, or has not been registered.",
+)
 CHAINED = (
     *LOST,
     "The above exception was the direct cause of the following exception:",
@@ -133,11 +138,18 @@ def test_a_rank_over_mpi_that_a_user_has_ended_is_the_cause():
     assert "If mpirun or srun gets a signal, or loses" in found.report(ended=0, finished=[])
 
 
-@pytest.mark.parametrize("lost", [LOST, CLOSED])
+@pytest.mark.parametrize("lost", [LOST, CLOSED, NO_SET])
 def test_a_rank_that_ended_without_an_error_is_named(lost):
     report = failures((0, 1, lost), (1, 1, lost)).report(ended=0, finished=[2])
     assert "Each rank that failed had lost a peer, and none reported why." in report
     assert "rank 2 had ended without an error" in report
+
+
+def test_a_process_set_that_the_script_has_not_added():
+    report = failures((0, 1, NO_SET), (1, 1, NO_SET)).report(ended=0, finished=[])
+    assert report.startswith("rank 0 failed: exit status 1.")
+    assert "lost a peer" not in report
+    assert failures((0, 1, NO_SET), (1, 1, BAD)).cause.rank == 1
 
 
 @pytest.mark.parametrize(

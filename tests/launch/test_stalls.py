@@ -149,6 +149,22 @@ def test_another_late_call_gets_a_verdict_after_the_first_one_has_ended():
     assert job.check(now, ()).missing == [3]
 
 
+def test_a_stall_of_another_call_that_is_reported_soon_after_a_verdict():
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(json.dumps(json.loads(record(1, "y")) | {"open": [], "stacks": LEAVES}), 100.5)
+    assert job.check(100.5, ()).call.name == "x"
+    # The same stall, and another one.
+    job.add(record(0, "x", "stall"), 103.0)
+    job.check(111.0, ())
+    assert len(asked) == 1
+    job.add(record(0, "z", "stall"), 104.0)
+    job.check(109.0, ())
+    assert len(asked) == 1
+    job.check(111.0, ())
+    assert len(asked) == 2
+
+
 def test_no_verdict_on_a_call_that_was_made_just_before_the_stall_was_reported():
     """The late rank comes before the other records. The younger call may end in a moment."""
 
