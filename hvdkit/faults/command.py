@@ -13,11 +13,13 @@ from typing import Any
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import records, stacks
 from hvdkit.faults.alignment import aligned
+from hvdkit.faults.call_names import describe_call
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
-from hvdkit.faults.verdict import describe_call, judge, timeline
+from hvdkit.faults.timeline import timeline
+from hvdkit.faults.verdict import judge
 from hvdkit.record_files import STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes, and

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hvdkit.faults.call_names import describe_call, title
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
-from hvdkit.faults.verdict import describe_call, title
 
 _MISMATCHED = "Mismatched"
 _WITH_JOIN = "not supported with Join"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from hvdkit.core.recorder import FOLDER_VARIABLE
+from hvdkit.faults.process_states import STOPPED
 from hvdkit.faults.record_folder import RecordFolder
-from hvdkit.faults.verdict import STOPPED
 from hvdkit.launch.guard import Guard
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool

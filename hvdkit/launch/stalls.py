@@ -17,8 +17,9 @@ from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
+from hvdkit.faults.process_states import ENDED, STOPPED
 from hvdkit.faults.records import Record
-from hvdkit.faults.verdict import ENDED, STOPPED, Verdict, judge, overdue
+from hvdkit.faults.verdict import Verdict, judge, overdue
 from hvdkit.record_files import RECORD
 from hvdkit.whole_files import replacing
 

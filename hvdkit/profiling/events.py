@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hvdkit.faults.call_names import name_call
 from hvdkit.faults.records import Call, Record
-from hvdkit.faults.verdict import name_call
 
 #: An event of Chrome's trace event format.
 Event = dict[str, Any]

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.records import Call, Record
-from hvdkit.faults.verdict import judge, timeline
+from hvdkit.faults.timeline import timeline
+from hvdkit.faults.verdict import judge
 
 HOUR = 3600.0
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hvdkit.faults.process_states import ENDED, STOPPED
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.stacks import Frame
-from hvdkit.faults.verdict import ENDED, STOPPED, judge, timeline
+from hvdkit.faults.timeline import timeline
+from hvdkit.faults.verdict import judge
 
 WAITING = """Thread 0x01 (most recent call first):
   <no Python frame>

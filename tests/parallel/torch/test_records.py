@@ -134,6 +134,8 @@ own = sets[hvd.rank() // 2]
 for step in range(1000):
     if hvd.rank() == {rank} and step == 10:
         {fault}
+    elif step == 10:
+        time.sleep(1)  # until the engine waits for the rank, too
     hvd.allreduce(torch.ones(8), name="loss", process_set=own)
     time.sleep(0.02)
 """

@@ -1,0 +1,99 @@
+"""Find the collectives that some ranks have called and others have not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdkit.faults.records import Call, Record
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A collective that some ranks have called and that has not ended."""
+
+    call: Call
+    waiting: Sequence[int]
+    missing: Sequence[int]
+
+
+def find_waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[Wait]:
+    """Return the collectives for which ranks wait, also those that all ranks have called.
+
+    Args:
+        records: the records, by rank.
+        states: rank -> the state of its process, if it does not run.
+        size: the number of ranks of the job.
+    """
+    found: dict[tuple[int, str, int], Call] = {}
+    for record in records.values():
+        for call in record.open:
+            if call.key not in found or call.enqueued < found[call.key].enqueued:
+                found[call.key] = call
+    waits = []
+    for call in found.values():
+        owner = next(r for r in records.values() if _waits_for(r, call))
+        # The record of an earlier engine may lack the process sets.
+        owner = next((r for r in records.values() if call.group in r.groups), owner)
+        members = [rank for rank in owner.members(call.group) if rank < size]
+        entered = [
+            r
+            for r in members
+            if r in records and (_has_called(records[r], call) or _has_joined(records[r], call))
+        ]
+        waiting = [r for r in entered if _waits_for(records[r], call)]
+        missing = [
+            r
+            for r in members
+            if r not in entered and (r in records or r in states or len(records) < len(members))
+        ]
+        # There may be no waiting member if the records are from several starts of a job, with
+        # different process sets.
+        if waiting:
+            waits.append(Wait(call, waiting, missing))
+    return waits
+
+
+def in_cycles(incomplete: Sequence[Wait]) -> Sequence[Wait]:
+    """Return the collectives without those that wait only because others do.
+
+    If no rank waits for the ranks that have called a collective, this collective is not part of the
+    deadlock.
+    """
+    while True:
+        blocking = {rank for wait in incomplete for rank in wait.missing}
+        left = [wait for wait in incomplete if blocking.intersection(wait.waiting)]
+        if len(left) == len(incomplete):
+            return left
+        incomplete = left
+
+
+def seconds_waited(wait: Wait, records: Mapping[int, Record]) -> float:
+    """Return the seconds since the first of the waiting ranks has called the collective."""
+    # The clocks of hosts differ, so each time is that of one record.
+    return max(
+        (
+            records[rank].time - call.enqueued
+            for rank in wait.waiting
+            for call in records[rank].open
+            if call.collective == wait.call.collective
+        ),
+        default=0.0,
+    )
+
+
+def _has_joined(record: Record, call: Call) -> bool:
+    """Return whether the rank waits in `join`, where it counts as having called everything."""
+    return any(own.operation == "join" and own.group == call.group for own in record.open)
+
+
+def _waits_for(record: Record, call: Call) -> bool:
+    return any(own.collective == call.collective for own in record.open)
+
+
+def _has_called(record: Record, call: Call) -> bool:
+    for own in record.open:
+        same_call = own.number == call.number or 0 in (own.number, call.number)
+        if own.collective == call.collective and same_call:
+            return True
+    return call.number > 0 and record.calls.get(call.collective, 0) >= call.number
