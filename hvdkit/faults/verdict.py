@@ -120,8 +120,10 @@ def judge(
         return Verdict(text, last_ranks=ENDED in states.values())
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
-    deadlock = bool(incomplete) and _all_wait(records, states, size)
-    causes = (in_cycles(incomplete) if deadlock else incomplete) or waits
+    # Without a cycle, a rank waits for a call that all ranks have made, and continues after it.
+    cycles = in_cycles(incomplete) if _all_wait(records, states, size) else ()
+    deadlock = bool(cycles)
+    causes = cycles or incomplete or waits
     oldest = min(causes, key=lambda wait: wait.call.enqueued)
     if deadlock and len(oldest.missing) > len(oldest.waiting):
         # Most ranks wait elsewhere: probably a few ranks have made an additional call.

@@ -524,6 +524,22 @@ def test_a_rank_that_only_waits_for_a_deadlock_does_not_begin_the_verdict():
     assert (list(verdict.waiting), list(verdict.missing)) == ([0], [1])
 
 
+def test_ranks_that_train_in_another_process_set_are_no_deadlock():
+    # Ranks 2 and 3 are in a collective that both have called. Later they call `x`.
+    records = waits_in_sets((0, "x", 1.0), (0, "x", 1.1), (3, "z", 58.0), (3, "z", 58.1))
+    verdict = judge(records, {}, 4)
+    assert not verdict.deadlock
+    assert (list(verdict.waiting), list(verdict.missing)) == ([0, 1], [2, 3])
+    # Two of three ranks are in such a collective.
+    waits = (0, "x", 1.0), (2, "z", 58.0), (2, "z", 58.1)
+    records = waits_in_sets(*waits)
+    groups = {0: [], 2: [1, 2]}
+    records = {rank: replace(each, groups=groups) for rank, each in records.items()}
+    verdict = judge(records, {}, 3)
+    assert not verdict.deadlock
+    assert (list(verdict.waiting), list(verdict.missing)) == ([0], [1, 2])
+
+
 def test_two_deadlocks_are_described():
     waits = (1, "x", 1.0), (1, "y", 1.1), (3, "x", 1.2), (3, "y", 1.3)
     text = judge(waits_in_sets(*waits), {}, 4).text
