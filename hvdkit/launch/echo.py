@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
@@ -30,18 +31,20 @@ class Echo:
 
     def __init__(self, make_output: MakeOutput) -> None:
         self._make_output = make_output
-        self._streams = _Stream(1), _Stream(2)
+        out = _Stream(1)
+        # A terminal, or `2>&1`: with two streams, one could write within a line of the other.
+        self._streams = (out, out) if _is_same_file(1, 2) else (out, _Stream(2))
         self._output: Output | None = None
 
     @property
     def full(self) -> bool:
         """Whether the reader must read before the agent reads more output of the ranks."""
-        return sum(len(stream.pending) for stream in self._streams) > _PENDING_BYTES
+        return sum(len(stream.pending) for stream in set(self._streams)) > _PENDING_BYTES
 
     @property
     def waiting(self) -> Sequence[int]:
         """The descriptors whose readers must read before more is written."""
-        return [stream.descriptor for stream in self._streams if stream.pending]
+        return [stream.descriptor for stream in set(self._streams) if stream.pending]
 
     def start(self, size: int) -> None:
         """Begin a start of the ranks, `size` of them in the whole job."""
@@ -82,13 +85,17 @@ class _Stream(io.BytesIO):
         super().__init__()
         self.descriptor = descriptor
         self.pending = bytearray()
+        self._failed = False
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
         if self._error is not None:
-            raise self._error
-        self.pending += data
-        self.step()
+            # Once: the outputs of later starts would warn of it again.
+            error, self._error = self._error, None
+            raise error
+        if not self._failed:
+            self.pending += data
+            self.step()
         return len(data)
 
     def step(self) -> None:
@@ -97,7 +104,7 @@ class _Stream(io.BytesIO):
                 readers.write_ready(self.descriptor, self.pending)
             except OSError as error:
                 # The next write raises it, so that the user gets a message.
-                self._error = error
+                self._failed, self._error = True, error
                 self.pending.clear()
 
     def write_rest(self) -> None:
@@ -105,3 +112,10 @@ class _Stream(io.BytesIO):
         with contextlib.suppress(OSError):
             readers.write(self.descriptor, bytes(self.pending))
         self.pending.clear()
+
+
+def _is_same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # one is closed
+        return False
