@@ -269,9 +269,9 @@ class Failures:
         if first.kind < _TERMINATED and (by_mpi := sum(f.kind == _TERMINATED for f in others)):
             lines[0] += f" MPI ended {_others(by_mpi)}."
         stopped = [each.rank for each in self._found if each.status == RESUMABLE]
-        # Without such ranks, the script has used a process set that it had not added.
+        # Without a stall or such ranks, the script has used a process set that it had not added.
         is_cause = _NO_PROCESS_SET.search("\n".join(first.traceback)) and not (
-            departed or finished or stopped
+            before or departed or finished or stopped
         )
         if first.kind == _LOST_PEER and not is_cause:
             if departed:

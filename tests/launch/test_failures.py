@@ -150,6 +150,10 @@ def test_a_process_set_that_the_script_has_not_added():
     assert report.startswith("rank 0 failed: exit status 1.")
     assert "lost a peer" not in report
     assert failures((0, 1, NO_SET), (1, 1, BAD)).cause.rank == 1
+    # The engine has ended the job after a stall.
+    found = failures((0, 1, NO_SET), (1, 1, LOST))
+    report = found.report(ended=0, finished=[], before="Rank 0 has waited 60 s.")
+    assert report.startswith("Rank 0 has waited 60 s.\nThen rank 0 failed: exit status 1.")
 
 
 @pytest.mark.parametrize(
