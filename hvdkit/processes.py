@@ -114,7 +114,8 @@ class ProcessGroup:
             reason = error.strerror or error
             if error.errno == errno.E2BIG:
                 longest = max(env, key=lambda name: len(name) + len(env[name]), default="")
-                reason = f"{reason}; the longest variable of the environment is {longest}"
+                if len(env.get(longest, "")) > sum(map(len, command)):
+                    reason = f"{reason}; the longest variable of the environment is {longest}"
             what = error.filename if error.filename == cwd and cwd is not None else command[0]
             raise HvdkitError(f"cannot start {os.fspath(what)!r}: {reason}") from error
         self.started.append(process)

@@ -210,6 +210,9 @@ def test_a_command_that_does_not_exist_is_a_clear_error():
 def test_a_variable_that_is_too_long_is_named():
     with pytest.raises(HvdkitError, match="Argument list too long; the longest variable.*is LONG"):
         start_ranks([RankCommand(["true"], dict(os.environ) | {"LONG": "x" * 200_000})])
+    # An argument.
+    with pytest.raises(HvdkitError, match="Argument list too long$"):
+        start_ranks([RankCommand(["true", "x" * 200_000], dict(os.environ))])
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed():
