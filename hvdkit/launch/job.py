@@ -94,7 +94,9 @@ class Outcome:
         """The possible causes of a failure that only reports a lost peer; "" for others."""
         if self.failure is None or not self.failure.is_lost_peer:
             return ""
-        return self.report.partition("\n")[0]
+        causes, _, failure = self.report.partition("\n")
+        # Otherwise the failure is the cause itself: a process set that does not exist.
+        return causes if failure.startswith("Then ") else ""
 
     @property
     def reason(self) -> str:

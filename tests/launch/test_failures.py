@@ -6,6 +6,7 @@ import pytest
 
 from hvdkit.errors import RESUMABLE
 from hvdkit.launch.failures import Failure, Failures
+from hvdkit.launch.job import Outcome
 
 LOST = ("Traceback (most recent call last):", "HorovodInternalError: Horovod has been shut down.")
 RESET = ("Traceback (most recent call last):", "ConnectionResetError: Connection reset by peer")
@@ -149,6 +150,8 @@ def test_a_process_set_that_the_script_has_not_added():
     report = failures((0, 1, NO_SET), (1, 1, NO_SET)).report(ended=0, finished=[])
     assert report.startswith("rank 0 failed: exit status 1.")
     assert "lost a peer" not in report
+    outcome = Outcome(1, report, failures((0, 1, NO_SET)).cause)
+    assert outcome.reason == "rank 0 failed: exit status 1."
     assert failures((0, 1, NO_SET), (1, 1, BAD)).cause.rank == 1
     # The engine has ended the job after a stall.
     found = failures((0, 1, NO_SET), (1, 1, LOST))

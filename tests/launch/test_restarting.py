@@ -102,9 +102,9 @@ def test_a_host_where_ranks_fail_twice_is_left_out():
 
 def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():
     tail = ("Traceback (most recent call last):", "Error: Horovod has been shut down")
-    report = "rank 0 failed.\nRank 1 had ended without an error.\nRank 0's last lines:\n  Error"
+    report = "rank 1 had ended.\nThen rank 0 failed.\nRank 0's last lines:\n  Error"
     outcome = Outcome(1, report, Failure(0, 1, tail))
-    assert outcome.reason == "rank 0 failed. Rank 1 had ended without an error."
+    assert outcome.reason == "rank 1 had ended. Then rank 0 failed."
 
 
 def test_the_reason_names_hosts_that_could_not_be_started():
