@@ -120,8 +120,9 @@ def judge(
         return Verdict(text, last_ranks=ENDED in states.values())
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
-    # Without a cycle, a rank waits for a call that all ranks have made, and continues after it.
-    cycles = in_cycles(incomplete) if _all_wait(records, states, size) else ()
+    # A call that all ranks have made ends, and its ranks continue. In a deadlock, there is none.
+    may_be_deadlock = all(wait.missing for wait in waits) and _all_wait(records, states, size)
+    cycles = in_cycles(incomplete) if may_be_deadlock else ()
     deadlock = bool(cycles)
     causes = cycles or incomplete or waits
     oldest = min(causes, key=lambda wait: wait.call.enqueued)

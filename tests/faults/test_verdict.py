@@ -538,6 +538,13 @@ def test_ranks_that_train_in_another_process_set_are_no_deadlock():
     verdict = judge(records, {}, 3)
     assert not verdict.deadlock
     assert (list(verdict.waiting), list(verdict.missing)) == ([0], [1, 2])
+    # They have also called a collective that lacks rank 0, and do not wait for it yet.
+    early = call("early", 1, 57.0)
+    for rank in (1, 2):
+        record = records[rank]
+        calls = {**record.calls, early.collective: 1}
+        records[rank] = replace(record, open=[early, *record.open], calls=calls)
+    assert not judge(records, {}, 3).deadlock
 
 
 def test_two_deadlocks_are_described():
