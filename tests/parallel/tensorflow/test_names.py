@@ -95,7 +95,7 @@ if hvd.rank() == 0:
 mine = f"{records}/rank-{hvd.rank()}.json"
 while not os.path.exists(mine):
     time.sleep(0.1)
-print("calls of rank", hvd.rank(), json.dumps(json.load(open(mine))["calls"]), flush=True)
+print("calls of rank", hvd.rank(), json.dumps(json.load(open(mine))["calls"]["0"]), flush=True)
 """
 
 
