@@ -60,7 +60,7 @@ print("trained", flush=True)
 """
 
 _SLEEPS = re.compile(r"rank (\d+) sleeps for (\d+)$")
-_MISSING = re.compile(r"Rank (\d+) on \S+ has not called it: the rank is at .* in nap:")
+_MISSING = re.compile(r"Rank (\d+) on \S+ has not called it: the rank is at (.*)")
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Outcome:
     Attributes:
         status: the exit status of the launcher.
         sleeps: the number of sleeps that are longer than `TIMEOUT`.
-        named: the number of verdicts that name ranks in such a sleep.
+        named: the number of verdicts that name ranks in such a sleep, or just after it.
         wrong: the launcher's other messages.
         text: the output.
     """
@@ -102,14 +102,20 @@ def run(seed: int) -> Outcome:
         )
     outcome = Outcome(done.returncode, done.stdout)
     asleep: dict[str, int] = {}
+    last = ""
     # A message of the launcher, or a line of a rank.
     for message in re.split(r"\n(?=hvdkit run: |\[\d+\] )", done.stdout):
         if match := _SLEEPS.search(message):
-            asleep[match[1]] = int(match[2])
-            outcome.sleeps += asleep[match[1]] > TIMEOUT
+            last, asleep[match[1]] = match[1], int(match[2])
+            outcome.sleeps += asleep[last] > TIMEOUT
         elif message.startswith("hvdkit run: "):
             missing = _MISSING.findall(message)
-            if missing and all(asleep.get(rank, 0) > TIMEOUT for rank in missing):
+            # The rank that has slept last may have just continued.
+            is_right = [
+                asleep.get(rank, 0) > TIMEOUT and (rank == last or " in nap:" in place)
+                for rank, place in missing
+            ]
+            if is_right and all(is_right):
                 outcome.named += 1
             else:
                 outcome.wrong.append(message)
