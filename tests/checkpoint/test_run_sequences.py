@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit.checkpoint.background import BackgroundWriter
@@ -24,6 +24,7 @@ from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.checkpoint.material import leftovers, snapshot
+from tests.searching import search_settings
 
 _STEPS = st.integers(1, 8)
 _RESTORE = st.tuples(st.just("restore"), st.none() | _STEPS)
@@ -165,14 +166,7 @@ def test_sequences_of_jobs(tmp_path, place, request):
     examples = (1500 if long else 25) if in_a_folder else 100
     numbers = itertools.count()
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.explicit, Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(examples)
     @given(st.lists(_JOB, min_size=2, max_size=8))
     def search(jobs):
         check(place / str(next(numbers)), jobs, tmp_path / "log")

@@ -10,7 +10,7 @@ from hypothesis import example, given
 
 from tests.parallel.keras.job import distributed, of_every_rank
 from tests.parallel.keras.test_checkpoint import Interrupted, interrupt_after
-from tests.parallel.searching import search_settings
+from tests.searching import search_settings
 
 EPOCHS = 2
 # Number of sequences without and with --long.

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tests.parallel.searching import search_settings
 from tests.parallel.torch.sequences import ACTIONS, Setting, run_sequence
+from tests.searching import search_settings
 
 _STEPS = st.lists(
     st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 10**6)), min_size=1, max_size=15

@@ -1,4 +1,4 @@
-"""Hypothesis's settings for searches on real ranks."""
+"""Hypothesis's settings for searches whose examples are slow: jobs, or steps on real ranks."""
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -15,7 +15,7 @@ def search_settings(examples: int) -> settings:
         derandomize=True,
         database=None,
         print_blob=False,
-        # Every failing example needs fresh ranks, so the phase `explain` would take long.
+        # A failing example is slow, so the phase `explain` would take long.
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
