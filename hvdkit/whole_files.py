@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be renamed. The file at `path` is as before.
     """
-    draft = draft_of(path)
+    draft = _draft(path)
     try:
         yield draft
         draft.replace(path)
@@ -29,6 +29,17 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-def draft_of(path: Path) -> Path:
-    """Return the path that `replacing` yields: hidden, and different in every process."""
+def check_writable(path: Path) -> None:
+    """Check that `replacing` can write in the folder of `path`.
+
+    Raises:
+        OSError: it cannot.
+    """
+    draft = _draft(path)
+    draft.touch()
+    draft.unlink()
+
+
+def _draft(path: Path) -> Path:
+    # Hidden, and different in every process of every host.
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")

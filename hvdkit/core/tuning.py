@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError
-from hvdkit.whole_files import draft_of, replacing
+from hvdkit.whole_files import check_writable, replacing
 
 _NAME = "hvdkit.autotune"
 #: Steps after a change that are not measured: in the first step the ranks plan the buckets, and in
@@ -260,9 +260,7 @@ def load(
             if allowed <= set(entry.get("wire_formats", ())):
                 answer["size"] = int(entry.get("bucket_bytes", 0))
                 answer["format"] = str(entry.get("wire_format", ""))
-            draft = draft_of(path)
-            draft.touch()
-            draft.unlink()
+            check_writable(path)
         except OSError as error:
             answer["problem"] = f"cannot write {path}: {error.strerror}. Choose another file"
         except Exception as error:  # any text may be in the file, and the other ranks wait

@@ -112,10 +112,7 @@ class Chain:
         """Return the collective with missing ranks for which a rank waits, if there is one."""
         call = self._awaited(rank)
         if call is None and rank in self._records and rank not in self._states:
-            # The threads of a graph of TensorFlow wait.
-            record = self._records[rank]
-            if record.open and stacks.runs_graph(stacks.main_thread(record.stacks)):
-                call = record.open[0]
+            call = _awaited_by_graph(self._records[rank])
         if call is None:
             return None
         return next((each for each in self._incomplete if each.call.key == call.key), None)
@@ -179,13 +176,12 @@ def _describe(
         doing = "" if frames else "the stack of the rank is not known"
     if frame := stacks.own_frame(frames):
         doing += f"{', ' if doing else 'the rank is '}at {frame}"
-    in_graph = bool(record.open) and stacks.runs_graph(frames)
-    if in_graph:
-        # The threads of a graph call collectives, so the stack does not show the wait.
-        call = describe_call(record.open[0], record)
+    of_graph = _awaited_by_graph(record)
+    if of_graph is not None:
+        call = describe_call(of_graph, record)
         doing += f", in a graph of TensorFlow that waits for {call}"
     text = f"{where}: {doing}."
-    if in_graph:
+    if of_graph is not None:
         text += _other_thread(record)
     elif frames and not stacks.waits(frames):
         text += below_line(frames, record)
@@ -195,6 +191,13 @@ def _describe(
         ended = "failed" if record.failed_call == last else "ended"
         text += f" Its last collective, {describe_call(last, record)}, {ended} {since:.0f} s ago."
     return text
+
+
+def _awaited_by_graph(record: Record) -> Call | None:
+    """Return the collective for which the rank's graph of TensorFlow waits; None if none does."""
+    # The threads of a graph call collectives, so the stack of the main thread shows no wait.
+    runs = stacks.runs_graph(stacks.main_thread(record.stacks))
+    return record.open[0] if record.open and runs else None
 
 
 def _not_shown(count: int) -> list[str]:

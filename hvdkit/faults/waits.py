@@ -21,7 +21,7 @@ def find_waits(records: Mapping[int, Record], states: Mapping[int, str], size: i
     """Return the collectives for which ranks wait, also those that all ranks have called.
 
     Args:
-        records: the records, by rank.
+        records: the records, by rank, each with all process sets (`with_all_groups`).
         states: rank -> the state of its process, if it does not run.
         size: the number of ranks of the job.
     """
@@ -33,8 +33,6 @@ def find_waits(records: Mapping[int, Record], states: Mapping[int, str], size: i
     waits = []
     for call in found.values():
         owner = next(r for r in records.values() if _waits_for(r, call))
-        # The record of an earlier engine may lack the process sets.
-        owner = next((r for r in records.values() if call.group in r.groups), owner)
         members = [rank for rank in owner.members(call.group) if rank < size]
         entered = [
             r

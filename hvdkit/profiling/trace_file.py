@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.profiling.events import Event
-from hvdkit.whole_files import draft_of, replacing
+from hvdkit.whole_files import check_writable, replacing
 
 # Level 1 is the fastest, and makes a file that is about a third larger than that of the default.
 _LEVEL = 1
@@ -23,9 +23,7 @@ def check(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             return f"{path} is a folder: expected the name of a file"
-        draft = draft_of(path)
-        draft.touch()
-        draft.unlink()
+        check_writable(path)
     except FileExistsError:
         return f"cannot write {path}: {path.parent} is not a folder. Choose another one"
     except OSError as error:
