@@ -242,8 +242,10 @@ class Failures:
         before: str = "",
         departed: Sequence[str] = (),
         silent: Sequence[str] = (),
-    ) -> str:
-        """Return the report for the user.
+    ) -> tuple[str, str]:
+        """Return the possible causes, and the report for the user that follows them.
+
+        The causes are empty unless every failure only reports a lost peer.
 
         Args:
             ended: the number of ranks that the launcher ended because of the failures.
@@ -273,16 +275,17 @@ class Failures:
         is_cause = _NO_PROCESS_SET.search("\n".join(first.traceback)) and not (
             before or departed or finished or stopped
         )
+        causes = ""
         if first.kind == _LOST_PEER and not is_cause:
             if departed:
-                cause = _shut_down(departed)
+                causes = _shut_down(departed)
             elif before and not finished and not stopped:
-                cause = before.replace("\n", " ")
+                causes = before.replace("\n", " ")
             else:
                 raised = {rank: self._raised[rank] for rank in finished if rank in self._raised}
-                cause = _without_cause(self._describe, finished, raised, stopped, silent)
-            # First the cause: the rank that failed is not at fault.
-            lines = [cause, f"Then {lines[0]}"]
+                causes = _without_cause(self._describe, finished, raised, stopped, silent)
+            # The causes come first: the rank that failed is not at fault.
+            lines = [f"Then {lines[0]}"]
         if first.kind == _TERMINATED:
             lines.append(
                 "If mpirun or srun gets a signal, or loses its daemon on a host, it sends SIGTERM "
@@ -303,7 +306,7 @@ class Failures:
             lines.append(
                 f"{same} more rank{'s' if same > 1 else ''} failed like rank {first.rank}."
             )
-        return "\n".join(lines)
+        return causes, "\n".join(lines)
 
 
 def _shut_down(departed: Sequence[str]) -> str:

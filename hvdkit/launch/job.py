@@ -71,6 +71,8 @@ class Outcome:
         lost: the hosts that could not be reached any more.
         hosts_changed: whether the ranks have ended to be started on other hosts.
         is_verdict: whether the report is a verdict on a stall.
+        possible_causes: the possible causes of a failure that only reports a lost peer, with which
+            the report begins; empty for others.
     """
 
     status: int
@@ -83,20 +85,12 @@ class Outcome:
     hosts_changed: bool = False
     suspects: tuple[int, ...] = ()
     is_verdict: bool = False
+    possible_causes: str = ""
 
     def failing_host(self, plan: Plan) -> str | None:
         """Return the host on which the failure began; None if this is not known."""
         names = {plan.places[rank].host.name for rank in self.suspects}
         return names.pop() if len(names) == 1 else None
-
-    @property
-    def possible_causes(self) -> str:
-        """The possible causes of a failure that only reports a lost peer; "" for others."""
-        if self.failure is None or not self.failure.is_lost_peer:
-            return ""
-        causes, _, failure = self.report.partition("\n")
-        # Otherwise the failure is the cause itself: a process set that does not exist.
-        return causes if failure.startswith("Then ") else ""
 
     @property
     def reason(self) -> str:
@@ -490,8 +484,10 @@ class Job:
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
         silent = self._silent_hosts(time.monotonic())
-        report = self._failures.report(self._ended_by_launcher, finished, before, departed, silent)
-        report = "\n".join(filter(None, [report, self._stalls.mismatch()]))
+        causes, report = self._failures.report(
+            self._ended_by_launcher, finished, before, departed, silent
+        )
+        report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None
         return Outcome(
             code,
@@ -499,6 +495,7 @@ class Job:
             cause,
             restartable,
             suspects=tuple(self._failures.suspects),
+            possible_causes=causes,
         )
 
     def _ended_by(self, number: signal.Signals) -> Outcome:

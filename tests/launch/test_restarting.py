@@ -103,7 +103,7 @@ def test_a_host_where_ranks_fail_twice_is_left_out():
 def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():
     tail = ("Traceback (most recent call last):", "Error: Horovod has been shut down")
     report = "rank 1 had ended.\nThen rank 0 failed.\nRank 0's last lines:\n  Error"
-    outcome = Outcome(1, report, Failure(0, 1, tail))
+    outcome = Outcome(1, report, Failure(0, 1, tail), possible_causes="rank 1 had ended.")
     assert outcome.reason == "rank 1 had ended. Then rank 0 failed."
 
 

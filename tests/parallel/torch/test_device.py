@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import time
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -308,20 +309,28 @@ STEPS = [1000] if ON_GPU else [100, pytest.param(1000, marks=pytest.mark.long)]
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_memory_stays_flat(hvd, compression, steps):
     torch.manual_seed(0)
-    # Gradients of 200 KB: a buffer lost in each step is 18 MB after the fewest steps.
+    # Gradients of 200 KB: a buffer lost in each step is 6 MB in each third of the fewest steps.
     model = nn.Sequential(nn.Linear(5, 220), nn.Tanh(), nn.Linear(220, 220), nn.Linear(220, 2))
     model.to(DEVICE)
     optimizer = hvd.DistributedOptimizer(
         sgd(model.parameters()), model.named_parameters(), compression=compression
     )
     x = batch_of(0, 0, torch.float32)
-    for step in range(steps):
-        loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 10:
-            memory, objects = memory_in_use()
-    memory_at_the_end, objects_at_the_end = memory_in_use()
-    allowed = 0 if ON_GPU else 8_000_000
-    assert memory_at_the_end - memory <= allowed
-    assert objects_at_the_end - objects < 50
+
+    def train(number):
+        for _ in range(number):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(10)
+    used = [memory_in_use()]
+    for _ in range(3):
+        train(steps // 3)
+        used.append(memory_in_use())
+    memory, objects = (
+        [after - before for before, after in pairwise(values)] for values in zip(*used, strict=True)
+    )
+    # A leak grows in every third; the allocator of a CPU and caches grow in one of them.
+    assert min(memory) <= (0 if ON_GPU else 3_000_000), memory
+    assert min(objects) < steps // 6, objects
