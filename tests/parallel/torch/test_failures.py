@@ -55,6 +55,29 @@ except hvd.HorovodInternalError as error:
     assert "1!: [allreduce.not all come]" in outputs[0]
 
 
+@pytest.mark.parametrize("configuration", GLOO_FIRST, ids=str)
+def test_a_stall_in_a_process_set_ends_the_job_of_all_ranks(configuration):
+    code = """
+some = hvd.add_process_set([0, 1])
+if hvd.rank() == 1:
+    time.sleep(60)
+process_set = some if some.included() else hvd.global_process_set
+for name in ("not all come", "after the end"):
+    try:
+        hvd.allreduce(torch.ones(3), name=name, process_set=process_set)
+    except hvd.HorovodInternalError as error:
+        print("ended:", error, flush=True)
+time.sleep(3)
+sys.exit(1)
+"""
+    with pytest.raises(RanksFailed) as caught:
+        run(configuration, code, 50, failure_grace=1, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
+    assert not caught.value.timed_out
+    for rank in (0, 2):
+        output = caught.value.results[rank].output
+        assert output.count("ended: Horovod has been shut down") == 2, output
+
+
 @pytest.mark.parametrize("configuration", BOTH, ids=str)
 def test_a_rank_that_dies_ends_the_job(configuration):
     code = """
