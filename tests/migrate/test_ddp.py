@@ -260,6 +260,14 @@ def test_parameters_that_no_rank_uses_keep_their_values():
     assert wrapped.format("") in migrated(script.replace("args.unused", "False")).after
 
 
+@pytest.mark.parametrize(("size", "option"), [("2", "2_097_152"), ("0.5", "524_288"), ("size", "")])
+def test_the_size_of_buckets(size, option):
+    outcome = migrated(SETUP.replace("DDP(model)", f"DDP(model, bucket_cap_mb={size})"))
+    assert (f"named_parameters(), bucket_bytes={option})" in outcome.after) == bool(option)
+    is_noted = any("bucket_cap_mb=size is omitted" in note.text for note in outcome.notes)
+    assert is_noted != bool(option)
+
+
 def test_classes_of_torch_optim_that_are_no_optimizers():
     lines = (
         "average = torch.optim.swa_utils.AveragedModel(ddp_model.module)\n"

@@ -60,6 +60,14 @@ def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
                 f"ranks should evaluate with those of rank 0, first call "
                 f"{it.hvd}.broadcast_parameters({name}.named_buffers(), root_rank=0)",
             )
+        size = argument(wrap.call, "bucket_cap_mb")
+        if size and not isinstance(size.value, cst.Integer | cst.Float):
+            it.script.note(
+                self.name,
+                wrap.call,
+                f"bucket_cap_mb={it.script.source(size.value)} is omitted: to choose the size of "
+                f"the buckets, pass bucket_bytes to {it.hvd}.DistributedOptimizer",
+            )
         if "load_state_dict" in methods:
             it.script.note(
                 self.name,
@@ -90,8 +98,7 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
     for each in it.facts.optimizers:
         it.script.change(self.name, each.call, self.reason)
         names = [f"{each.model}.named_parameters()"] if each.is_whole else []
-        if _finds_unused(it, each.model):
-            names.append("find_unused_parameters=True")
+        names += _options(it, each.model)
         if not each.target:
             it.script.edit(each.call, _nested, it, names)
             continue
@@ -102,16 +109,27 @@ def optimizer(self: Rule[Conversion], it: Conversion) -> None:
         it.script.insert(it.script.statement(each.call), it.with_ranks(assign))
 
 
-def _finds_unused(it: Conversion, model: str) -> bool:
-    """Return whether DDP leaves the gradients of parameters that no rank uses as None."""
+def _options(it: Conversion, model: str) -> list[str]:
+    """Return the arguments of DDP that the wrapped optimizer of a model takes."""
     wraps = [(facts.script, wrap) for facts in it.unit.facts for wrap in facts.wraps]
     own = [
         (script, wrap)
         for script, wrap in wraps
         if len(wraps) == 1 or model in (wrap.target, model_name(script, wrap.model))
     ]
+    options = []
     given = [(script, argument(wrap.call, "find_unused_parameters")) for script, wrap in own]
-    return any(each and script.source(each.value) != "False" for script, each in given)
+    if any(each and script.source(each.value) != "False" for script, each in given):
+        options.append("find_unused_parameters=True")
+    sizes = [argument(wrap.call, "bucket_cap_mb") for _, wrap in own]
+    bytes_ = {
+        int(each.value.evaluated_value * 2**20)
+        for each in sizes
+        if each and isinstance(each.value, cst.Integer | cst.Float)
+    }
+    if len(bytes_) == 1:
+        options.append(f"bucket_bytes={bytes_.pop():_}")
+    return options
 
 
 def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpression:
