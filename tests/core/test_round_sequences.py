@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hvdkit.core.accumulation import Window
 from hvdkit.core.compression import Float16, NoCompression
 from hvdkit.errors import HvdkitError
-from tests.core import simulated_ranks
 from tests.core.simulated_framework import Rows
 from tests.core.simulated_optimizer import SimulatedOptimizer
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
@@ -296,9 +295,8 @@ def check(setting, drawn):
     return error
 
 
-def run_examples(count, monkeypatch):
+def run_examples(count):
     """Check `count` drawn scenarios; return the number of scenarios with each error."""
-    monkeypatch.setattr(simulated_ranks, "_TIMEOUT", 3.0)
     ends: dict[str | None, int] = {}
 
     @settings(
@@ -317,12 +315,12 @@ def run_examples(count, monkeypatch):
     return ends
 
 
-def test_sequences_of_steps_give_what_one_process_gets_or_one_error_on_all_ranks(monkeypatch):
-    ends = run_examples(120, monkeypatch)
+def test_sequences_of_steps_give_what_one_process_gets_or_one_error_on_all_ranks():
+    ends = run_examples(120)
     assert ends.keys() == {None, "PassesDiffer", "BackwardFailed"}, ends
 
 
 @pytest.mark.long
-def test_many_sequences_of_steps(monkeypatch):
-    ends = run_examples(3000, monkeypatch)
+def test_many_sequences_of_steps():
+    ends = run_examples(3000)
     assert min(ends.values()) > 50, ends
