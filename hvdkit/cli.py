@@ -97,7 +97,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="hvdkit",
-        description="Horovod-based ring-allreduce training on today's PyTorch and TensorFlow.",
+        description="Train PyTorch, Keras and TensorFlow models with several processes.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hvdkit {hvdkit.__version__}")

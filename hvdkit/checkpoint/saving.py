@@ -199,7 +199,7 @@ def check_arguments(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
     values = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise UsageError(f"metrics has the name {name!r}: expected a text")
+            raise UsageError(f"metrics has the name {name!r}: expected a string")
         try:
             if isinstance(value, str | bytes):
                 raise TypeError("a text")

@@ -78,7 +78,7 @@ class ShardedItem:
             # safetensors reserves the second name.
             if not isinstance(name, str) or name in ("", "__metadata__"):
                 raise UsageError(
-                    f"sharded has the name {name!r}: expected a text that is not empty and not "
+                    f"sharded has the name {name!r}: expected a string that is not empty and not "
                     f"'__metadata__'"
                 )
         # Sorted, because all ranks must gather the tensors in the same order.

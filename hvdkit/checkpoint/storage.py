@@ -325,8 +325,8 @@ def open_storage(
     text = os.fspath(place)
     if not text:
         raise UsageError(
-            "the checkpoint folder is an empty text: expected a path or a URL; '.' is the current "
-            "folder"
+            "the checkpoint folder is an empty string: expected a path or a URL; '.' is the "
+            "current folder"
         )
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/([^/]|$)", text):
         raise UsageError(

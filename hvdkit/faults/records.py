@@ -256,5 +256,8 @@ def read(folder: Path) -> dict[int, Record]:
                 except HvdkitError as error:
                     raise HvdkitError(f"{path}: {error}") from error
     except OSError as error:
-        raise HvdkitError(f"cannot read {error.filename or folder}: {error.strerror}") from error
+        raise HvdkitError(
+            f"cannot read {error.filename or folder}: {error.strerror}. Expected a folder of "
+            f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR"
+        ) from error
     return found

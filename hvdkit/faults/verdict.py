@@ -72,7 +72,7 @@ class Verdict:
         if self.deadlock:
             return f"{self.text}\n{_DEADLOCK}"
         if self.expired:
-            return f"{self.text}\nThe limit of {self.limit:,.0f} s is over ({_LIMIT})."
+            return f"{self.text}\nThe limit of {self.limit:,.0f} s has passed ({_LIMIT})."
         return self.text
 
     @property
@@ -81,7 +81,8 @@ class Verdict:
         if self.limit:
             # A rank that has begun to receive data from the stopped process has a limit of its own.
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
-            return f"The job waits. It ends after {self.limit:,.0f} s ({_LIMIT}){earlier}."
+            limit = f"{self.limit:,.0f} s without progress ({_LIMIT})"
+            return f"The job waits. It ends after {limit}{earlier}."
         if self.last_ranks:
             return "The job ends when all ranks have ended."
         return "The job waits." if self.waiting else "The job has continued."

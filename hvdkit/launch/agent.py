@@ -152,7 +152,7 @@ class Agent:
         limit = self._task.get("lost_after", messages.LOST_SECONDS)
         if time.monotonic() > self._last_received + limit:
             if self._overrides is None:  # the launcher shows it if it still runs
-                print(f"no message of the launcher for {limit:g} s", file=sys.stderr)
+                print(f"no message from the launcher for {limit:g} s", file=sys.stderr)
             self._on_launcher_lost()
         for key, _ in ready:
             if key.fd == self._receive_fd:

@@ -295,7 +295,7 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
         if options.mpi is not None:
             raise UsageError(
                 f"--mpi {options.mpi} is an option of srun, but this job does not run in a Slurm "
-                f"allocation. Use --launcher mpi"
+                f"allocation. Give --launcher mpi instead of --mpi"
             )
         return None
     slurm_allocation = allocation.read(os.environ)

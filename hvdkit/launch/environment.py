@@ -100,7 +100,7 @@ def explicit(env: Mapping[str, str], extra: Sequence[str]) -> dict[str, str]:
                 f"-x {name}: {name!r} is not the name of a variable; expected letters, digits and _"
             )
         if not equals and name not in env:
-            raise UsageError(f"-x {name}: it is not set here; set it, or give -x {name}=VALUE")
+            raise UsageError(f"-x {name}: {name} is not set here; set it, or give -x {name}=VALUE")
         chosen[name] = value if equals else env[name]
     return chosen
 

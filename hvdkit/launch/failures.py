@@ -299,7 +299,7 @@ class Failures:
             if failure.last_line not in shown and len(shown) < _SHOWN:
                 shown.add(failure.last_line)
                 ending = exit_text(failure.status)
-                lines.append(f"{self._describe([failure.rank])} failed, too: {ending}.")
+                lines.append(f"R{self._describe([failure.rank])[1:]} failed, too: {ending}.")
                 lines.append(tail_of(failure.rank, failure.tail))
         same = sum(failure.last_line == first.last_line for failure in similar)
         if same and not all_alike:
@@ -330,19 +330,23 @@ def _without_cause(
     silent: Sequence[str],
 ) -> str:
     """Return the possible causes where every failure is a lost peer."""
-    text = "Each rank that failed had lost a peer, and none reported why."
+
+    def named(ranks: list[int]) -> str:
+        return f"R{describe(ranks)[1:]}"
+
+    text = "Each rank that failed reported only that another rank had ended or did not answer."
     for rank, error in raised.items():
         text += (
-            f" {describe([rank])} had written a traceback, and had ended with exit status 0: "
+            f" {named([rank])} had written a traceback, and had ended with exit status 0: "
             f"{error}. After an error, end the script with another exit status."
         )
     if finished and not raised:
         text += (
-            f" {describe(list(finished))} had ended without an error: check whether all ranks had "
+            f" {named(list(finished))} had ended without an error: check whether all ranks had "
             f"the same number of batches."
         )
     if stopped:
-        text += f" {describe(list(stopped))} had made an orderly stop (exit status {RESUMABLE})."
+        text += f" {named(list(stopped))} had made an orderly stop (exit status {RESUMABLE})."
     return " ".join([text, *silent])
 
 

@@ -324,9 +324,9 @@ class Job:
         long = self._pause > max(0, lost - PAUSE_SECONDS)
         if long and recently and not connection.lost_host():
             return (
-                f"this launcher did not run for {self._pause:.0f} s, so the agent gave it up after "
-                f"{lost:g} s (--host-timeout); check what stopped the launcher (SIGSTOP, or a "
-                f"suspended machine)"
+                f"this launcher did not run for {self._pause:.0f} s, so the agent ended its ranks "
+                f"after {lost:g} s; check what stopped the launcher (SIGSTOP, or a suspended "
+                f"machine)"
             )
         return connection.explain()
 

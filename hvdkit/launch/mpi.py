@@ -90,11 +90,11 @@ def _slots(plan: Plan) -> str:
 
 
 def _ssh_arguments(ssh: Ssh) -> str:
-    # Both MPIs split this at blanks, and do not interpret quotes.
+    # Both MPIs split this at spaces, and do not interpret quotes.
     for option in ssh.options():
         if re.search(r"\s", option):
             raise UsageError(
-                f"the argument {option!r} for ssh contains a blank, so mpirun cannot pass it to "
+                f"the argument {option!r} for ssh contains a space, so mpirun cannot pass it to "
                 f"ssh. Write it into ~/.ssh/config, or use --launcher gloo"
             )
     return " ".join(ssh.options())

@@ -95,6 +95,6 @@ def _raise_file_limit(plan: Plan) -> None:
     needed = open_files.needed_by_launcher(plan.size, len(plan.hosts))
     if (limit := open_files.raise_limit(needed)) < needed:
         say(
-            f"this process may open {limit:,} files, but may need {needed:,} for a job of "
-            f"{plan.size} ranks; if the job fails, raise the limit (`ulimit -Hn`)"
+            f"this process can open {limit:,} files, but a job of {plan.size} ranks may need "
+            f"{needed:,}; if the job fails, raise the limit (`ulimit -Hn`)"
         )

@@ -1551,7 +1551,7 @@ def test_ranks_that_ask_for_different_steps(place):
         ({"step": 10**12}, "step is 1000000000000: expected"),
         ({"step": 1, "epoch": 1.5}, "epoch is 1.5: expected a whole number"),
         ({"step": 1, "epoch": -1}, "epoch is -1: expected a whole number"),
-        ({"step": 1, "metrics": {3: 1.0}}, "metrics has the name 3: expected a text"),
+        ({"step": 1, "metrics": {3: 1.0}}, "metrics has the name 3: expected a string"),
         ({"step": 1, "metrics": {"loss": "low"}}, "the metric 'loss' is 'low': expected a number"),
         ({"step": 1, "metrics": [1.0]}, r"metrics is \[1.0\]: expected a dict"),
     ],

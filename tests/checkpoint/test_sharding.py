@@ -286,9 +286,9 @@ def test_the_order_of_the_rest_is_the_same_on_all_ranks():
         ([1], "sharded is a list: expected a dict of hvd.Shard"),
         ({"a": np.zeros(3)}, r"sharded\['a'\] is a ndarray: expected a hvd.Shard"),
         ({"a": Shard(np.zeros(()), 0, 1)}, "has no dimensions"),
-        ({"": Shard(np.zeros(3), 0, 3)}, "sharded has the name '': expected a text"),
-        ({"__metadata__": Shard(np.zeros(3), 0, 3)}, "the name '__metadata__': expected a text"),
-        ({0: Shard(np.zeros(3), 0, 3)}, "the name 0: expected a text"),
+        ({"": Shard(np.zeros(3), 0, 3)}, "sharded has the name '': expected a string"),
+        ({"__metadata__": Shard(np.zeros(3), 0, 3)}, "the name '__metadata__': expected a string"),
+        ({0: Shard(np.zeros(3), 0, 3)}, "the name 0: expected a string"),
     ],
 )
 def test_invalid_shards(wrong, words):

@@ -398,7 +398,7 @@ def test_a_url_of_a_folder(tmp_path):
     for place in (Path("s3://bucket/run"), "s3:/bucket/run"):
         with pytest.raises(UsageError, match="is s3:/bucket/run, a URL with only one slash"):
             Store(place)
-    with pytest.raises(UsageError, match="folder is an empty text"):
+    with pytest.raises(UsageError, match="folder is an empty string"):
         Store("")
     with pytest.raises(UsageError, match="expected an absolute path, such as file:///a/b"):
         Store("file://a/b")

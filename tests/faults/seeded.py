@@ -70,7 +70,7 @@ STALL = r"Rank {rank} on \S+ has not called it: the rank is at "
 IN_FAULT = STALL + r"\S*train\.py:\d+ in (fault|<lambda>|hook|__getitem__): "
 _FAILED = r"rank {rank} on \S+ failed: "
 EXIT_1 = _FAILED + r"exit status 1(.|\n)*"
-_ENDED = r"rank {rank} on \S+ had ended without an error|Rank {rank}\b.*the process has ended"
+_ENDED = r"Rank {rank} on \S+ had ended without an error|Rank {rank}\b.*the process has ended"
 
 
 @dataclass(frozen=True)

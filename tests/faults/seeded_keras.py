@@ -243,7 +243,7 @@ _OF_TENSORFLOW = [
         r"Rank {rank} on \S+ has not called it: the rank waits for .*: hvd\.allreduce",
         instead_of_step="if not (at_fault and step == 8): ",
     ),
-    Case("has fewer batches", r"rank {rank} on \S+ had ended without an error|Rank {rank}\b.*the "
+    Case("has fewer batches", r"Rank {rank} on \S+ had ended without an error|Rank {rank}\b.*the "
          "process has ended", "sys.exit(0)"),
 ]  # fmt: skip
 

@@ -71,10 +71,10 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
 
 
 def test_possible_causes_instead_of_a_lost_peer(start):
-    content = ERROR | {"possible_causes": "rank 0 had ended without an error"}
+    content = ERROR | {"possible_causes": "Rank 0 had ended without an error"}
     (start / "error.json").write_text(json.dumps(content | {"exception": "HorovodInternalError"}))
     assert why(start).startswith(
-        "Rank 1 on host1 failed: SIGKILL. rank 0 had ended without an error"
+        "Rank 1 on host1 failed: SIGKILL. Rank 0 had ended without an error"
     )
 
 
@@ -157,10 +157,8 @@ def test_the_command_line(tmp_path):
     command = [sys.executable, "-m", "hvdkit", "why", str(tmp_path / "missing")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == f"hvdkit why: cannot read {tmp_path / 'missing'}: No such file or directory\n"
-    )
+    problem = f"cannot read {tmp_path / 'missing'}: No such file or directory. Expected a folder"
+    assert done.stderr.startswith(f"hvdkit why: {problem}")
 
 
 def a_call(draw):

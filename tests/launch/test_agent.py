@@ -296,4 +296,4 @@ def test_an_agent_that_is_busy_does_not_take_its_launcher_for_lost(agent):
 def test_an_agent_says_why_it_ends_without_messages(agent):
     agent.prepare("", lost_after=0.5)
     assert agent.process.wait(timeout=30) == 0
-    assert agent.process.stderr.read() == b"no message of the launcher for 0.5 s\n"
+    assert agent.process.stderr.read() == b"no message from the launcher for 0.5 s\n"

@@ -526,7 +526,7 @@ def test_a_closed_pipe_ends_the_job():
         (["-np", "0", "true"], "-np is 0"),
         (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots"),
         (["-H", "a:1", "--hostfile", "b", "true"], "not allowed with"),
-        (["-np", "1", "-x", "NOT_SET_ANYWHERE", "true"], "it is not set here"),
+        (["-np", "1", "-x", "NOT_SET_ANYWHERE", "true"], "is not set here"),
         (["-np", "1", "--launcher", "pbs", "true"], "invalid choice: 'pbs'"),
     ],
 )

@@ -72,7 +72,7 @@ def test_variables_by_name_and_with_values():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("A", "-x A: it is not set here"), ("1A=2", "'1A' is not the name"), ("=2", "'' is not")],
+    [("A", "-x A: A is not set here"), ("1A=2", "'1A' is not the name"), ("=2", "'' is not")],
 )
 def test_variables_that_cannot_be_forwarded(text, expected):
     with pytest.raises(UsageError, match=expected):

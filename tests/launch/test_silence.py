@@ -93,7 +93,7 @@ def test_a_launcher_that_is_stopped_is_the_cause(launcher):
     _, stderr = job.communicate(timeout=60)
     assert job.returncode == 1
     assert "lost localhost: this launcher did not run for" in stderr
-    assert "gave it up after 4 s" in stderr
+    assert "the agent ended its ranks after 4 s" in stderr
 
 
 def test_a_whole_job_that_is_stopped_for_a_while_continues(launcher):

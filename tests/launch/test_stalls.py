@@ -302,7 +302,7 @@ def test_a_collective_that_waits_until_its_limit_while_others_end():
     text = job.verdict_on_failure()
     assert text.startswith("Rank 0 has waited 91 s for the allreduce 'x', 4 bytes of float32.")
     assert "Rank 1 on h has not called it" in text
-    assert text.endswith("The limit of 90 s is over (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).")
+    assert text.endswith("The limit of 90 s has passed (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).")
     # The limit is not over: the ranks have failed for another reason.
     job.add(failed(0, {"x": 1, "y": 7}, time=61.0), 101.0)
     assert job.verdict_on_failure() == ""

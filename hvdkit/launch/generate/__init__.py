@@ -64,7 +64,9 @@ def _write(options: argparse.Namespace) -> int:
         with options.output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise HvdkitError(f"-o {options.output} exists; remove it, or choose another") from None
+        raise HvdkitError(
+            f"-o {options.output} exists; remove it, or choose another name"
+        ) from None
     except OSError as error:
         raise HvdkitError(f"-o {options.output}: {error.strerror}") from error
     return 0
