@@ -15,6 +15,7 @@ from hvdkit.faults import records, stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import describe_call
 from hvdkit.faults.mismatch import mismatch
+from hvdkit.faults.outdated import without_outdated
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
@@ -50,6 +51,7 @@ def why(folder: Path, count: int = 20) -> str:
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded has none"
         )
     paragraphs = [failure] if failure else []
+    found = without_outdated(found)
     paragraphs += _explain(found, _states(place / STATES), count, _silent(place / SILENT))
     return "\n\n".join(paragraphs)
 

@@ -17,6 +17,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
+from hvdkit.faults.outdated import without_outdated
 from hvdkit.faults.process_states import ENDED, STOPPED
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import Verdict, judge, overdue
@@ -132,8 +133,9 @@ class Stalls:
         waited until its limit meanwhile; "" without one.
         """
         verdict = self._verdict
+        waited = overdue(without_outdated(self._records), self._states, self._size)
         if verdict is None or verdict.call is None:
-            return overdue(self._records, self._states, self._size)
+            return waited
         call = verdict.call
         failed = [
             record
@@ -147,7 +149,7 @@ class Stalls:
                 or any(c.collective == call.collective for c in record.open)
             )
         ]
-        return verdict.text if failed else overdue(self._records, self._states, self._size)
+        return verdict.text if failed else waited
 
     def check(
         self,
