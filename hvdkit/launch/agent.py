@@ -65,6 +65,7 @@ class Agent:
             started this agent (`--nodes`). The agent then sends its signals to the launcher, and
             waits for the outcome.
         make_output: as for `Echo`, which also shows the ranks' output on this host.
+        job: as for `RecordFolder`.
 
     Attributes:
         outcome: the launcher's `outcome` message; None if there was none.
@@ -78,6 +79,7 @@ class Agent:
         terminal: Sequence[int] = (),
         overrides: Message | None = None,
         make_output: MakeOutput | None = None,
+        job: str = "",
     ) -> None:
         self.outcome: Message | None = None
         self._overrides = overrides
@@ -90,7 +92,7 @@ class Agent:
         self._unsent = bytearray(messages.GREETING)
         if overrides is None:
             self._unsent += messages.encode("alive")
-        self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE)
+        self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE, job)
         self._keep_rank_variables = keep_rank_variables
         self._init_state = (0, False)
         self._records_at = 0.0
@@ -476,7 +478,7 @@ def _connect_and_run(address: str, token: str) -> None:
         connection.sendall(f"{token} {rank}\n".encode())
         # Two descriptors, because the selector registers each only once.
         send_fd = os.dup(connection.fileno())
-        Agent(connection.fileno(), send_fd, keep_rank_variables=True).run()
+        Agent(connection.fileno(), send_fd, keep_rank_variables=True, job=address).run()
 
 
 if __name__ == "__main__":

@@ -139,7 +139,8 @@ class Job:
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
         directory, patience = output.directory, _patience(os.environ)
-        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience)
+        hosts = [place.host.name for place in plan.places]
+        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience, hosts)
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
