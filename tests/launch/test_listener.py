@@ -105,6 +105,15 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
         assert connection.recv(10_000).count(b'"heartbeat"') >= 3
 
 
+def test_a_step_that_waits_for_another_step_of_the_allocation(listener):
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    with (
+        pytest.raises(HvdkitError, match=r"no other step uses the allocation \(`squeue --steps`"),
+        agents_started_by("srun", ["sleep", "3"], dict(os.environ), listener, plan, 0.5, print),
+    ):
+        pytest.fail("no agent is connected")
+
+
 @pytest.mark.parametrize(
     ("holds", "explained", "shown"),
     [(True, True, False), (True, False, True), (False, True, True)],
