@@ -395,7 +395,6 @@ class Agent:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
-            self._ranks.find_orphans()
             self._send_records()
             # Not until the pipe is empty: another process of the rank may write all the time.
             for pipe in list(rank.pipes):
@@ -406,6 +405,9 @@ class Agent:
             if self._echo is not None:
                 self._echo.finish(rank.rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
+            # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
+            self._send_pending()
+            self._ranks.find_orphans()
         if self._ranks.all and all(rank.reported for rank in self._ranks.all):
             # The ranks' helper processes may still run.
             self._end(ORPHAN_GRACE)

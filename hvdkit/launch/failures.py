@@ -18,7 +18,7 @@ from hvdkit.errors import RESUMABLE
 from hvdkit.processes import exit_text
 
 #: Kinds of failures, from probable causes to probable consequences: a traceback or a signal, an
-#: exit status alone, SIGTERM over MPI, a broken connection, a lost peer.
+#: exit status alone, the end by MPI, a broken connection, a lost peer.
 _EXPLAINED, _UNEXPLAINED, _TERMINATED, _BROKEN_CONNECTION, _LOST_PEER = range(5)
 #: By kind, the seconds to wait for other ranks to fail by themselves.
 _WAITS = (0.5, 2.0, 2.0, 5.0, 5.0)
@@ -46,6 +46,8 @@ _BETWEEN_RANKS = re.compile(
     r"HorovodInternalError|gloo/transport/|ncclRemoteError|remote process exited"
     r"|torch[./]distributed"
 )
+# Open MPI 5 writes this in each rank if mpirun has lost its daemon on a host.
+_LOST_DAEMON = re.compile(r"An error occurred in PMIx Event Notification")
 TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
 _GROUP, _WITHIN_GROUP = re.compile(r"^  [+|] "), re.compile(r"^ {4,}\|")
@@ -121,7 +123,8 @@ class Failure:
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION
-        if self.over_mpi and self.status == -signal.SIGTERM and not self.traceback:
+        by_mpi = self.status == -signal.SIGTERM or _LOST_DAEMON.search(text)
+        if self.over_mpi and by_mpi and not self.traceback:
             return _TERMINATED
         return _EXPLAINED if self.traceback or self.status < 0 else _UNEXPLAINED
 
@@ -288,8 +291,7 @@ class Failures:
             lines = [f"Then {lines[0]}"]
         if first.kind == _TERMINATED:
             lines.append(
-                "If mpirun or srun gets a signal, or loses its daemon on a host, it sends SIGTERM "
-                "to all ranks."
+                "If mpirun or srun gets a signal, or loses its daemon on a host, it ends all ranks."
             )
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -132,6 +133,8 @@ def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained
             connection.close()
             (lost,) = agents.connections
             assert "check whether the process or launcher was killed" in lost.explain()
+            lost._error = OSError(errno.EHOSTUNREACH, "No route to host")
+            assert lost.explain().startswith("the host does not answer")
     assert said == (["launcher: late"] if shown else [])
 
 
