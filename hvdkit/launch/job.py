@@ -332,7 +332,10 @@ class Job:
         return connection.explain()
 
     def _silent_hosts(self, now: float) -> list[str]:
-        """Return a sentence for each host that did not answer in the last minute, longest first."""
+        """Return a sentence for each host that did not answer in the last minute, longest first.
+
+        The first sentence says whether this process was stopped, and maybe the whole job.
+        """
         found: dict[str, tuple[float, float]] = {}
         for connection in self._agents.connections:
             silence = connection.silence(now)
@@ -343,6 +346,11 @@ class Job:
                 host, times = connection.host.name, (silence.seconds, silence.ended_at)
                 found[host] = max(times, found.get(host, times))
         sentences = []
+        if self._pause and now < self._resumed_at + _SILENT_SECONDS:
+            sentences.append(
+                f"This launcher did not run for {self._pause:.0f} s, until "
+                f"{now - self._resumed_at:.0f} s ago (SIGSTOP, or a suspended job or machine)."
+            )
         longest = sorted(found.items(), key=lambda each: each[1], reverse=True)
         for host, (seconds, ended_at) in longest[:_SILENT_SHOWN]:
             if ended_at > now:

@@ -151,6 +151,17 @@ def test_a_launcher_that_is_stopped_while_it_shows_output_does_not_blame_an_agen
     assert (found.status, found.report) == (0, "")
 
 
+def test_a_suspended_job_whose_ranks_lose_each_other_when_it_continues(outcome):
+    """Gloo's timeout also counts the time in which the job was suspended."""
+    text = "RuntimeError: Horovod has been shut down\n"
+    lost = [
+        (rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": text})
+        for rank in (0, 1)
+    ]
+    found = outcome(70.0, *lost, ended(0, 1), ended(1, 1), *DONE)
+    assert "none reported why. This launcher did not run for 70 s" in found.report
+
+
 def test_a_rank_that_ends_in_init_is_named(outcome):
     notes = [init(0), init(1), ended(1)]
     found = outcome(*notes, 4.0, END, *DONE, registered=None, start=3.0)
