@@ -117,6 +117,8 @@ class Agent:
         """Handle messages until every process of the job on this host has ended."""
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
+        # A batch system may send it to all processes, for scripts that handle it.
+        signal.signal(signal.SIGUSR2, _do_nothing)
         for number in STOP_SIGNALS:
             # If a user started this agent with `nohup`, SIGHUP stays ignored.
             if self._overrides is None or signal.getsignal(number) is not signal.SIG_IGN:

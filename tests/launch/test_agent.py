@@ -163,6 +163,14 @@ def test_a_batch_systems_signal_is_forwarded_to_the_rank(agent, number):
     assert agent.receive("ended")["status"] == 75
 
 
+def test_sigusr2_does_not_end_an_agent(agent):
+    """Slurm sends it to all processes of a step, for scripts that handle it."""
+    agent.start("import sys, time; print('up', flush=True); time.sleep(1); sys.exit(3)")
+    assert agent.line() == "up\n"
+    agent.process.send_signal(signal.SIGUSR2)
+    assert agent.receive("ended")["status"] == 3
+
+
 def test_output_arrives_byte_for_byte_before_the_end_of_a_rank(agent):
     agent.start("import os; os.write(1, bytes(range(256)) * 1000); os._exit(3)")
     data = b""
