@@ -18,7 +18,7 @@ from hvdkit.errors import RESUMABLE
 from hvdkit.processes import exit_text
 
 #: Kinds of failures, from probable causes to probable consequences: a traceback or a signal, an
-#: exit status alone, the end by MPI, a broken connection, a lost peer.
+#: exit status alone, SIGTERM over MPI, a broken connection, a lost peer.
 _EXPLAINED, _UNEXPLAINED, _TERMINATED, _BROKEN_CONNECTION, _LOST_PEER = range(5)
 #: By kind, the seconds to wait for other ranks to fail by themselves.
 _WAITS = (0.5, 2.0, 2.0, 5.0, 5.0)
@@ -123,10 +123,16 @@ class Failure:
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION
-        by_mpi = self.status == -signal.SIGTERM or _LOST_DAEMON.search(text)
-        if self.over_mpi and by_mpi and not self.traceback:
+        if self.lost_daemon:
+            return _LOST_PEER
+        if self.over_mpi and self.status == -signal.SIGTERM and not self.traceback:
             return _TERMINATED
         return _EXPLAINED if self.traceback or self.status < 0 else _UNEXPLAINED
+
+    @property
+    def lost_daemon(self) -> bool:
+        """Whether MPI has ended the rank, because mpirun has lost its daemon on a host."""
+        return self.over_mpi and not self.traceback and bool(_LOST_DAEMON.search(str(self.tail)))
 
     @property
     def last_line(self) -> str:
@@ -289,7 +295,7 @@ class Failures:
                 causes = _without_cause(self._describe, finished, raised, stopped, silent)
             # The causes come first: the rank that failed is not at fault.
             lines = [f"Then {lines[0]}"]
-        if first.kind == _TERMINATED:
+        if first.kind == _TERMINATED or first.lost_daemon:
             lines.append(
                 "If mpirun or srun gets a signal, or loses its daemon on a host, it ends all ranks."
             )

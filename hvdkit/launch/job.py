@@ -351,6 +351,9 @@ class Job:
                 f"This launcher did not run for {self._pause:.0f} s, until "
                 f"{now - self._resumed_at:.0f} s ago (SIGSTOP, or a suspended job or machine)."
             )
+        for host in list(dict.fromkeys(host.name for host in self._lost))[:_SILENT_SHOWN]:
+            found.pop(host, None)
+            sentences.append(f"The launcher has lost {host}: the host does not answer.")
         longest = sorted(found.items(), key=lambda each: each[1], reverse=True)
         for host, (seconds, ended_at) in longest[:_SILENT_SHOWN]:
             if ended_at > now:

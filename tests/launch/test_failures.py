@@ -141,8 +141,10 @@ def test_ranks_that_end_because_mpirun_has_lost_a_daemon():
     found = Failures(lambda ranks: f"rank {ranks[0]}", over_mpi=True)
     for rank in (0, 1):
         found.add(rank, 195, lines)
-    report = report_of(found, ended=0, finished=[])
+    causes, report = found.report(0, [], silent=["host1 is silent."])
+    assert causes.endswith("none reported why. host1 is silent.")
     assert "If mpirun or srun gets a signal, or loses its daemon on a host" in report
+    assert found.suspects == []
     found.add(2, 3, ["step 3"])
     assert found.cause.rank == 2
 
