@@ -20,5 +20,7 @@ COMMITTED = "committed"
 ENTERED = "init-{}-entered"
 #: The engines of all ranks are connected.
 CONNECTED = "init-{}-connected"
+#: The job of the folder, if each rank of a host has a folder of its own. The file is empty, too.
+JOB = "job-{}"
 #: The note of a rank that has called `hvd.shutdown()`.
 NOTE = "shutdown-{}.json"

@@ -23,7 +23,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -202,6 +202,13 @@ def _delete_earlier(folder: Path, rank: int, size: int) -> None:
         number = path.stem.rpartition("-")[2]
         if number == str(rank) or (rank == 0 and number.isdigit() and int(number) >= size):
             path.unlink(missing_ok=True)
+
+
+def make_folder_absolute(environ: MutableMapping[str, str]) -> None:
+    """Make the path in HVDKIT_RECORD_DIR absolute: the script may change its working directory."""
+    with contextlib.suppress(OSError):  # the working directory does not exist any more
+        if folder := environ.get(FOLDER_VARIABLE):
+            environ[FOLDER_VARIABLE] = os.path.abspath(folder)
 
 
 def stall_seconds(environ: Mapping[str, str]) -> float:

@@ -19,7 +19,7 @@ from hvdkit import record_files
 from hvdkit.core import loaded_modules
 from hvdkit.core.departure import Departure
 from hvdkit.core.host_collectives import HostCollectives, check_choice
-from hvdkit.core.recorder import Recorder, stall_seconds
+from hvdkit.core.recorder import Recorder, make_folder_absolute, stall_seconds
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
@@ -237,6 +237,7 @@ class Runtime:
             horovod.init(*args, **kwargs)
             return
         limit_stalls(os.environ)
+        make_folder_absolute(os.environ)
         # `comm` may name only some of the ranks that were started.
         whole_world = not (args or kwargs.get("comm"))
         by_torchrun = ranks_started_by_torchrun(os.environ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -21,7 +23,7 @@ from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
-from hvdkit.record_files import STACKS
+from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes, and
 #: sentences about hosts that did not answer the launcher.
@@ -51,8 +53,9 @@ def why(folder: Path, count: int = 20) -> str:
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded has none"
         )
     paragraphs = [failure] if failure else []
+    states, silent = _states(place / STATES), _silent(place / SILENT)
     found = without_outdated(found)
-    paragraphs += _explain(found, _states(place / STATES), count, _silent(place / SILENT))
+    paragraphs += _explain(found, states, count, silent, _hosts(start / _START))
     return "\n\n".join(paragraphs)
 
 
@@ -66,9 +69,13 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     Raises:
         UsageError: no job of `hvdkit run` runs here.
     """
-    jobs = sorted((folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"))
+    # The folders of each job. Over MPI and in Slurm, each rank has a folder.
+    jobs: dict[str, list[Path]] = {}
+    for path in sorted((folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
+        names = [file.name for file in path.glob(JOB.format("*"))]
+        jobs.setdefault(names[0] if names else path.name, []).append(path)
     paragraphs = []
-    for found in _ask(jobs):
+    for found in _ask(list(jobs.values())):
         size = next(iter(found.values())).size
         title = f"{len(found)} of {size} ranks answered on this host."
         paragraphs += [title, *_explain(found, {}, count)]
@@ -80,17 +87,17 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _ask(folders: Sequence[Path]) -> list[dict[int, Record]]:
-    """Ask the ranks that write to the folders for records, and return the answers of each job.
+def _ask(jobs: Sequence[Sequence[Path]]) -> list[dict[int, Record]]:
+    """Ask the ranks that write to the folders of jobs for records, and return each job's answers.
 
     A job whose ranks do not answer is left out.
     """
     asked = _Asked(time.monotonic(), time.time())
-    for folder in folders:
+    for folder in itertools.chain(*jobs):
         request(folder)
     deadline = time.monotonic() + _ANSWER_SECONDS
     while True:
-        answers = [_answers(folder, asked) for folder in folders]
+        answers = [_answers(folders, asked) for folders in jobs]
         if all(complete for _, complete in answers) or time.monotonic() > deadline:
             return [found for found, _ in answers if found]
         time.sleep(_POLL_SECONDS)
@@ -115,15 +122,18 @@ class _Asked:
         return record.time - record.offset >= self.monotonic
 
 
-def _answers(folder: Path, asked: _Asked) -> tuple[dict[int, Record], bool]:
+def _answers(folders: Sequence[Path], asked: _Asked) -> tuple[dict[int, Record], bool]:
     """Return the records that ranks have made since `asked`, and whether all ranks have one."""
-    try:
-        ranks = len(list(folder.glob(STACKS.format("*"))))
-        # Not the time of the file: a rank may have made an earlier record before the request, and
-        # written it afterwards.
-        found = {rank: r for rank, r in records.read(folder).items() if asked.answered_by(r)}
-    except (HvdkitError, OSError):  # another user's folder, or a job that has ended meanwhile
-        return {}, True
+    found: dict[int, Record] = {}
+    ranks = 0
+    for folder in folders:
+        # An error: another user's folder, or a job that has ended meanwhile.
+        with contextlib.suppress(HvdkitError, OSError):
+            read = records.read(folder)
+            ranks += len(list(folder.glob(STACKS.format("*"))))
+            # Not the time of the file: a rank may have made an earlier record before the request,
+            # and written it afterwards.
+            found |= {rank: record for rank, record in read.items() if asked.answered_by(record)}
     return found, len(found) >= ranks
 
 
@@ -132,6 +142,7 @@ def _explain(
     states: Mapping[int, str],
     count: int,
     silent: Sequence[str] = (),
+    hosts: Sequence[str] = (),
 ) -> Iterator[str]:
     if not found:
         return
@@ -142,7 +153,7 @@ def _explain(
         yield "\n".join(filter(None, [mismatch(found), *lines]))
     if len(failed) < len(found):
         size = next(iter(found.values())).size
-        yield judge(found, states, size, silent).whole_text
+        yield judge(found, states, size, silent, hosts=hosts).whole_text
     by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
     for rank, record in sorted(found.items()):
         if frames := stacks.main_thread(record.stacks):
@@ -210,6 +221,15 @@ def _reason(path: Path, with_verdict: bool) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if not reason or (is_verdict and not with_verdict) else f"The job failed: {reason}"
+
+
+def _hosts(path: Path) -> list[str]:
+    """Return the host of each rank, from the description of the start; empty if not known."""
+    try:
+        hosts = json.loads(path.read_text(encoding="utf-8"))["hosts"]
+        return [name for name, count in hosts.items() for _ in range(count)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _states(path: Path) -> dict[int, str]:

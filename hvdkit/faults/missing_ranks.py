@@ -33,6 +33,7 @@ class Chain:
         incomplete: all collectives that lack ranks.
         records: the records, by rank.
         states: as for `judge`.
+        hosts: as for `judge`.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class Chain:
         incomplete: Sequence[Wait],
         records: Mapping[int, Record],
         states: Mapping[int, str],
+        hosts: Sequence[str] = (),
     ) -> None:
         self.lines: list[str] = []
         self._wait = wait
         self._incomplete = sorted(incomplete, key=lambda each: each.call.enqueued)
         self._records = records
         self._states = states
+        self._hosts = hosts
         self._named = set(wait.waiting)
         self._left = SHOWN
 
@@ -66,7 +69,8 @@ class Chain:
             record = self._records.get(rank)
             blocker = self._blocker(rank)
             waits_for = self._awaited(rank)
-            text = _describe(rank, record, self._states.get(rank), what, waits_for)
+            known = self._hosts[rank] if rank < len(self._hosts) else ""
+            text = _describe(rank, known, record, self._states.get(rank), what, waits_for)
             self.lines.append(text + self._blocked_by(rank, wait, blocker))
             if blocker is not None:
                 blockers.append(blocker)
@@ -151,18 +155,25 @@ class Chain:
 
 
 def _describe(
-    rank: int, record: Record | None, state: str | None, what: str, waits_for: Call | None
+    rank: int,
+    host: str,
+    record: Record | None,
+    state: str | None,
+    what: str,
+    waits_for: Call | None,
 ) -> str:
     """Return what a rank does that has not called `what`.
 
     Args:
         rank: the rank.
+        host: its host, if it has no record; empty if the host is not known.
         record: its record, if there is one.
         state: the state of its process, if it does not run.
         what: a text for the collective.
         waits_for: the collective for which the rank waits, if it waits.
     """
-    where = f"Rank {rank}" + (f" on {record.host}" if record else "") + f" has not called {what}"
+    host = record.host if record else host
+    where = f"Rank {rank}" + (f" on {host}" if host else "") + f" has not called {what}"
     if state == STOPPED:
         return f"{where}: the process is stopped (SIGSTOP or a debugger)."
     if state == ENDED:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
-from hvdkit.record_files import COMMITTED, CONNECTED, ENTERED, NOTE, RECORD, REQUEST, SAVED
+from hvdkit.record_files import COMMITTED, CONNECTED, ENTERED, JOB, NOTE, RECORD, REQUEST, SAVED
 from hvdkit.whole_files import replacing
 
 #: The beginning of the folder's name.
@@ -19,9 +19,15 @@ _NOTE = re.compile(NOTE.format(r"(\d+)"))
 
 
 class RecordFolder:
-    """A folder for records. It is made on the first use of `path`."""
+    """A folder for records. It is made on the first use of `path`.
 
-    def __init__(self) -> None:
+    Args:
+        job: a text that the folders of the job's other ranks on this host have, too; empty if there
+            are no such folders.
+    """
+
+    def __init__(self, job: str = "") -> None:
+        self._job = job
         self._folder: OwnedFolder | None = None
         # The size and time of each file that `changed` has returned.
         self._seen: dict[str, tuple[int, int]] = {}
@@ -33,6 +39,8 @@ class RecordFolder:
         """The path of the folder, which only this user can read."""
         if self._folder is None:
             self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
+            if self._job:
+                (self._folder.path / JOB.format(self._job)).touch()
         return self._folder.path
 
     def request(self) -> None:

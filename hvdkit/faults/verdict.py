@@ -94,6 +94,7 @@ def judge(
     size: int,
     silent: Sequence[str] = (),
     late: Collection[tuple[int, str, int]] = (),
+    hosts: Sequence[str] = (),
 ) -> Verdict:
     """Return the verdict on a job without progress.
 
@@ -106,6 +107,7 @@ def judge(
         late: the keys of the calls that have waited for too long. If all ranks have called
             them, the verdict is on these calls: other waits are younger, and may end in a moment.
             Empty: the verdict is on any call.
+        hosts: the host of each rank, for ranks without a record; empty if the hosts are not known.
     """
     # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
     records = {
@@ -141,7 +143,7 @@ def judge(
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
         lines.append(_all_entered(states))
-    chain = Chain(wait, incomplete, records, states)
+    chain = Chain(wait, incomplete, records, states, hosts)
     chain.describe(wait, "it")
     chain.describe_further_waits(late)
     lines += chain.lines

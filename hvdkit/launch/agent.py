@@ -65,6 +65,7 @@ class Agent:
             started this agent (`--nodes`). The agent then sends its signals to the launcher, and
             waits for the outcome.
         make_output: as for `Echo`, which also shows the ranks' output on this host.
+        job: as for `RecordFolder`.
 
     Attributes:
         outcome: the launcher's `outcome` message; None if there was none.
@@ -78,6 +79,7 @@ class Agent:
         terminal: Sequence[int] = (),
         overrides: Message | None = None,
         make_output: MakeOutput | None = None,
+        job: str = "",
     ) -> None:
         self.outcome: Message | None = None
         self._overrides = overrides
@@ -90,7 +92,7 @@ class Agent:
         self._unsent = bytearray(messages.GREETING)
         if overrides is None:
             self._unsent += messages.encode("alive")
-        self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE)
+        self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE, job)
         self._keep_rank_variables = keep_rank_variables
         self._init_state = (0, False)
         self._records_at = 0.0
@@ -115,6 +117,8 @@ class Agent:
         """Handle messages until every process of the job on this host has ended."""
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
+        # A batch system may send it to all processes, for scripts that handle it.
+        signal.signal(signal.SIGUSR2, _do_nothing)
         for number in STOP_SIGNALS:
             # If a user started this agent with `nohup`, SIGHUP stays ignored.
             if self._overrides is None or signal.getsignal(number) is not signal.SIG_IGN:
@@ -393,7 +397,6 @@ class Agent:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
-            self._ranks.find_orphans()
             self._send_records()
             # Not until the pipe is empty: another process of the rank may write all the time.
             for pipe in list(rank.pipes):
@@ -404,6 +407,9 @@ class Agent:
             if self._echo is not None:
                 self._echo.finish(rank.rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
+            # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
+            self._send_pending()
+            self._ranks.find_orphans()
         if self._ranks.all and all(rank.reported for rank in self._ranks.all):
             # The ranks' helper processes may still run.
             self._end(ORPHAN_GRACE)
@@ -476,7 +482,7 @@ def _connect_and_run(address: str, token: str) -> None:
         connection.sendall(f"{token} {rank}\n".encode())
         # Two descriptors, because the selector registers each only once.
         send_fd = os.dup(connection.fileno())
-        Agent(connection.fileno(), send_fd, keep_rank_variables=True).run()
+        Agent(connection.fileno(), send_fd, keep_rank_variables=True, job=address).run()
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def read(env: Mapping[str, str]) -> Allocation:
     """Return the allocation in `env`; inside a step, the nodes and tasks of that step.
 
     Raises:
-        UsageError: there is no allocation, its variables are malformed, or srun has started several
-            processes of hvdkit.
+        UsageError: there is no allocation, it is heterogeneous, its variables are malformed, or
+            srun has started several processes of hvdkit.
     """
     if not inside(env):
         raise UsageError(
@@ -62,6 +62,12 @@ def read(env: Mapping[str, str]) -> Allocation:
         raise UsageError(
             f"srun has started hvdkit run {env['SLURM_STEP_NUM_TASKS']} times. Start it once, "
             "without srun, in the allocation: it calls srun itself"
+        )
+    if "SLURM_HET_SIZE" in env and not step:
+        # Without this check, a batch script would use the nodes of the first component only.
+        raise UsageError(
+            f"the Slurm job is heterogeneous, with {env['SLURM_HET_SIZE']} components: expected "
+            "one allocation. Ask for it without `:` and `hetjob`, or use --launcher gloo with -H"
         )
     of = "SLURM_STEP_" if step else "SLURM_JOB_"
     names = expand_nodes(_needed(env, f"{of}NODELIST"))

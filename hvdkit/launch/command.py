@@ -41,6 +41,7 @@ from hvdkit.launch.nodes import settings as node_options
 from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.plan import Plan, check_command, make_plan
+from hvdkit.launch.restarting import resumable
 from hvdkit.launch.running import Runner, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
@@ -121,7 +122,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     runner = Runner(options)
     if not options.restarts:
-        return runner.run(plan, launcher.run).status
+        outcome = runner.run(plan, launcher.run)
+        if slurm_allocation is not None and outcome.restartable and outcome.lost:
+            outcome = resumable(outcome, say)
+        return outcome.status
     with KeptAgents(silence=options.host_timeout) as kept:
 
         def start(next_plan: Plan) -> Outcome:

@@ -360,6 +360,8 @@ class SocketConnection(Connection):
         super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
 
     def explain(self) -> str:
+        if self.lost_host():
+            return "the host does not answer; check its network, and whether it was shut down"
         process = f"the process or {self._started_by}" if self._started_by else "the process"
         return (
             f"the connection to its agent has ended; check whether {process} was killed, or the "

@@ -46,6 +46,8 @@ _BETWEEN_RANKS = re.compile(
     r"HorovodInternalError|gloo/transport/|ncclRemoteError|remote process exited"
     r"|torch[./]distributed"
 )
+# Open MPI 5 writes this in each rank if mpirun has lost its daemon on a host.
+_LOST_DAEMON = re.compile(r"An error occurred in PMIx Event Notification")
 TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
 _GROUP, _WITHIN_GROUP = re.compile(r"^  [+|] "), re.compile(r"^ {4,}\|")
@@ -121,9 +123,16 @@ class Failure:
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION
+        if self.lost_daemon:
+            return _LOST_PEER
         if self.over_mpi and self.status == -signal.SIGTERM and not self.traceback:
             return _TERMINATED
         return _EXPLAINED if self.traceback or self.status < 0 else _UNEXPLAINED
+
+    @property
+    def lost_daemon(self) -> bool:
+        """Whether MPI has ended the rank, because mpirun has lost its daemon on a host."""
+        return self.over_mpi and not self.traceback and bool(_LOST_DAEMON.search(str(self.tail)))
 
     @property
     def last_line(self) -> str:
@@ -286,10 +295,9 @@ class Failures:
                 causes = _without_cause(self._describe, finished, raised, stopped, silent)
             # The causes come first: the rank that failed is not at fault.
             lines = [f"Then {lines[0]}"]
-        if first.kind == _TERMINATED:
+        if first.kind == _TERMINATED or first.lost_daemon:
             lines.append(
-                "If mpirun or srun gets a signal, or loses its daemon on a host, it sends SIGTERM "
-                "to all ranks."
+                "If mpirun or srun gets a signal, or loses its daemon on a host, it ends all ranks."
             )
         lines.append(tail_of(first.rank, first.tail))
         shown = {first.last_line}

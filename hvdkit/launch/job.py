@@ -139,7 +139,8 @@ class Job:
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
         directory, patience = output.directory, _patience(os.environ)
-        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience)
+        hosts = [place.host.name for place in plan.places]
+        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience, hosts)
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
@@ -331,7 +332,10 @@ class Job:
         return connection.explain()
 
     def _silent_hosts(self, now: float) -> list[str]:
-        """Return a sentence for each host that did not answer in the last minute, longest first."""
+        """Return a sentence for each host that did not answer in the last minute, longest first.
+
+        The first sentence says whether this process was stopped, and maybe the whole job.
+        """
         found: dict[str, tuple[float, float]] = {}
         for connection in self._agents.connections:
             silence = connection.silence(now)
@@ -342,6 +346,14 @@ class Job:
                 host, times = connection.host.name, (silence.seconds, silence.ended_at)
                 found[host] = max(times, found.get(host, times))
         sentences = []
+        if self._pause and now < self._resumed_at + _SILENT_SECONDS:
+            sentences.append(
+                f"This launcher did not run for {self._pause:.0f} s, until "
+                f"{now - self._resumed_at:.0f} s ago (SIGSTOP, or a suspended job or machine)."
+            )
+        for host in list(dict.fromkeys(host.name for host in self._lost))[:_SILENT_SHOWN]:
+            found.pop(host, None)
+            sentences.append(f"The launcher has lost {host}: the host does not answer.")
         longest = sorted(found.items(), key=lambda each: each[1], reverse=True)
         for host, (seconds, ended_at) in longest[:_SILENT_SHOWN]:
             if ended_at > now:

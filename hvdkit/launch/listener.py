@@ -312,9 +312,12 @@ def agents_started_by(
                 if time.monotonic() > deadline:
                     missing = [place for place in plan.places if place.rank not in connected]
                     names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    queued = name == "srun" and not connected
+                    also = ", and that no other step uses the allocation (`squeue --steps`)"
                     raise HvdkitError(
                         f"rank {names} did not connect within {timeout:g} s (--start-timeout). "
                         f"Check that its host can connect to {listener.address[0]}"
+                        f"{also if queued else ''}"
                     )
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted

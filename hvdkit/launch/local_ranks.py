@@ -73,15 +73,19 @@ class LocalRanks:
             gets it.
         grace: the seconds between SIGTERM and SIGKILL if the launcher is lost. Otherwise the
             launcher chooses them.
+        job: as for `RecordFolder`.
 
     Attributes:
         all: the ranks.
         records: the folder for their records.
     """
 
-    def __init__(self, keep_rank_variables: bool, terminal: Sequence[int], grace: float) -> None:
+    def __init__(
+        self, keep_rank_variables: bool, terminal: Sequence[int], grace: float, job: str = ""
+    ) -> None:
         self.all: list[RankProcess] = []
-        self.records = RecordFolder()
+        self._job = job
+        self.records = RecordFolder(job)
         self._segments: SegmentFolder | None = None
         self._keep_rank_variables = keep_rank_variables
         self._terminal = terminal
@@ -171,7 +175,7 @@ class LocalRanks:
         self.all = []
         self._close_guard()
         self._remove_folders()
-        self.records = RecordFolder()
+        self.records = RecordFolder(self._job)
 
     def end(self) -> None:
         """End every process of the ranks and every spare, and wait for them."""

@@ -23,6 +23,15 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _MOST_FAILURES = 2
 
 
+def resumable(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
+    """Return the outcome of a job that needs a new allocation, because a node was lost."""
+    say(
+        f"the allocation has lost a node. The job ends with status {RESUMABLE}: it can resume in a "
+        f"new allocation"
+    )
+    return replace(outcome, status=RESUMABLE)
+
+
 @dataclass
 class Supervisor:
     """Start a job, and start it again if it fails.
@@ -68,11 +77,7 @@ class Supervisor:
             if outcome.saved:
                 used, first = 0, outcome
             if outcome.lost and self.requeue:
-                self.say(
-                    f"the allocation has lost a node. The job ends with status {RESUMABLE}: it can "
-                    f"resume in a new allocation"
-                )
-                return replace(outcome, status=RESUMABLE)
+                return resumable(outcome, self.say)
             if used == self.restarts:
                 count = f"{used + 1} times in a row" if used else "once"
                 self.say(

@@ -50,10 +50,16 @@ class Stalls:
         ask: asks all ranks for records.
         patience: the seconds for which the last ranks may run after another rank has ended, until
             the launcher says what they do; 0 for any time.
+        hosts: as for `judge`.
     """
 
     def __init__(
-        self, size: int, output: Path | None, ask: Callable[[], None], patience: float = 0.0
+        self,
+        size: int,
+        output: Path | None,
+        ask: Callable[[], None],
+        patience: float = 0.0,
+        hosts: Sequence[str] = (),
     ) -> None:
         self._size = size
         self._folder = None if output is None else output / FOLDER
@@ -77,6 +83,7 @@ class Stalls:
         # The time to check whether the limit of a stall is over.
         self._expires_at = float("inf")
         self._patience = patience
+        self._hosts = hosts
         # The number of ranks that have ended, the time to ask what the others do, and whether the
         # launcher has asked for this reason.
         self._ended = 0
@@ -202,7 +209,7 @@ class Stalls:
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
         states = self._states | dict.fromkeys(ended, ENDED)
         silent_sentences = silent_hosts()
-        verdict = judge(current, states, self._size, silent_sentences, late)
+        verdict = judge(current, states, self._size, silent_sentences, late, self._hosts)
         all_entered = verdict.call is not None and not verdict.missing
         if verdict.deadlock or all_entered:
             # The ranks do not write their records at the same time. One rank may continue while

@@ -418,9 +418,10 @@ def test_a_lightning_trainer_that_is_asked_to_stop_saves(jobs, lightning, start,
 
 # The last test: MPI does not connect the hosts after a link was down.
 @pytest.mark.long
-def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start):
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_a_job_that_has_lost_a_node_can_be_requeued(jobs, start, restarts):
     code = "print('up'); time.sleep(60)"
-    options = ("run", "--restarts", "3", "--host-timeout", "3")
+    options = ("run", "--restarts", restarts, "--host-timeout", "3")
     job = start("salloc", "--nodes=2", "--ntasks=2", *_HVDKIT, *options, *python(code))
     wait_for(job, "[0] up", "[1] up")
     second = jobs.cluster.hosts[1]

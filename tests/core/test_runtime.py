@@ -197,6 +197,14 @@ def test_a_rank_notes_how_far_init_is(no_launcher, tmp_path, arguments, noted):
     assert {path.name for path in tmp_path.glob("init*")} == noted
 
 
+def test_a_relative_folder_for_records(no_launcher, monkeypatch, tmp_path):
+    """The script may change its working directory afterwards."""
+    monkeypatch.chdir(tmp_path)
+    no_launcher.setenv("HVDKIT_RECORD_DIR", "records")
+    runtime_of(SimulatedHorovod()).init()
+    assert os.environ["HVDKIT_RECORD_DIR"] == str(tmp_path / "records")
+
+
 def test_init_refuses_an_unknown_choice_of_collectives(no_launcher):
     no_launcher.setenv("HVDKIT_COLLECTIVES", "ring")
     horovod = SimulatedHorovod()

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import random
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -12,7 +14,7 @@ import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults.command import inspect_live, why
-from hvdkit.faults.record_folder import PREFIX
+from hvdkit.faults.record_folder import PREFIX, RecordFolder
 
 RECORD = {
     "version": 1,
@@ -111,6 +113,34 @@ def test_a_verdict_whose_records_are_missing(tmp_path, start):
     content = {"failed": True, "reason": "Rank 0 has waited 61 s.", "verdict": True}
     (start / "start.json").write_text(json.dumps(content))
     assert why(tmp_path) == "The job failed: Rank 0 has waited 61 s."
+
+
+def test_the_host_of_a_stopped_rank_is_named(tmp_path, start):
+    call = RECORD["done"][0] | {"ended": None}
+    waits = RECORD | {"error": "", "failed": "", "open": [call], "done": []}
+    (start / "start.json").write_text(
+        json.dumps({"failed": True, "verdict": True, "reason": "", "hosts": {"a": 1, "b": 1}})
+    )
+    (start / "records" / "rank-0.json").write_text(json.dumps(waits))
+    (start / "records" / "states.json").write_text(json.dumps({"1": "stopped"}))
+    assert "Rank 1 on b has not called it: the process is stopped" in why(tmp_path)
+
+
+def test_inspect_combines_the_folders_of_one_job(tmp_path, monkeypatch):
+    """Over MPI and in Slurm, each rank has a folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [RecordFolder(job) for job in ("host0:1", "host0:1", "host0:2", "")]
+    for rank, folder in enumerate(folders):
+        (folder.path / f"rank-{rank}.stacks").touch()
+        content = RECORD | {"rank": rank, "size": 4, "time": time.time() + 1}
+        (folder.path / f"rank-{rank}.json").write_text(json.dumps(content))
+    try:
+        text = inspect_live()
+    finally:
+        for folder in folders:
+            folder.remove()
+    titles = re.findall(r"(.*) answered on this host", text)
+    assert sorted(titles) == ["1 of 4 ranks", "1 of 4 ranks", "2 of 4 ranks"]
 
 
 def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):

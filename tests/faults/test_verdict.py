@@ -141,6 +141,8 @@ def test_a_rank_of_which_nothing_is_known_is_missing():
     records = simulate(3, ["bucket"], {2: 0})
     del records[2]
     assert "Rank 2 has not called it, and did not report its state." in judge(records, {}, 3).text
+    hosts = ["host0", "host0", "host1"]
+    assert "Rank 2 on host1 has not called it, and did" in judge(records, {}, 3, hosts=hosts).text
 
 
 def test_a_complete_call_that_is_older_is_not_the_cause():

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from hvdkit.launch import messages
+from hvdkit.launch.agent import Agent
 
 RANK = [sys.executable, "-c"]
 #: A rank without a terminal, on all CPUs.
@@ -108,6 +109,27 @@ def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
             assert process.wait(timeout=20) == 0
 
 
+def test_the_end_of_a_rank_is_sent_before_the_search_for_its_processes(monkeypatch):
+    """If a rank over MPI is killed, Slurm kills its agent milliseconds later."""
+    ends = [*os.pipe(), *os.pipe()]
+    agent = Agent(ends[0], ends[3])
+    sent = []
+    process = SimpleNamespace(poll=lambda: -9, returncode=-9)
+    rank = SimpleNamespace(rank=5, reported=False, pipes={}, process=process)
+    ranks = SimpleNamespace(
+        all=[rank],
+        find_orphans=lambda: sent.append(os.read(ends[2], 10_000)),
+        terminate=lambda _: iter(()),
+    )
+    monkeypatch.setattr(agent, "_ranks", ranks)
+    monkeypatch.setattr(agent, "_send_records", lambda: None)
+    agent._report_ends()
+    agent._selector.close()
+    for end in (*ends, agent._signals, agent._wakeup):
+        os.close(end)
+    assert messages.encode("ended", rank=5, status=-9) in sent[0]
+
+
 def test_an_agent_that_cannot_connect_says_so_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -139,6 +161,14 @@ def test_a_batch_systems_signal_is_forwarded_to_the_rank(agent, number):
     assert agent.line() == "up\n"
     agent.process.send_signal(number)
     assert agent.receive("ended")["status"] == 75
+
+
+def test_sigusr2_does_not_end_an_agent(agent):
+    """Slurm sends it to all processes of a step, for scripts that handle it."""
+    agent.start("import sys, time; print('up', flush=True); time.sleep(1); sys.exit(3)")
+    assert agent.line() == "up\n"
+    agent.process.send_signal(signal.SIGUSR2)
+    assert agent.receive("ended")["status"] == 3
 
 
 def test_output_arrives_byte_for_byte_before_the_end_of_a_rank(agent):

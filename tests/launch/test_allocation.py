@@ -80,6 +80,9 @@ def test_srun_may_not_start_several_processes_of_hvdkit():
     [
         ({}, "there is no allocation here"),
         ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST is not"),
+        # salloc sets no SLURM_JOB_NODELIST then. sbatch sets that of the first component.
+        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "heterogeneous, with 2 components"),
+        (ENV | {"SLURM_HET_SIZE": "2"}, "heterogeneous, with 2 components"),
         (ENV | {"SLURM_TASKS_PER_NODE": "2(x3)"}, "has 4 nodes, but .* is for 3"),
     ],
 )

@@ -135,6 +135,20 @@ def test_a_rank_that_mpirun_has_ended_is_not_the_cause(first):
     assert "too" not in report
 
 
+def test_ranks_that_end_because_mpirun_has_lost_a_daemon():
+    """The lines are those of Open MPI 5."""
+    lines = ["step 3", "[host1:00000] *** An error occurred in PMIx Event Notification"]
+    found = Failures(lambda ranks: f"rank {ranks[0]}", over_mpi=True)
+    for rank in (0, 1):
+        found.add(rank, 195, lines)
+    causes, report = found.report(0, [], silent=["host1 is silent."])
+    assert causes.endswith("none reported why. host1 is silent.")
+    assert "If mpirun or srun gets a signal, or loses its daemon on a host" in report
+    assert found.suspects == []
+    found.add(2, 3, ["step 3"])
+    assert found.cause.rank == 2
+
+
 def test_a_rank_over_mpi_that_a_user_has_ended_is_the_cause():
     found = Failures(lambda ranks: f"rank {ranks[0]}", over_mpi=True)
     found.add(1, 1, LOST)

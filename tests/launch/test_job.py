@@ -151,6 +151,30 @@ def test_a_launcher_that_is_stopped_while_it_shows_output_does_not_blame_an_agen
     assert (found.status, found.report) == (0, "")
 
 
+def test_a_suspended_job_whose_ranks_lose_each_other_when_it_continues(outcome):
+    """Gloo's timeout also counts the time in which the job was suspended."""
+    text = "RuntimeError: Horovod has been shut down\n"
+    lost = [
+        (rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": text})
+        for rank in (0, 1)
+    ]
+    found = outcome(70.0, *lost, ended(0, 1), ended(1, 1), *DONE)
+    assert "none reported why. This launcher did not run for 70 s" in found.report
+
+
+def test_a_host_that_is_lost_after_the_ranks_of_other_hosts_have_failed_is_named(
+    outcome, monkeypatch
+):
+    """If mpirun loses its daemon on the host, it ends the other ranks first."""
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    text = "[host0:00000] *** An error occurred in PMIx Event Notification\n"
+    lines = 0, {"kind": "output", "rank": 0, "stream": "stderr", "text": text}
+    events = lines, ended(0, 195), 3.0, 3.0, END, (1, {"kind": "lost"}), DONE[0]
+    found = outcome(*events, registered=None)
+    assert "none reported why. The launcher has lost host1" in found.possible_causes
+    assert found.suspects == ()
+
+
 def test_a_rank_that_ends_in_init_is_named(outcome):
     notes = [init(0), init(1), ended(1)]
     found = outcome(*notes, 4.0, END, *DONE, registered=None, start=3.0)

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -105,6 +106,15 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
         assert connection.recv(10_000).count(b'"heartbeat"') >= 3
 
 
+def test_a_step_that_waits_for_another_step_of_the_allocation(listener):
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    with (
+        pytest.raises(HvdkitError, match=r"no other step uses the allocation \(`squeue --steps`"),
+        agents_started_by("srun", ["sleep", "3"], dict(os.environ), listener, plan, 0.5, print),
+    ):
+        pytest.fail("no agent is connected")
+
+
 @pytest.mark.parametrize(
     ("holds", "explained", "shown"),
     [(True, True, False), (True, False, True), (False, True, True)],
@@ -123,6 +133,8 @@ def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained
             connection.close()
             (lost,) = agents.connections
             assert "check whether the process or launcher was killed" in lost.explain()
+            lost._error = OSError(errno.EHOSTUNREACH, "No route to host")
+            assert lost.explain().startswith("the host does not answer")
     assert said == (["launcher: late"] if shown else [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import operator
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ EXAMPLE = """\
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _WORD = re.compile(r"[\w.,@%+-]+")
+# Slurm may send the signal before the time limit so many seconds early.
+_EARLY_SECONDS = 60
 
 
 def add_arguments(action: argparse.ArgumentParser) -> None:
@@ -82,10 +85,25 @@ def _check(options: argparse.Namespace) -> None:
             f"--time is {options.time}: expected for example 90 (minutes), 8:00:00 (hours) or 2-12 "
             f"(2 days and 12 hours)"
         )
+    # Slurm takes 0 for no limit.
+    if 0 < _seconds(options.time) <= options.grace + _EARLY_SECONDS:
+        raise UsageError(
+            f"--time is {options.time}, and --grace is {options.grace} seconds: Slurm may ask the "
+            f"job to stop as soon as it has started, again after each requeue. Expected a time of "
+            f"more than {options.grace + _EARLY_SECONDS} seconds (--grace and a minute)"
+        )
     for name in ("partition", "account", "job_name"):
         given = getattr(options, name)
         if given is not None and not _WORD.fullmatch(given):
             raise UsageError(f"{flag(name)} is {given!r}; expected one word")
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a time in sbatch's format."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(map(operator.mul, numbers, units))
 
 
 def _directives(options: argparse.Namespace) -> Iterator[str]:
@@ -141,11 +159,14 @@ while [ -n "$again" ]; do
 done
 
 # {resumable}: saved. The same command resumes, if your script does so (with --resume or the like).
-# A cancelled job is not RUNNING, and is not requeued.
+# A cancelled job is not RUNNING, and is not requeued. In a job array, SLURM_JOB_ID of one task is
+# also the number of the whole array.
+job=${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
 if [ "$status" -eq {resumable} ] &&
-    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
     echo "saved; requeueing (restart $((${{SLURM_RESTART_COUNT:-0}} + 1)))"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$job"
 fi
 exit "$status"
 """

@@ -69,24 +69,37 @@ scontrol() {{ echo "scontrol $*"; }}
 """
 
 
-@pytest.mark.parametrize(
-    ("status", "state", "requeued"),
-    [("75", "RUNNING", True), ("75", "COMPLETING", False), ("3", "RUNNING", False)],
-)
-def test_only_a_running_job_that_has_saved_is_requeued(status, state, requeued, tmp_path):
+def run_quickly(folder, status, state, **env):
+    """Run the script, with an `hvdkit` that ends at once."""
     script = generate("python", "train.py").stdout
     quick = FAKE_COMMANDS.format(status=status, state=state).replace("seq 100", "seq 1")
-    (tmp_path / "job.sh").write_text(quick + script)
-    done = subprocess.run(
-        ["bash", tmp_path / "job.sh"],
-        env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"},
+    (folder / "job.sh").write_text(quick + script)
+    return subprocess.run(
+        ["bash", folder / "job.sh"],
+        env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin", **env},
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "requeued"),
+    [("75", "RUNNING", True), ("75", "COMPLETING", False), ("3", "RUNNING", False)],
+)
+def test_only_a_running_job_that_has_saved_is_requeued(status, state, requeued, tmp_path):
+    done = run_quickly(tmp_path, status, state)
     assert done.returncode == int(status)
     assert ("scontrol requeue 12" in done.stdout) == requeued
+
+
+def test_one_task_of_an_array_is_requeued_alone(tmp_path):
+    """Job 12 is also the whole array. `squeue` then prints a line for each task."""
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
+    tasks = "$([[ $* = *=12_0* ]] || echo RUNNING) RUNNING"
+    done = run_quickly(tmp_path, "75", tasks, **array)
+    assert "scontrol requeue 12_0\n" in done.stdout
 
 
 def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
@@ -115,6 +128,9 @@ def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
         (["--nodes", "2"], "there is no command for the ranks"),
         (["--nodes", "0", "python"], "--nodes is 0; expected at least 1"),
         (["--time", "a day", "python"], "--time is a day: expected"),
+        (["--time", "3", "python"], "--time is 3, and --grace is 120 seconds"),
+        (["--time", "0:10:59", "--grace", "600", "python"], "Expected a time of more than 660 sec"),
+        (["--time", "0-1", "--grace", "3600", "python"], "--time is 0-1, and"),
         (["--partition", "a b", "python"], "expected one word"),
     ],
 )
@@ -123,6 +139,11 @@ def test_wrong_arguments_are_status_2(arguments, expected):
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("time", ["4", "3:01", "0:3:01", "0-1", "1-0:0", "0"])
+def test_a_time_that_is_longer_than_the_grace(time):
+    assert f"#SBATCH --time={time}" in directives(generate("--time", time, "python").stdout)
 
 
 def test_a_file_is_not_overwritten(tmp_path):
