@@ -159,7 +159,7 @@ def test_a_suspended_job_whose_ranks_lose_each_other_when_it_continues(outcome):
         for rank in (0, 1)
     ]
     found = outcome(70.0, *lost, ended(0, 1), ended(1, 1), *DONE)
-    assert "none reported why. This launcher did not run for 70 s" in found.report
+    assert "or did not answer. This launcher did not run for 70 s" in found.report
 
 
 def test_a_host_that_is_lost_after_the_ranks_of_other_hosts_have_failed_is_named(
@@ -171,7 +171,7 @@ def test_a_host_that_is_lost_after_the_ranks_of_other_hosts_have_failed_is_named
     lines = 0, {"kind": "output", "rank": 0, "stream": "stderr", "text": text}
     events = lines, ended(0, 195), 3.0, 3.0, END, (1, {"kind": "lost"}), DONE[0]
     found = outcome(*events, registered=None)
-    assert "none reported why. The launcher has lost host1" in found.possible_causes
+    assert "or did not answer. The launcher has lost host1" in found.possible_causes
     assert found.suspects == ()
 
 
