@@ -64,16 +64,19 @@ class AccumulationWindow:
     def sums(self, ordered: Sequence[Any] = ()) -> list[Any]:
         """Return one sum for each variable; None if no batch of any window had its gradient.
 
+        Variables that were frozen since the first batch get None, too. With a sum of zero, momentum
+        and weight decay would change them.
+
         Args:
             ordered: the gradients of one more batch to add, as the method `ordered` returns them.
                 The window itself does not change.
         """
         sums: list[Any] = [
-            keras.ops.convert_to_tensor(total) if seen else None
-            for total, seen in zip(self._sums, self._seen, strict=True)
+            keras.ops.convert_to_tensor(total) if seen and variable.trainable else None
+            for total, seen, variable in zip(self._sums, self._seen, self.variables, strict=True)
         ]
         for k, gradient in enumerate(ordered):
-            if gradient is not None:
+            if gradient is not None and sums[k] is not None:
                 sums[k] = sums[k] + backend.dense(gradient)
         return sums
 
