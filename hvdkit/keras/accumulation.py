@@ -51,9 +51,18 @@ class AccumulationWindow:
 
     def add(self, ordered: Sequence[Any]) -> None:
         """Add one batch's gradients, as `ordered` returns them."""
-        for total, gradient in zip(self._sums, ordered, strict=True):
-            if gradient is not None:
-                total.assign_add(backend.dense(gradient))
+        gradients = [None if each is None else backend.dense(each) for each in ordered]
+
+        def begin() -> None:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                total.assign(keras.ops.zeros_like(total) if gradient is None else gradient)
+
+        def extend() -> None:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                if gradient is not None:
+                    total.assign_add(gradient)
+
+        keras.ops.cond(keras.ops.equal(self.passes, 0), begin, extend)
         self.passes.assign_add(1)
 
     @property
@@ -81,7 +90,5 @@ class AccumulationWindow:
         return sums
 
     def clear(self) -> None:
-        """Begin the next window."""
-        for total in self._sums:
-            total.assign(keras.ops.zeros_like(total))
+        """Begin the next window. Its first batch replaces the sums."""
         self.passes.assign(0)
