@@ -51,9 +51,18 @@ class AccumulationWindow:
 
     def add(self, ordered: Sequence[Any]) -> None:
         """Add one batch's gradients, as `ordered` returns them."""
-        for total, gradient in zip(self._sums, ordered, strict=True):
-            if gradient is not None:
-                total.assign_add(backend.dense(gradient))
+        gradients = [None if each is None else backend.dense(each) for each in ordered]
+
+        def begin() -> None:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                total.assign(keras.ops.zeros_like(total) if gradient is None else gradient)
+
+        def extend() -> None:
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                if gradient is not None:
+                    total.assign_add(gradient)
+
+        keras.ops.cond(keras.ops.equal(self.passes, 0), begin, extend)
         self.passes.assign_add(1)
 
     @property
@@ -64,21 +73,22 @@ class AccumulationWindow:
     def sums(self, ordered: Sequence[Any] = ()) -> list[Any]:
         """Return one sum for each variable; None if no batch of any window had its gradient.
 
+        Variables that were frozen since the first batch get None, too. With a sum of zero, momentum
+        and weight decay would change them.
+
         Args:
             ordered: the gradients of one more batch to add, as the method `ordered` returns them.
                 The window itself does not change.
         """
         sums: list[Any] = [
-            keras.ops.convert_to_tensor(total) if seen else None
-            for total, seen in zip(self._sums, self._seen, strict=True)
+            keras.ops.convert_to_tensor(total) if seen and variable.trainable else None
+            for total, seen, variable in zip(self._sums, self._seen, self.variables, strict=True)
         ]
         for k, gradient in enumerate(ordered):
-            if gradient is not None:
+            if gradient is not None and sums[k] is not None:
                 sums[k] = sums[k] + backend.dense(gradient)
         return sums
 
     def clear(self) -> None:
-        """Begin the next window."""
-        for total in self._sums:
-            total.assign(keras.ops.zeros_like(total))
+        """Begin the next window. Its first batch replaces the sums."""
         self.passes.assign(0)

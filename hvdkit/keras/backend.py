@@ -332,6 +332,21 @@ def outside_of_graphs() -> AbstractContextManager[Any]:
     return scope
 
 
+def after_assignment(variable: Any) -> AbstractContextManager[Any]:
+    """Return a context whose operations run after the last assignment of a `keras.Variable`.
+
+    Only in a graph of TensorFlow, operations may otherwise run in another order.
+    """
+    if NAME == "torch":
+        return nullcontext()
+    import tensorflow as tf
+
+    dependencies: AbstractContextManager[Any] = tf.control_dependencies(
+        [variable.value.read_value()]
+    )
+    return dependencies
+
+
 def check_no_strategy() -> None:
     """Raise if a strategy of `tf.distribute` is active.
 

@@ -1,6 +1,6 @@
 """Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ import keras
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import check_passes
-from hvdkit.core.nonfinite import IGNORE, NonFiniteGradients
+from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.stragglers import StragglerReport
@@ -177,24 +177,12 @@ class Distribution:
             lambda: window.add(ordered),
         )
 
-    def _apply_reduced(
-        self,
-        gradients: list[Any],
-        variables: Sequence[Any],
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Update with reduced gradients, unless all ranks skip the update.
-
-        Args:
-            gradients: the reduced gradients.
-            variables: their variables.
-            then: called after the update or the skipped update.
-        """
+    def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+        """Update with reduced gradients of `variables`, unless all ranks skip the update."""
         optimizer = self._optimizer
 
         def update() -> None:
             type(optimizer).apply(optimizer, gradients, variables)
-            then()
 
         self._applying = True
         try:
@@ -207,23 +195,22 @@ class Distribution:
             # `cond` is needed even if the policy is to raise an error. Without it, a graph could
             # change variables that do not depend on gradients, such as the number of steps, before
             # the error.
-            keras.ops.cond(self._reducer.skips_step, then, update)
+            keras.ops.cond(self._reducer.skips_step, lambda: None, update)
         finally:
             self._applying = False
 
     def _step(self, sums: list[Any], scale: float = 1.0) -> None:
-        """Apply the sums of a window, times `scale`, and clear the window."""
+        """Clear the window, and apply its sums, times `scale`."""
         window = self._window
         assert window is not None
-        try:
+        # Begin the next window first. Otherwise this window would keep its gradients if the
+        # reduction raises because they are not finite.
+        window.clear()
+        with backend.after_assignment(window.passes):
             reduced = self._reduce(sums, window.variables)
-        except NonFiniteGradients:
-            window.clear()
-            raise
         if scale != 1.0:
             reduced = [backend.scaled(g, scale) for g in reduced]
-        # Clear the window last, because the reduced gradients may share the window's memory.
-        self._apply_reduced(reduced, window.variables, window.clear)
+        self._apply_reduced(reduced, window.variables)
 
     def flush(self) -> bool:
         """Apply the accumulated gradients; see the function `flush`."""

@@ -70,6 +70,22 @@ def test_the_rank_and_the_variable_are_named(hvd):
     same_everywhere(weights_of(model))
 
 
+def test_a_loop_continues_after_the_error(hvd):
+    """The next accumulation window does not contain the gradients that are not finite."""
+    model = model_of(hvd, on_nonfinite="raise", accumulation_steps=2)
+    raised = []
+    for batch, x in enumerate(np.repeat(batches(hvd).reshape(STEPS, BATCH, 3), 2, 0)):
+        try:
+            model.train_on_batch(x, x[:, :1])
+        except errors():
+            raised.append(batch)
+    assert raised == [2 * BROKEN + 1]
+    twin = model_of(hvd)
+    fit(twin, batches(hvd, broken=False))
+    for own, expected in zip(model.weights, twin.weights, strict=True):
+        np.testing.assert_allclose(own.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_all_ranks_skip_the_update(hvd, passes):
     """Also if the gradient was broken in an earlier batch of an accumulation window."""
