@@ -31,11 +31,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `hvdkit run` returns the exit status of the job. A command that a signal ends returns 128 + the
     number of the signal. `hvdkit run` then returns `RESUMABLE` if the job can be resumed.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell: >&-
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    _open_closed_streams()
     with handle_stop_signals(_end):
         return _run_verb(arguments)
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that the caller has closed, such as with `>&-`.
+
+    A file that is opened later would get the number of a closed stream. Messages for the user would
+    then be written to this file.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
 def _run_verb(arguments: Sequence[str] | None) -> int:

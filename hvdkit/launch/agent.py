@@ -181,6 +181,9 @@ class Agent:
             next(self._ending)
         except StopIteration:
             self._report_ends()
+            # The ranks' helper processes may have written since the ends of the ranks.
+            for rank in self._ranks.all:
+                self._drain(rank)
             self._send("done", stays=self._stays)
             if self._stays and self.outcome is None:
                 self._prepare_next_start()
@@ -278,7 +281,7 @@ class Agent:
                     self._echo.start(message["size"])
                 try:
                     self._ranks.start(message["ranks"], self._task, self._report_alive)
-                except HvdkitError as error:
+                except (HvdkitError, OSError) as error:  # OSError: no folder for records
                     self._stays = False
                     self._send("failed", reason=str(error))
                     self._end(0)
@@ -398,14 +401,7 @@ class Agent:
                 continue
             rank.reported = True
             self._send_records()
-            # Not until the pipe is empty: another process of the rank may write all the time.
-            for pipe in list(rank.pipes):
-                capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
-                for _ in range(capacity // _READ_BYTES + 1):
-                    if not self._forward(pipe, rank):
-                        break
-            if self._echo is not None:
-                self._echo.finish(rank.rank)
+            self._drain(rank)
             self._send("ended", rank=rank.rank, status=rank.process.returncode)
             # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
             self._send_pending()
@@ -413,6 +409,17 @@ class Agent:
         if self._ranks.all and all(rank.reported for rank in self._ranks.all):
             # The ranks' helper processes may still run.
             self._end(ORPHAN_GRACE)
+
+    def _drain(self, rank: RankProcess) -> None:
+        """Send the output that is in the pipes of a rank that has ended."""
+        # Not until the pipe is empty: another process of the rank may write all the time.
+        for pipe in list(rank.pipes):
+            capacity = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+            for _ in range(capacity // _READ_BYTES + 1):
+                if not self._forward(pipe, rank):
+                    break
+        if self._echo is not None:
+            self._echo.finish(rank.rank)
 
     # Messages to the launcher
 

@@ -139,7 +139,11 @@ class AgentPool:
             if event.connection.disconnected or event.connection in self.unused:
                 continue  # not of this start
             if event.message["kind"] == "signal":
-                signal.raise_signal(event.message["number"])
+                number = event.message["number"]
+                # This process may ignore SIGINT and SIGHUP, as in the background of a script.
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    number = signal.SIGTERM
+                signal.raise_signal(number)
                 continue
             return event
 

@@ -106,6 +106,9 @@ class Output:
         self.close()
 
     def close(self) -> None:
+        # Of ranks whose end was not reported, or whose helper processes wrote after it.
+        for rank, _ in list(self._unfinished):
+            self.finish(rank)
         self._status.clear()
         for file in filter(None, self._files):
             file.close()

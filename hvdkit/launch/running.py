@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from hvdkit.launch.job import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
+from hvdkit.signals import status_before_start
 
 #: Starts the ranks, and returns the outcome. The arguments are those of `Launcher.run`.
 RunRanks = Callable[[Output, Callable[[str], None]], Outcome]
@@ -46,10 +48,8 @@ class Runner:
         output_folder.write_start(folder, start, say)
         try:
             outcome = _run_shown(output, run_ranks)
-        except HvdkitError as error:
-            output_folder.write_start(
-                folder, start.end(Outcome(1, str(error), restartable=True)), say
-            )
+        except (HvdkitError, KeyboardInterrupt) as error:
+            output_folder.write_start(folder, start.end(_without_job(error)), say)
             raise
         output_folder.write_start(folder, start.end(outcome), say)
         if (failure := outcome.failure) is not None:
@@ -71,6 +71,14 @@ class Runner:
                 raise
             say(f"{error}. The output of this start is not kept")
             return make()
+
+
+def _without_job(error: HvdkitError | KeyboardInterrupt) -> Outcome:
+    """Return the outcome if the ranks could not be started, or a signal came before that."""
+    if isinstance(error, HvdkitError) or not error.args:
+        return Outcome(1, str(error), restartable=True)
+    number = signal.Signals(error.args[0])
+    return Outcome(status_before_start(number), f"ended by {number.name}")
 
 
 def _run_shown(output: Output, run_ranks: RunRanks) -> Outcome:

@@ -281,6 +281,26 @@ def test_no_output_is_lost_in_a_pipe_that_the_rank_has_enlarged(agent):
     assert received == 900_000
 
 
+def test_no_output_of_a_process_that_ends_after_the_rank_is_lost(agent):
+    agent.start(
+        "import fcntl, os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "os.fork() and os._exit(0); time.sleep(1);"
+        "fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20); os.write(1, bytes(900_000)); os._exit(0)"
+    )
+    received = 0
+    while (message := agent.receive("output", "done"))["kind"] == "output":
+        received += len(messages.as_bytes(message["text"]))
+    assert received == 900_000
+
+
+def test_an_agent_that_cannot_make_a_folder_says_so(agent):
+    agent.prepare("")
+    process = psutil.Process(agent.process.pid)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), process.num_fds()))
+    agent.start_prepared()
+    assert "temporary directory" in agent.receive("failed")["reason"]
+
+
 def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent):
     agent.start("import os; os.write(2, b'%d\\n' % os.getpid()); os.execvp('yes', ['yes'])")
     pid = int(agent.line())

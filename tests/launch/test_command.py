@@ -245,6 +245,16 @@ def test_closed_streams(closed):
     assert sorted(other.splitlines()) == [f"[0] {word}", f"[1] {word}"]
 
 
+def test_messages_are_not_written_to_a_file_in_place_of_a_closed_stream(tmp_path):
+    code = python(
+        "print('up'); os.kill(int(os.environ['LAUNCHER']), signal.SIGTERM); time.sleep(60)"
+    )
+    line = shlex.join(command("--output-dir", str(tmp_path), "-np", "1", *code))
+    done = subprocess.run(["bash", "-c", f"LAUNCHER=$$ exec {line} <&- 2>&-"], timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "latest" / "rank.0.log").read_text() == "up\n"
+
+
 def test_a_port_for_torch_may_be_chosen():
     code = python("print(os.environ['MASTER_PORT'])")
     assert run("-np", "1", "-x", "MASTER_PORT=29512", *code).stdout == "[0] 29512\n"

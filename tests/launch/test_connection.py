@@ -183,3 +183,21 @@ def test_events_of_idle_agents_do_not_end_a_wait():
         timer.start()
         assert pool.ask(used, "free_port", {}, timeout=30) == 5
         timer.join()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_of_a_node_has_an_effect_on_a_launcher_that_ignores_it(number):
+    """A launcher in the background of a script ignores SIGINT, and under nohup SIGHUP."""
+    got = []
+    before = [(n, signal.getsignal(n)) for n in (number, signal.SIGTERM)]
+    signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda n, _: got.append(n))
+    try:
+        with a_connection() as connection:
+            pool = AgentPool(silence=30)
+            pool.events.put(Event(connection, {"kind": "signal", "number": int(number)}))
+            assert pool.next_event(0) is None
+    finally:
+        for each, handler in before:
+            signal.signal(each, handler)
+    assert got == [signal.SIGTERM]

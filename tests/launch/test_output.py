@@ -39,6 +39,12 @@ def test_a_line_without_an_end_is_shown_at_the_end(streams):
     assert streams["stdout"].getvalue() == b"[0] last words\n"
 
 
+def test_a_line_without_an_end_is_shown_even_if_the_end_of_the_rank_is_not_reported(streams):
+    with Output(2, **streams) as output:
+        output.write(1, "stderr", b"last words")
+    assert streams["stderr"].getvalue() == b"[1] last words\n"
+
+
 def test_only_the_last_state_of_a_progress_bar_is_shown(streams):
     with Output(1, **streams) as output:
         for percent in range(0, 101, 10):

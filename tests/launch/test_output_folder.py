@@ -1,11 +1,12 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch import output_folder, starts
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
@@ -101,6 +102,22 @@ def test_a_signal_is_named(tmp_path):
     error = json.loads((tmp_path / "logs" / "latest" / "error.json").read_text())
     assert (error["rank"], error["status"], error["signal"]) == (1, None, "SIGSEGV")
     assert (error["exception"], error["traceback"]) == (None, [])
+
+
+def test_the_end_of_a_start_that_a_signal_stopped_early_is_written(tmp_path):
+    """The signal comes while the agent starts. Ranks run only after that."""
+    arguments = ["run", "-np", "1", "--output-dir", "logs", "sleep", "60"]
+    process = subprocess.Popen([sys.executable, "-m", "hvdkit", *arguments], cwd=tmp_path)
+    file = tmp_path / "logs" / "latest" / "start.json"
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(timeout=60) == RESUMABLE
+    start = starts.parse(file.read_text())
+    assert (start.status, start.failed, start.running) == (RESUMABLE, False, False)
+    assert start.reason == "ended by SIGTERM"
 
 
 def test_a_signal_without_a_name_in_python(tmp_path):

@@ -118,9 +118,23 @@ class Members:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            # The next agent of a host deletes the folders of an agent that was killed.
+            self._changed.wait_for(lambda: not self._lacks_agent(), _PROBE_SECONDS)
         self._stop.set()
         self._thread.join()
         self._agents.__exit__(*exc)
+
+    def _lacks_agent(self) -> bool:
+        """Return whether the agent of a host has just been lost, and the next one starts."""
+        return any(
+            member.folders
+            and (
+                member.state is _State.STARTING
+                or (member.connection is not None and member.connection.ended)
+            )
+            for member in self._members.values()
+        )
 
     # For the supervisor
 

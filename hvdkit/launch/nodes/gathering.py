@@ -153,9 +153,7 @@ def _outcome_of(exc: BaseException | None) -> Outcome:
     """Return what the other nodes get if node 0 ends before the job has an outcome."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         number = signal.Signals(exc.args[0])
-        return Outcome(
-            status_before_start(number), f"node 0 got {number.name} before any rank was started"
-        )
+        return Outcome(status_before_start(number), f"node 0 got {number.name} while no rank ran")
     return Outcome(2 if isinstance(exc, UsageError) else 1, str(exc or "node 0 ended the job"))
 
 

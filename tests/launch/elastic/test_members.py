@@ -212,6 +212,14 @@ def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
         watched.wait_announced(False)
 
 
+def test_an_agent_that_is_killed_at_the_end_leaves_no_folders():
+    with Watched(A) as watched:
+        watched.slots()
+        (agent,) = agents()
+        agent.kill()
+        watched.wait_text("its agent ended with status -9")
+
+
 def test_a_change_is_announced_later_if_there_is_no_space():
     with Watched(A) as watched:
         watched.slots()
