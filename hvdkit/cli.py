@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: >&-
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            # The terminal may not have a character, and the name of a file may not be UTF-8.
+            stream.reconfigure(errors="backslashreplace")
     with handle_stop_signals(_end):
         return _run_verb(arguments)
 
@@ -68,6 +73,9 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)
         return status_before_start(number) if shown.resumable_before_start else 128 + int(number)
     except OSError as error:
+        if error.filename is not None:  # such as a folder of another user, or a name too long
+            print(f"hvdkit {shown.verb}: {error.filename}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILURE
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         # Otherwise Python prints the error again when it exits.
@@ -124,6 +132,12 @@ def _add_verb(
         # It refuses an argument that could stand for several options.
         allow_abbrev=False,
     )
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:
@@ -342,7 +356,7 @@ def _add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _add_timeline(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--timeline",
-        type=int,
+        type=_number,
         default=20,
         metavar="N",
         help="the number of collectives in the timeline (default: 20)",

@@ -16,9 +16,16 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to. The file becomes `path` unless the block raises an exception.
 
+    If `path` is a link, the file becomes the file to which it leads. A device or a pipe, such as
+    /dev/stdout, is not replaced: the block writes to it directly.
+
     Raises:
         OSError: the file cannot be renamed. The file at `path` is as before.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path))
     draft = _draft(path)
     try:
         yield draft
@@ -35,7 +42,7 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: it cannot.
     """
-    draft = _draft(path)
+    draft = _draft(Path(os.path.realpath(path)))
     draft.touch()
     draft.unlink()
 

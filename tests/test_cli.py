@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from hvdkit import cli
 from hvdkit.engine import patches
 
 
-def run(*arguments):
+def run(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "hvdkit", *arguments],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -64,6 +66,7 @@ def test_version():
         (["build", "--gpu", "yes"], "--gpu yes is unknown; expected auto, nccl, none"),
         (["doctor", "--bandwidth"], "--bandwidth was given without hosts: expected --hosts"),
         (["doctor", "--ssh-arg=-v"], "--ssh-arg was given without hosts"),
+        (["why", ".", "--timeline", "0"], "'0': expected a number of at least 1"),
         pytest.param(
             ["build", "--sdist", "/gone", "--no-cache"],
             "there is no such file",
@@ -98,6 +101,21 @@ def test_a_closed_pipe_is_not_an_error():
     assert job.stderr.read() == b""
     assert job.wait(timeout=60) == 128 + signal.SIGPIPE
     job.stderr.close()
+
+
+def test_a_character_that_the_terminal_cannot_show():
+    shown = run("build", "--list-patches", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0
+    assert "\\xb2" in shown.stdout
+
+
+@pytest.mark.parametrize("verb", ["why", "report"])
+def test_a_path_that_cannot_be_used_is_an_error_of_one_line(verb, capsys):
+    path = 300 * "a"
+    assert cli.main([verb, path]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hvdkit {verb}: {path}")
+    assert line.endswith(": File name too long")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Files that are written as a whole."""
 
+import os
+import threading
+
 import pytest
 
 from hvdkit.whole_files import replacing
@@ -22,3 +25,26 @@ def test_an_error_leaves_the_old_file_alone(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(path):
         pass
     assert [each.name for each in tmp_path.iterdir()] == ["start.json"]
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "folder").mkdir()
+    file, link = tmp_path / "folder" / "page", tmp_path / "link"
+    link.symlink_to("folder/page")
+    for text in ("old", "new"):  # at first, the link leads to no file
+        with replacing(link) as draft:
+            draft.write_text(text)
+        assert file.read_text() == text
+    assert link.is_symlink()
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
+    reader.start()
+    with replacing(pipe) as draft:
+        draft.write_text("page")
+    reader.join(timeout=20)
+    assert found == ["page"]
+    assert pipe.is_fifo()

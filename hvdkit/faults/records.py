@@ -16,6 +16,8 @@ from hvdkit.record_files import RECORD
 VERSION = 1
 
 _FILE = re.compile(RECORD.format(r"(\d+)"))
+# Seconds, about 3,000 years: no clock shows a later time.
+_LONGEST = 1e11
 # Horovod's numbers of requests and data types (`common/message.h`).
 _OPERATIONS = (
     *("allreduce", "allgather", "broadcast", "join", "adasum", "alltoall", "barrier"),
@@ -166,8 +168,8 @@ def parse(text: str) -> Record:
             host=str(content["host"]),
             pid=int(content["pid"]),
             reason=str(content["reason"]),
-            time=float(content["time"]),
-            limit=float(content["limit"]),
+            time=_seconds(content["time"]),
+            limit=_seconds(content["limit"]),
             error=str(content["error"]),
             failed=str(content["failed"]),
             groups={int(group): list(ranks) for group, ranks in content["groups"].items()},
@@ -177,10 +179,10 @@ def parse(text: str) -> Record:
             done=[_call(call) for call in content["done"]],
             stacks=str(content["stacks"]),
             # Earlier engines did not write these fields.
-            offset=None if content.get("offset") is None else float(content["offset"]),
+            offset=None if content.get("offset") is None else _seconds(content["offset"]),
             machine=str(content.get("machine", "")),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise HvdkitError(
             f"not a record of a rank ({error!r}); expected a file that the engine's flight "
             "recorder wrote. Delete the file to read the others"
@@ -228,11 +230,19 @@ def _call(content: Mapping[str, Any]) -> Call:
         group=int(content["set"]),
         dtype=_named(_DTYPES, content["dtype"]),
         bytes=int(content["bytes"]),
-        enqueued=float(content["enqueued"]),
-        ended=None if ended is None else float(ended),
+        enqueued=_seconds(content["enqueued"]),
+        ended=None if ended is None else _seconds(ended),
         # Earlier engines did not write this field.
         line=str(content.get("line", "")),
     )
+
+
+def _seconds(number: Any) -> float:
+    """Return a time or a duration of a record."""
+    seconds = float(number)
+    if not abs(seconds) < _LONGEST:
+        raise ValueError(f"{seconds} s is not a time")
+    return seconds
 
 
 def _named(names: Sequence[str], number: int) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -143,7 +144,13 @@ def test_a_folder_without_anything(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [("{", "not a record of a rank"), (json.dumps(RECORD | {"version": 9}), "has version 9")],
+    [
+        ("{", "not a record of a rank"),
+        (json.dumps(RECORD | {"version": 9}), "has version 9"),
+        (json.dumps(RECORD | {"size": math.inf}), "not a record of a rank"),
+        (json.dumps(RECORD | {"time": math.nan}), "nan s is not a time"),
+        (json.dumps(RECORD | {"offset": 1e300}), "1e[+]300 s is not a time"),
+    ],
 )
 def test_a_file_that_is_not_a_record(start, content, expected):
     path = start / "records" / "rank-0.json"
