@@ -47,7 +47,8 @@ def why(folder: Path, count: int = 20) -> str:
     if not found and failure is None:
         raise UsageError(
             f"{folder} has neither records nor the failure of a rank: expected a folder of "
-            f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded has none"
+            f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded or makes "
+            f"progress has none; for a running job, use `hvdkit inspect --live`"
         )
     paragraphs = [failure] if failure else []
     paragraphs += _explain(found, _states(place / STATES), count, _silent(place / SILENT))
