@@ -45,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_verb(arguments: Sequence[str] | None) -> int:
     """Parse the arguments, run the verb, and report its errors."""
-    shown = Namespace(verb="", when_ended="nothing was done.", resumable_before_start=False)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verb = " ".join(words[:1])
+    shown = Namespace(verb=verb, when_ended="nothing was done.", resumable_before_start=False)
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
         shown = options = _parser(words).parse_args(words)
         options.words = words[1:]
         status = int(options.run(options))
@@ -73,8 +74,13 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)
         return status_before_start(number) if shown.resumable_before_start else 128 + int(number)
     except OSError as error:
-        if error.filename is not None:  # such as a folder of another user, or a name too long
-            print(f"hvdkit {shown.verb}: {error.filename}: {error.strerror}", file=sys.stderr)
+        # Such as a folder of another user, or a name that is too long. Only the call that returns
+        # the working directory finds no file and does not name it.
+        place = error.filename
+        if place is None and error.errno == errno.ENOENT:
+            place = "the working directory"
+        if place is not None:
+            print(f"hvdkit {shown.verb}: {place}: {error.strerror}", file=sys.stderr)
             return EXIT_FAILURE
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise

@@ -36,6 +36,23 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def create(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a new file. After an error, such as a full disk, there is no file.
+
+    Raises:
+        FileExistsError: there is a file at `path`.
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
 def check_writable(path: Path) -> None:
     """Check that `replacing` can write in the folder of `path`.
 

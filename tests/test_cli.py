@@ -109,6 +109,23 @@ def test_a_character_that_the_terminal_cannot_show():
     assert "\\xb2" in shown.stdout
 
 
+def test_a_job_file_is_utf8_on_every_terminal():
+    words = ["generate", "slurm", "--", "python", "größe.py"]
+    answer = subprocess.run(
+        [sys.executable, "-m", "hvdkit", *words],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert "python größe.py".encode() in answer.stdout.replace(b"'", b"")
+
+
+def test_a_job_file_is_refused_if_an_argument_is_not_utf8(capsys):
+    assert cli.main(["generate", "slurm", "python", "a\udcff.py"]) == 2
+    assert "an argument is not UTF-8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["why", "report"])
 def test_a_path_that_cannot_be_used_is_an_error_of_one_line(verb, capsys):
     path = 300 * "a"
@@ -116,6 +133,16 @@ def test_a_path_that_cannot_be_used_is_an_error_of_one_line(verb, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hvdkit {verb}: {path}")
     assert line.endswith(": File name too long")
+
+
+def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert cli.main(["checkpoint", "ls", "."]) == 1
+    expected = "hvdkit checkpoint: the working directory: No such file or directory\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(

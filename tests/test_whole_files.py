@@ -1,11 +1,12 @@
 """Files that are written as a whole."""
 
 import os
+import resource
 import threading
 
 import pytest
 
-from hvdkit.whole_files import replacing
+from hvdkit.whole_files import create, replacing
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path):
@@ -48,3 +49,19 @@ def test_a_pipe_is_not_replaced(tmp_path):
     reader.join(timeout=20)
     assert found == ["page"]
     assert pipe.is_fifo()
+
+
+def test_a_new_file_that_cannot_be_written_is_removed(tmp_path):
+    path = tmp_path / "job.sh"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            create(path, b"more than 10 bytes")
+        assert not path.exists()
+        create(path, b"10 bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with pytest.raises(FileExistsError):
+        create(path, b"new")
+    assert path.read_bytes() == b"10 bytes"

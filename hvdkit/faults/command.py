@@ -40,7 +40,10 @@ def why(folder: Path, count: int = 20) -> str:
     Raises:
         UsageError: the folder has no records and no failure.
     """
-    start = folder / _LATEST if (folder / _LATEST).is_dir() else folder
+    start = folder / _LATEST
+    if not start.is_dir():
+        # A copy of the folder may lack the link. The names of starts begin with their times.
+        start = max((path.parent for path in folder.glob(f"*/{_START}")), default=folder)
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
     failure = _failure(start / _ERROR) or _reason(start / _START, with_verdict=not found)

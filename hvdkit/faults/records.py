@@ -168,18 +168,21 @@ def parse(text: str) -> Record:
             host=str(content["host"]),
             pid=int(content["pid"]),
             reason=str(content["reason"]),
-            time=_seconds(content["time"]),
-            limit=_seconds(content["limit"]),
+            time=seconds(content["time"]),
+            limit=seconds(content["limit"]),
             error=str(content["error"]),
             failed=str(content["failed"]),
-            groups={int(group): list(ranks) for group, ranks in content["groups"].items()},
+            groups={
+                int(group): [int(rank) for rank in ranks]
+                for group, ranks in content["groups"].items()
+            },
             labels=dict(content["labels"]),
             calls=dict(_counts(content["calls"], content["groups"])),
             open=[_call(call) for call in content["open"]],
             done=[_call(call) for call in content["done"]],
             stacks=str(content["stacks"]),
             # Earlier engines did not write these fields.
-            offset=None if content.get("offset") is None else _seconds(content["offset"]),
+            offset=None if content.get("offset") is None else seconds(content["offset"]),
             machine=str(content.get("machine", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -230,19 +233,23 @@ def _call(content: Mapping[str, Any]) -> Call:
         group=int(content["set"]),
         dtype=_named(_DTYPES, content["dtype"]),
         bytes=int(content["bytes"]),
-        enqueued=_seconds(content["enqueued"]),
-        ended=None if ended is None else _seconds(ended),
+        enqueued=seconds(content["enqueued"]),
+        ended=None if ended is None else seconds(ended),
         # Earlier engines did not write this field.
         line=str(content.get("line", "")),
     )
 
 
-def _seconds(number: Any) -> float:
-    """Return a time or a duration of a record."""
-    seconds = float(number)
-    if not abs(seconds) < _LONGEST:
-        raise ValueError(f"{seconds} s is not a time")
-    return seconds
+def seconds(number: Any) -> float:
+    """Return a time or a duration that a file has.
+
+    Raises:
+        ValueError: it is no number, or no clock shows this time.
+    """
+    found = float(number)
+    if not abs(found) < _LONGEST:
+        raise ValueError(f"{found} s is not a time")
+    return found
 
 
 def _named(names: Sequence[str], number: int) -> str:

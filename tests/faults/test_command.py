@@ -85,6 +85,15 @@ def test_ranks_with_the_same_error_are_all_named(start):
     assert why(start) == ("Ranks 0, 1 failed with the same error: exit status 1. ValueError: bad")
 
 
+def test_a_copy_without_the_link_to_the_newest_start(tmp_path, start):
+    for folder in (start, tmp_path / "20261123-100000"):
+        folder.mkdir(exist_ok=True)
+        (folder / "start.json").write_text("{}")
+    (start / "error.json").write_text(json.dumps(ERROR))
+    (tmp_path / "latest").unlink()
+    assert why(tmp_path) == "Rank 1 on host1 failed first: SIGKILL. Its last line of output: step 3"
+
+
 def test_a_lost_host_is_named(tmp_path, start):
     content = {"failed": True, "reason": "lost host1: its agent has not answered for 30 s"}
     (start / "start.json").write_text(json.dumps(content))
@@ -148,6 +157,7 @@ def test_a_folder_without_anything(tmp_path):
         ("{", "not a record of a rank"),
         (json.dumps(RECORD | {"version": 9}), "has version 9"),
         (json.dumps(RECORD | {"size": math.inf}), "not a record of a rank"),
+        (json.dumps(RECORD | {"groups": {"0": ["a"]}}), "not a record of a rank"),
         (json.dumps(RECORD | {"time": math.nan}), "nan s is not a time"),
         (json.dumps(RECORD | {"offset": 1e300}), "1e[+]300 s is not a time"),
     ],
