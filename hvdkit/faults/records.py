@@ -269,7 +269,12 @@ def read(folder: Path) -> dict[int, Record]:
             if match := _FILE.fullmatch(path.name):
                 try:
                     text = path.read_text(encoding="utf-8", errors="replace")
-                    found[int(match[1])] = parse(text)
+                    record = found[int(match[1])] = parse(text)
+                    if record.rank != int(match[1]):
+                        raise HvdkitError(
+                            f"the file has the record of rank {record.rank}; expected that of rank "
+                            f"{match[1]}. Give the file the name with which it was written"
+                        )
                 except HvdkitError as error:
                     raise HvdkitError(f"{path}: {error}") from error
     except OSError as error:

@@ -156,6 +156,7 @@ def test_a_folder_without_anything(tmp_path):
     [
         ("{", "not a record of a rank"),
         (json.dumps(RECORD | {"version": 9}), "has version 9"),
+        (json.dumps(RECORD | {"rank": 1}), "has the record of rank 1; expected that of rank 0"),
         (json.dumps(RECORD | {"size": math.inf}), "not a record of a rank"),
         (json.dumps(RECORD | {"groups": {"0": ["a"]}}), "not a record of a rank"),
         (json.dumps(RECORD | {"time": math.nan}), "nan s is not a time"),
