@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -32,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     number of the signal. `hvdkit run` then returns `RESUMABLE` if the job can be resumed.
     """
     _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            # The terminal may not have a character, and the name of a file may not be UTF-8.
+            stream.reconfigure(errors="backslashreplace")
     with handle_stop_signals(_end):
         return _run_verb(arguments)
 
@@ -52,9 +57,10 @@ def _open_closed_streams() -> None:
 
 def _run_verb(arguments: Sequence[str] | None) -> int:
     """Parse the arguments, run the verb, and report its errors."""
-    shown = Namespace(verb="", when_ended="nothing was done.", resumable_before_start=False)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verb = " ".join(words[:1])
+    shown = Namespace(verb=verb, when_ended="nothing was done.", resumable_before_start=False)
     try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
         shown = options = _parser(words).parse_args(words)
         options.words = words[1:]
         status = int(options.run(options))
@@ -80,6 +86,14 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)
         return status_before_start(number) if shown.resumable_before_start else 128 + int(number)
     except OSError as error:
+        # Such as a folder of another user, or a name that is too long. Only the call that returns
+        # the working directory finds no file and does not name it.
+        place = error.filename
+        if place is None and error.errno == errno.ENOENT:
+            place = "the working directory"
+        if place is not None:
+            print(f"hvdkit {shown.verb}: {place}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILURE
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         # Otherwise Python prints the error again when it exits.
@@ -136,6 +150,12 @@ def _add_verb(
         # It refuses an argument that could stand for several options.
         allow_abbrev=False,
     )
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:
@@ -354,7 +374,7 @@ def _add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _add_timeline(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--timeline",
-        type=int,
+        type=_number,
         default=20,
         metavar="N",
         help="the number of collectives in the timeline (default: 20)",

@@ -16,9 +16,16 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to. The file becomes `path` unless the block raises an exception.
 
+    If `path` is a link, the file becomes the file to which it leads. A device or a pipe, such as
+    /dev/stdout, is not replaced: the block writes to it directly.
+
     Raises:
         OSError: the file cannot be renamed. The file at `path` is as before.
     """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = Path(os.path.realpath(path))
     draft = _draft(path)
     try:
         yield draft
@@ -29,13 +36,30 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def create(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a new file. After an error, such as a full disk, there is no file.
+
+    Raises:
+        FileExistsError: there is a file at `path`.
+        OSError: the file cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
 def check_writable(path: Path) -> None:
     """Check that `replacing` can write in the folder of `path`.
 
     Raises:
         OSError: it cannot.
     """
-    draft = _draft(path)
+    draft = _draft(Path(os.path.realpath(path)))
     draft.touch()
     draft.unlink()
 

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from hvdkit import cli
 from hvdkit.engine import patches
 
 
-def run(*arguments):
+def run(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-m", "hvdkit", *arguments],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -64,6 +66,7 @@ def test_version():
         (["build", "--gpu", "yes"], "--gpu yes is unknown; expected auto, nccl, none"),
         (["doctor", "--bandwidth"], "--bandwidth was given without hosts: expected --hosts"),
         (["doctor", "--ssh-arg=-v"], "--ssh-arg was given without hosts"),
+        (["why", ".", "--timeline", "0"], "'0': expected a number of at least 1"),
         pytest.param(
             ["build", "--sdist", "/gone", "--no-cache"],
             "there is no such file",
@@ -98,6 +101,48 @@ def test_a_closed_pipe_is_not_an_error():
     assert job.stderr.read() == b""
     assert job.wait(timeout=60) == 128 + signal.SIGPIPE
     job.stderr.close()
+
+
+def test_a_character_that_the_terminal_cannot_show():
+    shown = run("build", "--list-patches", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0
+    assert "\\xb2" in shown.stdout
+
+
+def test_a_job_file_is_utf8_on_every_terminal():
+    words = ["generate", "slurm", "--", "python", "größe.py"]
+    answer = subprocess.run(
+        [sys.executable, "-m", "hvdkit", *words],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    assert "python größe.py".encode() in answer.stdout.replace(b"'", b"")
+
+
+def test_a_job_file_is_refused_if_an_argument_is_not_utf8(capsys):
+    assert cli.main(["generate", "slurm", "python", "a\udcff.py"]) == 2
+    assert "an argument is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["why", "report"])
+def test_a_path_that_cannot_be_used_is_an_error_of_one_line(verb, capsys):
+    path = 300 * "a"
+    assert cli.main([verb, path]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hvdkit {verb}: {path}")
+    assert line.endswith(": File name too long")
+
+
+def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert cli.main(["checkpoint", "ls", "."]) == 1
+    expected = "hvdkit checkpoint: the working directory: No such file or directory\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,9 @@ from hvdkit.errors import HvdkitError, UsageError
 #: a validation.
 STALL_SHUTDOWN_SECONDS = 1800
 
+# Horovod stores the numbers of its variables as `int`.
+_MOST = 2**31 - 1
+
 # Variables of MPI and Slurm with the number of processes that they started.
 _SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
@@ -227,8 +230,8 @@ class Runtime:
         Raises:
             HvdkitError: a launcher started several processes, but they did not form one job, or
                 the installed Horovod cannot connect them. Or `shutdown` has finalized MPI.
-            UsageError: HVDKIT_COLLECTIVES, HVDKIT_STALL_TIMEOUT, or a variable for Horovod's stall
-                check has an invalid value.
+            UsageError: HVDKIT_COLLECTIVES, HVDKIT_STALL_TIMEOUT, HOROVOD_GLOO_TIMEOUT_SECONDS, or a
+                variable for Horovod's stall check has an invalid value.
         """
         check_choice()
         stall_seconds(os.environ)
@@ -237,6 +240,7 @@ class Runtime:
             horovod.init(*args, **kwargs)
             return
         limit_stalls(os.environ)
+        check_gloo_timeout(os.environ)
         make_folder_absolute(os.environ)
         # `comm` may name only some of the ranks that were started.
         whole_world = not (args or kwargs.get("comm"))
@@ -374,7 +378,8 @@ def limit_stalls(environ: MutableMapping[str, str]) -> None:
     Variables that the user has set are kept.
 
     Raises:
-        UsageError: one of Horovod's variables for the stall check is not a whole number.
+        UsageError: one of Horovod's variables for the stall check is not a whole number of at
+            least 0.
     """
     if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
         return
@@ -382,7 +387,7 @@ def limit_stalls(environ: MutableMapping[str, str]) -> None:
     check = _integer(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
     shutdown = _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
     if shutdown is None:
-        shutdown = max(STALL_SHUTDOWN_SECONDS, 2 * (check or 0))
+        shutdown = min(_MOST, max(STALL_SHUTDOWN_SECONDS, 2 * (check or 0)))
         environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(shutdown)
     elif check is None and 0 < shutdown < 60:
         environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, shutdown // 2))
@@ -398,14 +403,26 @@ def stall_limit(environ: Mapping[str, str]) -> int:
     return _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int | None:
+def check_gloo_timeout(environ: Mapping[str, str]) -> None:
+    """Check the variable that says how long Gloo waits for other ranks.
+
+    Raises:
+        UsageError: it is not a whole number of at least 1. Horovod would wait for 0 s.
+    """
+    _integer(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", least=1)
+
+
+def _integer(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise UsageError(f"{name} is {text!r}: expected a whole number") from None
+        number = -1
+    if not least <= number <= _MOST:
+        raise UsageError(f"{name} is {text!r}: expected a whole number from {least} to {_MOST}")
+    return number
 
 
 def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:

@@ -43,14 +43,18 @@ def why(folder: Path, count: int = 20) -> str:
     Raises:
         UsageError: the folder has no records and no failure.
     """
-    start = folder / _LATEST if (folder / _LATEST).is_dir() else folder
+    start = folder / _LATEST
+    if not start.is_dir():
+        # A copy of the folder may lack the link. The names of starts begin with their times.
+        start = max((path.parent for path in folder.glob(f"*/{_START}")), default=folder)
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
     failure = _failure(start / _ERROR) or _reason(start / _START, with_verdict=not found)
     if not found and failure is None:
         raise UsageError(
             f"{folder} has neither records nor the failure of a rank: expected a folder of "
-            f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded has none"
+            f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded or makes "
+            f"progress has none; for a running job, use `hvdkit inspect --live`"
         )
     paragraphs = [failure] if failure else []
     states, silent = _states(place / STATES), _silent(place / SILENT)

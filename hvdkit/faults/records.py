@@ -16,6 +16,8 @@ from hvdkit.record_files import RECORD
 VERSION = 1
 
 _FILE = re.compile(RECORD.format(r"(\d+)"))
+# Seconds, about 3,000 years: no clock shows a later time.
+_LONGEST = 1e11
 # Horovod's numbers of requests and data types (`common/message.h`).
 _OPERATIONS = (
     *("allreduce", "allgather", "broadcast", "join", "adasum", "alltoall", "barrier"),
@@ -166,21 +168,24 @@ def parse(text: str) -> Record:
             host=str(content["host"]),
             pid=int(content["pid"]),
             reason=str(content["reason"]),
-            time=float(content["time"]),
-            limit=float(content["limit"]),
+            time=seconds(content["time"]),
+            limit=seconds(content["limit"]),
             error=str(content["error"]),
             failed=str(content["failed"]),
-            groups={int(group): list(ranks) for group, ranks in content["groups"].items()},
+            groups={
+                int(group): [int(rank) for rank in ranks]
+                for group, ranks in content["groups"].items()
+            },
             labels=dict(content["labels"]),
             calls=dict(_counts(content["calls"], content["groups"])),
             open=[_call(call) for call in content["open"]],
             done=[_call(call) for call in content["done"]],
             stacks=str(content["stacks"]),
             # Earlier engines did not write these fields.
-            offset=None if content.get("offset") is None else float(content["offset"]),
+            offset=None if content.get("offset") is None else seconds(content["offset"]),
             machine=str(content.get("machine", "")),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise HvdkitError(
             f"not a record of a rank ({error!r}); expected a file that the engine's flight "
             "recorder wrote. Delete the file to read the others"
@@ -228,11 +233,23 @@ def _call(content: Mapping[str, Any]) -> Call:
         group=int(content["set"]),
         dtype=_named(_DTYPES, content["dtype"]),
         bytes=int(content["bytes"]),
-        enqueued=float(content["enqueued"]),
-        ended=None if ended is None else float(ended),
+        enqueued=seconds(content["enqueued"]),
+        ended=None if ended is None else seconds(ended),
         # Earlier engines did not write this field.
         line=str(content.get("line", "")),
     )
+
+
+def seconds(number: Any) -> float:
+    """Return a time or a duration that a file has.
+
+    Raises:
+        ValueError: it is no number, or no clock shows this time.
+    """
+    found = float(number)
+    if not abs(found) < _LONGEST:
+        raise ValueError(f"{found} s is not a time")
+    return found
 
 
 def _named(names: Sequence[str], number: int) -> str:
@@ -252,7 +269,12 @@ def read(folder: Path) -> dict[int, Record]:
             if match := _FILE.fullmatch(path.name):
                 try:
                     text = path.read_text(encoding="utf-8", errors="replace")
-                    found[int(match[1])] = parse(text)
+                    record = found[int(match[1])] = parse(text)
+                    if record.rank != int(match[1]):
+                        raise HvdkitError(
+                            f"the file has the record of rank {record.rank}; expected that of rank "
+                            f"{match[1]}. Give the file the name with which it was written"
+                        )
                 except HvdkitError as error:
                     raise HvdkitError(f"{path}: {error}") from error
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -135,6 +136,7 @@ def _add_launcher_arguments(verb: argparse.ArgumentParser) -> None:
     )
     mpi_group.add_argument(
         "--mpi-args",
+        type=_quoted,
         default="",
         metavar="ARGS",
         help="further arguments for mpirun, e.g. '--report-bindings'",
@@ -338,6 +340,15 @@ def _count(text: str) -> int | None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number; expected a number, or auto"
         ) from None
+
+
+def _quoted(text: str) -> str:
+    """Return a text that a shell can divide into words."""
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}; correct the quotes") from None
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 from hvdkit.diagnostics import Diagnostic
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
+from hvdkit.flags import flag
 from hvdkit.launch import (
     allocation,
     config_file,
@@ -197,6 +198,9 @@ def _launcher(
         raise UsageError(
             "--debug-rank needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
         )
+    for name in ("mpirun", "mpi_args"):
+        if getattr(options, name) and (in_slurm or not over_mpi):
+            raise UsageError(f"{flag(name)} needs --launcher mpi: add it, or remove {flag(name)}")
     # srun and mpirun start new agents for each start: `restarts` must not make agents stay.
     if slurm_allocation is not None:
         return Slurm(plan, replace(settings, restarts=False), slurm_allocation, options.mpi)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.whole_files import create
 
 _COMMAND = "command"
 # Options for the file itself, or for one start only.
@@ -60,7 +60,7 @@ def parse_with(
 
 def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -100,8 +100,7 @@ def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser
         raise UsageError(f"--write-config {path}: an argument is not UTF-8: {error}") from error
     try:
         # Mode 600, because -x NAME=VALUE may be a secret.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
+        create(path, data, 0o600)
     except FileExistsError:
         raise HvdkitError(
             f"--write-config {path} exists; remove it, or choose another name"
@@ -130,6 +129,8 @@ def _expected(action: argparse.Action | None) -> str:
     """Return the type of an option's value as a text. `action` is None for the command."""
     if action is None or isinstance(action, argparse._AppendAction):
         return "a list of strings"
+    if action.nargs == 2:
+        return "a list of 2 numbers"
     return "true or false" if action.nargs == 0 else "a string or a number"
 
 
@@ -138,6 +139,9 @@ def _fits(value: Any, expected: str) -> bool:
         return isinstance(value, bool)
     if expected == "a string or a number":
         return isinstance(value, str | int | float) and not isinstance(value, bool)
+    if expected == "a list of 2 numbers":
+        pair = isinstance(value, list) and len(value) == 2
+        return pair and all(isinstance(each, int | float) for each in value)
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
@@ -146,6 +150,8 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
     name = max(action.option_strings, key=len)
     if isinstance(value, bool):
         return [name] if value else []
+    if action.nargs == 2:
+        return [name, *map(str, value)]
     values = value if isinstance(value, list) else [value]
     # With =, because a value may begin with a dash.
     return [f"{name}={each}" for each in values]

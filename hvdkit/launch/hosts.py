@@ -72,7 +72,7 @@ def read_hostfile(path: Path) -> list[Host]:
         UsageError: the file cannot be read, or a line is not a host.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()
+        lines = path.read_text(encoding="utf-8-sig", errors="backslashreplace").splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}") from error
     found = []

@@ -18,6 +18,7 @@ import psutil
 import hvdkit
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError
+from hvdkit.faults.records import seconds
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
 
@@ -140,8 +141,8 @@ def parse(text: str) -> Start:
             hosts={str(name): int(count) for name, count in content["hosts"].items()},
             launcher=f"{host} {int(pid)} {float(born):.2f}",
             versions={str(name): str(each) for name, each in content["versions"].items()},
-            began=float(content["began"]),
-            ended=None if ended is None else float(ended),
+            began=seconds(content["began"]),
+            ended=None if ended is None else seconds(ended),
             status=None if status is None else int(status),
             reason=str(content["reason"]),
             failed=bool(content["failed"]),
@@ -150,5 +151,5 @@ def parse(text: str) -> Start:
             # Earlier versions did not write this field.
             verdict=bool(content.get("verdict", False)),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise HvdkitError(f"not the description of a start ({error!r})") from error

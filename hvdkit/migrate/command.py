@@ -63,7 +63,9 @@ def run(options: Namespace) -> int:
     for path, outcome in outcomes.items():
         shown = found.shown[path]
         if options.diff:
-            sys.stdout.writelines(_diff(shown, outcome))
+            # The bytes of the files, which the terminal's encoding may not have.
+            for line in _diff(shown, outcome):
+                sys.stdout.buffer.write(line.encode("utf-8", "surrogateescape"))
             for line in [*_by_hand(shown, outcome), *_notes(outcome)]:
                 print(line, file=out)
         else:

@@ -25,7 +25,7 @@ class Files:
     texts: dict[Path, str] = field(default_factory=dict)
     #: The real path of a file -> the path to show.
     shown: dict[Path, Path] = field(default_factory=dict)
-    #: File -> why it cannot be read.
+    #: File or folder -> why it cannot be read.
     unreadable: dict[Path, str] = field(default_factory=dict)
     #: Files with a byte order mark, which is kept.
     marked: set[Path] = field(default_factory=set)
@@ -41,7 +41,7 @@ def read(paths: Sequence[Path]) -> Files:
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist: give Python files, or folders of them")
-        for each in sorted(_walk(path)) if path.is_dir() else [path]:
+        for each in sorted(_walk(path, found)) if path.is_dir() else [path]:
             real = each.resolve()
             if real not in found.shown:
                 found.shown[real] = each
@@ -49,12 +49,17 @@ def read(paths: Sequence[Path]) -> Files:
     return found
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, found: Files) -> Iterator[Path]:
     """Yield the Python files of a folder, without hidden folders and environments.
 
-    Links are not followed, because they may lead out of the folder.
+    Links are not followed, because they may lead out of the folder. Folders that cannot be read are
+    added to `found`.
     """
-    for root, folders, names in os.walk(folder):
+
+    def note(error: OSError) -> None:
+        found.unreadable[Path(error.filename)] = error.strerror or str(error)
+
+    for root, folders, names in os.walk(folder, onerror=note):
         folders[:] = [
             name
             for name in folders

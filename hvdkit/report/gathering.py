@@ -41,12 +41,14 @@ class _Found:
         starts: folders of starts.
         checkpoints: folders of checkpoints.
         looked_at: the number of names that were looked at.
+        unreadable: folders that could not be read.
     """
 
     metrics: list[Path] = field(default_factory=list)
     starts: list[Path] = field(default_factory=list)
     checkpoints: list[Path] = field(default_factory=list)
     looked_at: int = 0
+    unreadable: list[Path] = field(default_factory=list)
 
 
 def gather(
@@ -97,13 +99,16 @@ def gather(
     if checkpoints is None:
         folder = _only(found.checkpoints, "folders of checkpoints", "--checkpoints", place)
         checkpoints = "" if folder is None else str(folder)
+    hidden = f"Folders that cannot be read: {', '.join(map(str, found.unreadable))}."
     if metrics_file is None and log_folder is None and not checkpoints:
         raise UsageError(
             f"{place} has no records of a training: expected a file of hvdkit.monitor.JSONLLogger, "
             f"a folder of `hvdkit run --output-dir`, or checkpoints. Give the folder of a run, or "
             f"name its records with --metrics, --logs and --checkpoints"
+            + (f". {hidden}" if found.unreadable else "")
         )
-    return _read(place, metrics_file, found.starts, checkpoints)
+    notes = [hidden] if found.unreadable else []
+    return _read(place, metrics_file, found.starts, checkpoints, notes)
 
 
 def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
@@ -114,6 +119,7 @@ def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
     except OSError as error:
         if depth == _DEPTH:
             raise HvdkitError(f"cannot read {folder}: {error.strerror}") from error
+        found.unreadable.append(folder)
         return found
     names = {entry.name for entry in inside}
     if output_folder.START in names or (
@@ -166,9 +172,12 @@ def _only(paths: Iterable[Path], what: str, option: str, place: Path) -> Path | 
 
 
 def _read(
-    place: Path, metrics_file: Path | None, folders: Sequence[Path], checkpoints: str
+    place: Path,
+    metrics_file: Path | None,
+    folders: Sequence[Path],
+    checkpoints: str,
+    notes: list[str],
 ) -> TrainingRun:
-    notes: list[str] = []
     history = History()
     if metrics_file is None:
         notes.append(

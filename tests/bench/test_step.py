@@ -99,6 +99,7 @@ def test_variants_that_compute_other_gradients_are_an_error():
         (["--batch-size", "-1"], "--batch-size is -1"),
         (["--link", "4"], "--link is '4'"),
         (["--bucket-mb", "0"], "--bucket-mb is 0"),
+        (["--bucket-mb", "nan"], "--bucket-mb is nan"),
         (["--before", "/tmp"], "--before: there is no hvdkit in /tmp"),
         (["--variants", "before-gloo-fp32"], "--before is not given"),
         (["--variants", "stock-gloo-fp32"], "--stock is not given"),

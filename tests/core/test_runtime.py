@@ -10,6 +10,7 @@ import pytest
 from hvdkit import record_files
 from hvdkit.core.runtime import (
     Runtime,
+    check_gloo_timeout,
     limit_stalls,
     loading,
     one_rank_over_gloo,
@@ -108,9 +109,17 @@ def test_stalls_end_unless_the_user_says_otherwise(given, expected):
     assert environ == {names[key]: value for key, value in expected.items()}
 
 
-def test_a_stall_time_that_is_no_number_is_refused():
-    with pytest.raises(UsageError, match="'soon': expected a whole number"):
-        limit_stalls({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"})
+@pytest.mark.parametrize("text", ["soon", "", "-5", "1e3", "99999999999"])
+def test_a_time_that_horovod_cannot_use_is_refused(text):
+    with pytest.raises(UsageError, match=f"TIME_SECONDS is '{text}': expected a whole number"):
+        limit_stalls({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": text})
+    with pytest.raises(UsageError, match=f"TIMEOUT_SECONDS is '{text}': expected a whole number"):
+        check_gloo_timeout({"HOROVOD_GLOO_TIMEOUT_SECONDS": text})
+
+
+def test_gloo_does_not_wait_for_0_seconds():
+    with pytest.raises(UsageError, match="is '0': expected a whole number from 1"):
+        check_gloo_timeout({"HOROVOD_GLOO_TIMEOUT_SECONDS": "0"})
 
 
 @pytest.mark.parametrize(

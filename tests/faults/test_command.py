@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import re
 import subprocess
@@ -84,6 +85,15 @@ def test_ranks_with_the_same_error_are_all_named(start):
     content = ERROR | {"status": 1, "signal": None, "suspects": [1, 0]}
     (start / "error.json").write_text(json.dumps(content | {"exception": "ValueError: bad"}))
     assert why(start) == ("Ranks 0, 1 failed with the same error: exit status 1. ValueError: bad")
+
+
+def test_a_copy_without_the_link_to_the_newest_start(tmp_path, start):
+    for folder in (start, tmp_path / "20261123-100000"):
+        folder.mkdir(exist_ok=True)
+        (folder / "start.json").write_text("{}")
+    (start / "error.json").write_text(json.dumps(ERROR))
+    (tmp_path / "latest").unlink()
+    assert why(tmp_path) == "Rank 1 on host1 failed first: SIGKILL. Its last line of output: step 3"
 
 
 def test_a_lost_host_is_named(tmp_path, start):
@@ -173,7 +183,15 @@ def test_a_folder_without_anything(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [("{", "not a record of a rank"), (json.dumps(RECORD | {"version": 9}), "has version 9")],
+    [
+        ("{", "not a record of a rank"),
+        (json.dumps(RECORD | {"version": 9}), "has version 9"),
+        (json.dumps(RECORD | {"rank": 1}), "has the record of rank 1; expected that of rank 0"),
+        (json.dumps(RECORD | {"size": math.inf}), "not a record of a rank"),
+        (json.dumps(RECORD | {"groups": {"0": ["a"]}}), "not a record of a rank"),
+        (json.dumps(RECORD | {"time": math.nan}), "nan s is not a time"),
+        (json.dumps(RECORD | {"offset": 1e300}), "1e[+]300 s is not a time"),
+    ],
 )
 def test_a_file_that_is_not_a_record(start, content, expected):
     path = start / "records" / "rank-0.json"

@@ -538,6 +538,8 @@ def test_a_closed_pipe_ends_the_job():
         (["-H", "a:1", "--hostfile", "b", "true"], "not allowed with"),
         (["-np", "1", "-x", "NOT_SET_ANYWHERE", "true"], "is not set here"),
         (["-np", "1", "--launcher", "pbs", "true"], "invalid choice: 'pbs'"),
+        (["-np", "1", "--launcher", "mpi", "--mpi-args", "'a", "true"], "No closing quotation"),
+        (["-np", "1", "--launcher", "gloo", "--mpi-args=-v", "true"], "needs --launcher mpi"),
     ],
 )
 def test_wrong_arguments_are_status_2(arguments, expected):

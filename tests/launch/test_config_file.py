@@ -28,6 +28,7 @@ ARGUMENTS = st.tuples(
     st.lists(TEXT.map(lambda text: f"-x{text}"), max_size=3),
     st.lists(TEXT.map(lambda text: f"--ssh-arg={text}"), max_size=2),
     st.sampled_from([[], ["--all-output"], ["--start-timeout", "7.5"], ["--mpi-args", "-v --x"]]),
+    st.sampled_from([[], ["--blacklist-cooldown-range", "1", "2.5"]]),
     st.lists(TEXT, max_size=3).map(lambda words: ["--", "true", *words] if words else []),
 ).map(lambda parts: [word for part in parts for word in part])
 
@@ -75,6 +76,7 @@ def test_the_command_line_wins(tmp_path):
         ("x = 'A'", "x is 'A'; expected a list of strings"),
         ("command = 'true'", "command is 'true'; expected a list of strings"),
         ("command = [1]", r"command is \[1\]; expected a list of strings"),
+        ("blacklist-cooldown-range = [1]", r"is \[1\]; expected a list of 2 numbers"),
         ("[run]\nnum-proc = 2", "run is not an option"),
         ("num-proc: 2", "it is not TOML"),
     ],

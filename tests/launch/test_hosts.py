@@ -61,6 +61,12 @@ def test_errors_in_a_hostfile_name_the_line(tmp_path, content, expected):
         read_hostfile(path)
 
 
+def test_a_hostfile_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\r\n", encoding="utf-8-sig")
+    assert read_hostfile(path) == [Host("a", 2)]
+
+
 def test_a_hostfile_that_is_not_text(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(b"a\xff\n")

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 import time
@@ -143,6 +144,14 @@ def test_a_start_that_still_runs(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}'])
 def test_a_foreign_description_of_a_start(text):
     with pytest.raises(HvdkitError, match="not the description of a start"):
+        starts.parse(text)
+
+
+@pytest.mark.parametrize("time", [math.nan, 1e300])
+def test_a_start_at_a_time_that_no_clock_shows(time):
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    text = replace(starts.Start.of(plan), began=time).to_json()
+    with pytest.raises(HvdkitError, match="is not a time"):
         starts.parse(text)
 
 

@@ -247,6 +247,21 @@ def test_an_unreadable_file_is_reported(tmp_path, monkeypatch, capsys):
     assert f"{path}: Permission denied" in capsys.readouterr().out
 
 
+def test_an_unreadable_folder_is_reported(script, monkeypatch, capsys):
+    folder = script.parent / "model"
+    folder.mkdir()
+    real = os.scandir
+
+    def fail(path):
+        if os.fspath(path) == str(folder):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    assert run(script.parent) == 1
+    assert f"{folder}: Permission denied" in capsys.readouterr().out
+
+
 def test_a_form_feed_does_not_end_a_line_of_the_diff(script, capsys):
     script.write_text("import horovod.torch as hvd\n\fhvd.init()\n")
     assert run("--diff", script) == 0

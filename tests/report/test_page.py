@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import socket
@@ -217,6 +218,21 @@ def test_folders_of_an_older_hvdkit_without_a_description(tmp_path):
     assert page.rows["start 1"][2] == "3"
     (folder / "start.json").write_text("{")
     assert "start.json cannot be read: not the description of a start" in page_of(tmp_path).text
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    write_start(tmp_path, BEGAN)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    real = os.scandir
+
+    def fail(path):
+        if os.fspath(path) == str(hidden.resolve()):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    assert f"Folders that cannot be read: {hidden.resolve()}." in page_of(tmp_path).text
 
 
 def test_a_job_that_still_runs(tmp_path):

@@ -157,7 +157,7 @@ def _check(options: argparse.Namespace) -> None:
             "--part is backward with --framework keras: expected step, because `fit` makes whole "
             "steps"
         )
-    if options.bucket_mb is not None and options.bucket_mb <= 0:
+    if options.bucket_mb is not None and not 0 < options.bucket_mb < math.inf:
         raise UsageError(f"--bucket-mb is {options.bucket_mb:g}: expected more than 0")
     if options.before is not None and not (options.before / "hvdkit/__init__.py").is_file():
         raise UsageError(f"--before: there is no hvdkit in {options.before}")

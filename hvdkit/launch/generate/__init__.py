@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.generate import kubernetes, slurm_script
+from hvdkit.whole_files import create
 
 HELP = "write a job file for a batch system or a cluster"
 EXAMPLE = """\
@@ -55,14 +57,16 @@ def add_actions(add: AddAction) -> None:
 def _write(options: argparse.Namespace) -> int:
     if options.command[:1] == ["--"]:
         options.command = options.command[1:]
-    text = options.kind.text(options)
+    try:
+        data = options.kind.text(options).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"an argument is not UTF-8: {error}. Rename the file") from error
     if options.output is None:
-        print(text, end="")
+        sys.stdout.buffer.write(data)
         return 0
     try:
         # Never overwrite a file that the user may have edited.
-        with options.output.open("x", encoding="utf-8") as file:
-            file.write(text)
+        create(options.output, data)
     except FileExistsError:
         raise HvdkitError(
             f"-o {options.output} exists; remove it, or choose another name"

@@ -278,6 +278,8 @@ def test_the_job_has_the_name_of_its_script(generate, script, name):
         (["--toleration", "=true"], "--toleration is '=true'"),
         (["--key-secret", "mine"], "choose --kind job or jobset"),
         (["--memory", "much"], "--memory is 'much'"),
+        (["--memory", "0.0Gi"], "--memory is '0.0Gi'"),
+        (["--image", ""], "--image is ''; expected e.g. registry/me/train:1"),
         (["--name", "Big_Job"], "--name is 'Big_Job'"),
         (["--name", "x" * 60], "expected at most 63"),
         (["--gpus-per-worker", "-1"], "--gpus-per-worker is -1"),

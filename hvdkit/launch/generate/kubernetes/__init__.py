@@ -46,7 +46,7 @@ _KINDS: Mapping[str, _Kind] = {
     "jobset": jobset,
 }
 
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTP]|[KMGTP]i)?")
+_QUANTITY = re.compile(r"(?=.*[1-9])\d+(\.\d+)?(m|[kMGTP]|[KMGTP]i)?")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 # Pods' names are host names and values of labels, which have at most 63 characters.
 _NAME_LENGTH = 63
@@ -158,6 +158,8 @@ def _check(options: argparse.Namespace) -> None:
     check_command(options, "kubernetes --image IMAGE --workers 2")
     least = {"workers": 1, "gpus_per_worker": 1, "ranks_per_worker": 1, "retries": 0, "restarts": 0}
     check_numbers(options, least)
+    if not re.fullmatch(r"\S+", options.image):
+        raise UsageError(f"--image is {options.image!r}; expected e.g. registry/me/train:1")
     for option in ("cpus", "memory", "shared_memory"):
         amount = getattr(options, option)
         if not _QUANTITY.fullmatch(amount):
