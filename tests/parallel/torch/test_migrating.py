@@ -299,7 +299,7 @@ def test_ranks_use_different_parts_of_the_model(hvd, find_unused_parameters):
     [
         ('compression="fp16"', 2e-3),
         ('compression="int8"', 1e-2),
-        ("bucket_bytes=25_000_000", 1e-12),
+        ("bucket_bytes=26_214_400", 1e-12),
     ],
 )
 def test_options(hvd, option, tolerance):
