@@ -15,11 +15,13 @@ SAVED = "saved"
 #: A rank touches this file when its host has the newest commit of an elastic job.
 COMMITTED = "committed"
 #: The rank has called `hvd.init()` for the start with this number, and may wait for other ranks.
-#: Only of ranks over MPI, each of which has a folder of its own. This file and the next one are
+#: Only of ranks over MPI, each of which has a folder of its own. This file and the next two are
 #: empty, so they fit on a full disk.
 ENTERED = "init-{}-entered"
 #: The engines of all ranks are connected.
 CONNECTED = "init-{}-connected"
+#: The rank has called `hvd.shutdown()`, or its script has ended. Over MPI, it may wait forever.
+LEAVING = "init-{}-leaving"
 #: The job of the folder, if each rank of a host has a folder of its own. The file is empty, too.
 JOB = "job-{}"
 #: The note of a rank that has called `hvd.shutdown()`.

@@ -58,10 +58,10 @@ class Recorder:
     def note_init(
         self, state: str, start: int = 1, environ: Mapping[str, str] = os.environ
     ) -> None:
-        """Note how far `hvd.init()` is, for the launcher. Over MPI, `hvd.init()` may wait forever.
+        """Note how far Horovod is, for the launcher. Over MPI, each step may wait forever.
 
         Args:
-            state: `ENTERED` or `CONNECTED` of `hvdkit.record_files`.
+            state: `ENTERED`, `CONNECTED` or `LEAVING` of `hvdkit.record_files`.
             start: the number of the start of Horovod in this process.
             environ: the environment.
         """

@@ -284,6 +284,8 @@ class Runtime:
         if whole_world:
             self._starts += 1
             self.recorder.note_init(record_files.CONNECTED, self._starts)
+        # This runs before the shutdown that Horovod has registered.
+        atexit.register(self._note_leaving)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(
@@ -306,7 +308,12 @@ class Runtime:
         with contextlib.suppress(ValueError):  # Horovod has not been initialized
             self.departure.write(self._horovod.rank())
         self.recorder.unwatch()
+        self._note_leaving()
         self._horovod.shutdown()
+
+    def _note_leaving(self) -> None:
+        """Note for the launcher that this rank shuts Horovod down."""
+        self.recorder.note_init(record_files.LEAVING, self._starts)
 
     def _prepare_forks(self) -> None:
         """Let processes that are forked from this one end without the engine's clean-up.
@@ -322,6 +329,7 @@ class Runtime:
         def after_fork() -> None:
             self._refuse_collectives()
             atexit.unregister(self._horovod._basics.shutdown)
+            atexit.unregister(self._note_leaving)
             with contextlib.suppress(AttributeError):  # a C library without `on_exit`
                 # `exit` then calls `_exit` with its status, before the destructors.
                 libc.on_exit(libc._exit, None)

@@ -49,7 +49,7 @@ def why(folder: Path, count: int = 20) -> str:
         start = max((path.parent for path in folder.glob(f"*/{_START}")), default=folder)
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
-    failure = _failure(start / _ERROR) or _reason(start / _START, with_verdict=not found)
+    failure = _failure(start / _ERROR) or _reason(start / _START, has_records=bool(found))
     if not found and failure is None:
         raise UsageError(
             f"{folder} has neither records nor the failure of a rank: expected a folder of "
@@ -209,22 +209,29 @@ def _failure(path: Path) -> str | None:
         ) from error
 
 
-def _reason(path: Path, with_verdict: bool) -> str | None:
+def _reason(path: Path, has_records: bool) -> str | None:
     """Return a line about the end of a job in which no rank failed first, such as a lost host.
 
     Args:
         path: the description of the start.
-        with_verdict: whether to return a verdict on a stall, too. It is derived from the records
-            again if there are any.
+        has_records: whether there are records. Then the line contains no verdict on a stall, which
+            is derived from the records again. If the job succeeded, the line says so. If there are
+            no records and the job has no end, the line says this.
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         reason = str(content["reason"]) if content["failed"] else ""
-        # Earlier versions did not write this field.
+        # Earlier versions did not write all of these fields.
+        succeeded = content.get("status") == 0
+        unfinished = content.get("ended", 0.0) is None
         is_verdict = bool(content.get("verdict", False))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if not reason or (is_verdict and not with_verdict) else f"The job failed: {reason}"
+    if unfinished and not has_records:
+        return "The job has not ended, or `hvdkit run` was killed. No rank has reported a problem."
+    if succeeded and has_records:
+        return "The job succeeded. The ranks wrote these records earlier:"
+    return None if not reason or (is_verdict and has_records) else f"The job failed: {reason}"
 
 
 def _hosts(path: Path) -> list[str]:

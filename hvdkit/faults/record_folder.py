@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdkit.owned_folders import OwnedFolder
-from hvdkit.record_files import COMMITTED, CONNECTED, ENTERED, JOB, NOTE, RECORD, REQUEST, SAVED
+from hvdkit.record_files import (
+    COMMITTED,
+    CONNECTED,
+    ENTERED,
+    JOB,
+    LEAVING,
+    NOTE,
+    RECORD,
+    REQUEST,
+    SAVED,
+)
 from hvdkit.whole_files import replacing
 
 #: The beginning of the folder's name.
@@ -80,18 +90,21 @@ class RecordFolder:
         self._seen[name] = stamp
         return before != stamp
 
-    def init_state(self) -> tuple[int, bool]:
-        """Return how far `hvd.init()` is in the only rank that uses this folder.
+    def init_state(self) -> tuple[int, bool, bool]:
+        """Return how far Horovod is in the only rank that uses this folder.
 
-        Returns the number of its last start of Horovod (0 if it has not called `hvd.init()`), and
-        whether this start has connected the rank.
+        Returns the number of its last start of Horovod (0 if it has not called `hvd.init()`),
+        whether this start has connected the rank, and whether the rank shuts Horovod down.
         """
         start = 0
         if self._folder is None:
-            return start, False
+            return start, False, False
         while (self._folder.path / ENTERED.format(start + 1)).exists():
             start += 1
-        return start, (self._folder.path / CONNECTED.format(start)).exists()
+        connected, leaving = (
+            (self._folder.path / name.format(start)).exists() for name in (CONNECTED, LEAVING)
+        )
+        return start, connected, leaving
 
     def changed_notes(self) -> Iterator[tuple[int, str]]:
         """Yield the notes of shutdowns that were written since the last call: rank, content.

@@ -14,7 +14,7 @@ from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import is_internal
 from hvdkit.faults.missing_ranks import SHOWN, Chain, below_line, first_line
-from hvdkit.faults.process_states import ENDED, STOPPED
+from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record, with_all_groups
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
@@ -29,6 +29,11 @@ _BY_LINE = re.compile(r"(\w+)\.line \d+ of ")
 _SAME_NAME = (
     "Outside of a tf.function, ranks match calls without a name by their line of code. If these "
     "calls belong together, give all of them the same name."
+)
+
+_SHUTDOWN_WAITS = (
+    "hvd.shutdown() waits for all ranks, and over MPI also for mpirun and its daemons: check "
+    "whether one of these processes is stopped."
 )
 
 
@@ -47,7 +52,8 @@ class Verdict:
         deadlock: whether no rank can continue, because each waits for another one.
         expired: whether the collective has waited for longer than its limit.
         stopped: whether the process of a missing rank is stopped.
-        last_ranks: whether some ranks have ended, and no other rank waits for a collective.
+        last_ranks: whether some ranks have ended or shut Horovod down, and no rank waits for a
+            collective.
     """
 
     text: str
@@ -100,7 +106,7 @@ def judge(
 
     Args:
         records: the records, by rank. A rank may have none.
-        states: rank -> `STOPPED` or `ENDED`. Other ranks have no entry.
+        states: rank -> `STOPPED`, `ENDED` or `LEAVING`. Other ranks have no entry.
         size: the number of ranks of the job.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
@@ -120,7 +126,7 @@ def judge(
         waits = of_late
     if not waits:
         text = _without_wait(records, states, size, silent)
-        return Verdict(text, last_ranks=ENDED in states.values())
+        return Verdict(text, last_ranks=not {ENDED, LEAVING}.isdisjoint(states.values()))
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     # A call that all ranks have made ends, and its ranks continue. In a deadlock, there is none.
@@ -218,6 +224,12 @@ def _without_wait(
         have = "have" if len(ended) > 1 else "has"
         text = f"{name_ranks(ended)} {have} ended. No other rank waits for a collective."
     lines = [text, *silent]
+    if leaving := sorted(rank for rank, state in states.items() if state == LEAVING):
+        have = "have" if len(leaving) > 1 else "has"
+        lines.append(
+            f"{name_ranks(leaving)} {have} called hvd.shutdown() or reached the end of the script, "
+            f"but {have} not ended. {_SHUTDOWN_WAITS}"
+        )
     lines += [
         f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
     ]

@@ -94,7 +94,7 @@ class Agent:
             self._unsent += messages.encode("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE, job)
         self._keep_rank_variables = keep_rank_variables
-        self._init_state = (0, False)
+        self._init_state = (0, False, False)
         self._records_at = 0.0
         self._commits: CommitFolders | None = None
         self._task: Message = {}
@@ -391,9 +391,9 @@ class Agent:
             state = self._ranks.records.init_state()
             if state != self._init_state:
                 self._init_state = state
-                start, connected = state
+                start, connected, leaving = state
                 rank = self._ranks.all[0].rank
-                self._send("init", rank=rank, start=start, connected=connected)
+                self._send("init", rank=rank, start=start, connected=connected, leaving=leaving)
 
     def _report_ends(self) -> None:
         for rank in self._ranks.all:

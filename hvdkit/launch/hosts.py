@@ -84,6 +84,8 @@ def read_hostfile(path: Path) -> list[Host]:
             if len(settings) != len(words) - 1 or not settings.keys() <= {"slots", "max_slots"}:
                 raise UsageError(f"{where}: {line.strip()!r} is not `HOST slots=N` or `HOST:N`")
             slots = settings.get("slots")
+            if slots is not None and not (slots.isascii() and slots.isdigit()):
+                raise UsageError(f"{where}: slots={slots}: expected a number")
             found.append(_parse(words[0] if slots is None else f"{words[0]}:{slots}", where))
     return _checked(found, str(path), "one host per line, such as: host0 slots=2")
 

@@ -199,6 +199,7 @@ class Job:
                 self._on_shutdown(connection, message)
             case "init":
                 self._start.note(message["rank"], message["start"], message["connected"])
+                self._stalls.set_leaving(message["rank"], message["leaving"])
             case "saved":
                 self._saved = True
             case "committed":

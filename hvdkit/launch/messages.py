@@ -33,9 +33,10 @@ From the agent:
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again
-    init       {rank, start, connected}      how far `hvd.init()` is in a rank that mpirun or srun
-                                             has started: the number of its last start of Horovod,
-                                             and whether it is connected
+    init       {rank, start, connected, leaving}
+                                             how far Horovod is in a rank that mpirun or srun has
+                                             started: the number of its last start of Horovod, and
+                                             whether it is connected, and shuts down
     saved      {}                            a new checkpoint or a new commit was saved
     committed  {}                            the host has the newest commit of an elastic job
     kept       {folders}                     the folders for commits

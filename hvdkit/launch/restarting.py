@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvdkit.errors import RESUMABLE, HvdkitError
+from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, name_slots, total_slots
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import Plan
@@ -39,7 +39,7 @@ class Supervisor:
     Attributes:
         start: starts the ranks of a plan, and returns the outcome of the job.
         make_plan: returns the plan of a job of the given size on the given hosts.
-        hosts: returns the hosts of the next start.
+        hosts: returns the hosts of the next start. If it raises UsageError, they stay the same.
         answering: returns those of the given hosts that can be reached, and prints why the other
             hosts cannot.
         size: the number of ranks.
@@ -102,7 +102,11 @@ class Supervisor:
     def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:
         if (name := outcome.failing_host(plan)) is not None:
             self._failures[name] += 1
-        hosts = self.hosts()
+        try:
+            hosts = self.hosts()
+        except UsageError as error:  # someone may be writing the file at this moment
+            self.say(f"the hosts stay the same: {error}")
+            hosts = plan.hosts
         if self.min_size < self.size:
             hosts = self._without_lost(hosts, outcome.lost)
             hosts = self.answering(self._without_failing(hosts))

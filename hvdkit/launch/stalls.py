@@ -18,7 +18,7 @@ from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.outdated import without_outdated
-from hvdkit.faults.process_states import ENDED, STOPPED
+from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import Verdict, judge, overdue
 from hvdkit.record_files import RECORD
@@ -48,8 +48,8 @@ class Stalls:
         size: the number of ranks.
         output: the output folder of this start; None for none.
         ask: asks all ranks for records.
-        patience: the seconds for which the last ranks may run after another rank has ended, until
-            the launcher says what they do; 0 for any time.
+        patience: the seconds for which the last ranks may run after another rank has ended or has
+            shut Horovod down, until the launcher says what they do; 0 for any time.
         hosts: as for `judge`.
     """
 
@@ -84,9 +84,11 @@ class Stalls:
         self._expires_at = float("inf")
         self._patience = patience
         self._hosts = hosts
-        # The number of ranks that have ended, the time to ask what the others do, and whether the
-        # launcher has asked for this reason.
-        self._ended = 0
+        # The ranks that shut Horovod down.
+        self._leaving: set[int] = set()
+        # The ranks that have ended or shut Horovod down, the time to ask what the running ranks do,
+        # and whether the launcher has asked for this reason.
+        self._last_seen: set[int] = set()
         self._last_ranks_at = float("inf")
         self._for_last_ranks = False
 
@@ -123,6 +125,10 @@ class Stalls:
                 self._states[rank] = state
             else:
                 self._states.pop(rank, None)
+
+    def set_leaving(self, rank: int, leaving: bool) -> None:
+        """Set whether a rank shuts Horovod down."""
+        (self._leaving.add if leaving else self._leaving.discard)(rank)
 
     @property
     def stopped(self) -> set[int]:
@@ -176,9 +182,10 @@ class Stalls:
         """
         if failed:
             self._last_ranks_at = float("inf")
-        elif len(ended) != self._ended:
-            self._ended = len(ended)
-            self._last_ranks_at = now + (self._patience or float("inf"))
+        elif (last_seen := {*ended, *self._leaving}) != self._last_seen:
+            self._last_seen = last_seen
+            patience = self._patience if last_seen else 0.0
+            self._last_ranks_at = now + (patience or float("inf"))
         times = self._confirm_at, self._next_stall_at, self._expires_at, self._last_ranks_at
         if now > min(times):
             self._for_last_ranks |= now > self._last_ranks_at
@@ -207,7 +214,8 @@ class Stalls:
         self._for_last_ranks = False
         # An older record of a silent rank does not say what the rank does now.
         current = {rank: record for rank, record in self._records.items() if rank not in silent}
-        states = self._states | dict.fromkeys(ended, ENDED)
+        leaving = dict.fromkeys(self._leaving, LEAVING)
+        states = leaving | self._states | dict.fromkeys(ended, ENDED)
         silent_sentences = silent_hosts()
         verdict = judge(current, states, self._size, silent_sentences, late, self._hosts)
         all_entered = verdict.call is not None and not verdict.missing

@@ -1,5 +1,6 @@
 """`hvdkit run --launcher mpi` on several hosts, with each installed MPI."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.engine.toolchain import which
-from tests.cluster.launches import BOTH, python, wait_for
+from tests.cluster.launches import BOTH, describe, python, wait_for
 from tests.cluster.test_engine_hosts import INT8, INT8_BYTES, SCATTER, SUMS, check_sent
 from tests.cluster.test_run import ORDERLY, REDUCE
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
@@ -136,6 +137,26 @@ def test_a_rank_that_is_late_in_init(launches, code, text):
     )
     assert done.returncode == 1
     assert text in done.stderr
+
+
+@pytest.mark.long
+def test_an_mpirun_that_is_stopped_while_the_ranks_end(launches, start, monkeypatch):
+    skip_where_unsupported(Configuration("torch", "mpi", 2))
+    monkeypatch.setenv("HVDKIT_STALL_TIMEOUT", "3")
+    code = "import hvdkit.torch as hvd; hvd.init(); print('up', flush=True); time.sleep(3)"
+    job = start(*MPI, *python(code))
+    wait_for(job, "[0] up", "[1] up")
+    # `mpirun` of Open MPI 5 executes `prterun`.
+    names = ("mpirun", "prterun")
+    found = [p for p in launches.processes() if str(*describe(p)[:1]).endswith(names)]
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    text = "Ranks 0, 1 have called hvd.shutdown() or reached the end of the script, but have not"
+    assert any(text in line for line in iter(job.stderr.readline, ""))
+    for pid in found:
+        os.kill(pid, signal.SIGCONT)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
 
 
 def test_arguments_that_mpirun_does_not_know(launches, mpi):

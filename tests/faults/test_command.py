@@ -104,6 +104,23 @@ def test_a_lost_host_is_named(tmp_path, start):
     assert why(tmp_path).startswith("Rank 1 on host1 failed first: SIGKILL.")
 
 
+def test_the_records_of_a_job_that_succeeded(start):
+    content = {"failed": False, "reason": "", "status": 0}
+    (start / "start.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError):
+        why(start)
+    (start / "records" / "rank-0.json").write_text(json.dumps(RECORD | {"error": ""}))
+    assert why(start).startswith("The job succeeded. The ranks wrote these records earlier")
+
+
+def test_a_launcher_that_was_killed(start):
+    content = {"failed": False, "reason": "", "status": None, "ended": None}
+    (start / "start.json").write_text(json.dumps(content))
+    assert why(start).startswith("The job has not ended, or `hvdkit run` was killed.")
+    (start / "error.json").write_text(json.dumps(ERROR))
+    assert why(start).startswith("Rank 1 on host1 failed first")
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -53,12 +53,14 @@ def test_a_full_disk_does_not_hide_how_far_init_is(parent):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        assert folder.init_state() == (0, False)
+        assert folder.init_state() == (0, False, False)
         for call in (1, 2):
             rank.note_init(record_files.ENTERED, call, environ)
-            assert folder.init_state() == (call, False)
+            assert folder.init_state() == (call, False, False)
             rank.note_init(record_files.CONNECTED, call, environ)
-            assert folder.init_state() == (call, True)
+            assert folder.init_state() == (call, True, False)
+            rank.note_init(record_files.LEAVING, call, environ)
+            assert folder.init_state() == (call, True, True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         folder.remove()

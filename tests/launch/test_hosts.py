@@ -49,7 +49,7 @@ def test_a_hostfile_of_horovod_or_open_mpi(tmp_path):
     ("content", "expected"),
     [
         ("a\nb cores=4\n", "line 2: 'b cores=4' is not `HOST slots=N`"),
-        ("a slots=two\n", "line 1: 'a:two' is not a host"),
+        ("a slots=two\n", "line 1: slots=two: expected a number"),
         ("a 4\n", "line 1: 'a 4' is not"),
         ("# none\n", "no hosts in it; expected one host per line, such as: host0 slots=2"),
     ],

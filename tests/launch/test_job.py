@@ -78,7 +78,8 @@ def outcome(monkeypatch):
 
 
 def init(rank, connected=False, start=1):
-    return rank, {"kind": "init", "rank": rank, "start": start, "connected": connected}
+    state = {"start": start, "connected": connected, "leaving": False}
+    return rank, {"kind": "init", "rank": rank, **state}
 
 
 def ended(rank, status=0):

@@ -11,7 +11,7 @@ import pytest
 
 from hvdkit.errors import RESUMABLE, HvdkitError
 from hvdkit.launch.failures import Failure
-from hvdkit.launch.hosts import Host
+from hvdkit.launch.hosts import Host, read_hostfile
 from hvdkit.launch.job import Outcome
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.restarting import Supervisor
@@ -47,7 +47,7 @@ def supervise(outcomes, restarts=2, hosts=HOSTS, min_size=4, lost=(), **options)
     supervisor = Supervisor(
         start,
         plan_for,
-        lambda: hosts,
+        hosts if callable(hosts) else lambda: hosts,
         lambda given: [host for host in given if host.name not in lost],
         size=4,
         min_size=min_size,
@@ -125,6 +125,15 @@ def test_failures_count_for_the_host_that_the_rank_had_in_that_start():
     failure = failed(0)
     _, plans, *_ = supervise([FAILED, failure, failure, Outcome(0)], 3, hosts, min_size=2)
     assert plans == [["host0:2", "host1:2"], *[["host1:2", "host0:2"]] * 2, ["host0:2"]]
+
+
+def test_a_hostfile_that_is_being_written_does_not_end_the_job(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("host0 slots=")
+    outcome, plans, texts, _ = supervise([FAILED, Outcome(0)], hosts=lambda: read_hostfile(file))
+    assert outcome.status == 0
+    assert plans == [["host0:2", "host1:2"]] * 2
+    assert texts[1] == f"the hosts stay the same: {file}, line 1: slots=: expected a number"
 
 
 def test_too_few_hosts_use_up_the_restarts():

@@ -289,6 +289,36 @@ def test_ranks_that_run_long_after_another_rank_has_ended():
     assert asked == [1]
 
 
+def test_ranks_that_do_not_end_after_the_script(tmp_path):
+    """Over MPI, the engine's shutdown waits forever if mpirun is stopped."""
+    asked = []
+    job = Stalls(2, tmp_path, lambda: asked.append(1), patience=60.0)
+    # A rank that shuts Horovod down, and starts it again.
+    job.set_leaving(1, True)
+    job.check(1.0, ())
+    job.set_leaving(1, False)
+    assert [job.check(now, ()) for now in (2.0, 99.0)] == [None, None]
+    assert not asked
+    for rank in range(2):
+        job.set_leaving(rank, True)
+    assert job.check(100.0, ()) is None
+    job.set_states({1: "stopped"})
+    assert job.check(161.0, ()) is None
+    assert asked == [1]
+    job.add(json.dumps(json.loads(record(0, "x")) | {"open": [], "stacks": LEAVES}), 162.0)
+    verdict = job.check(167.0, ())
+    lines = verdict.text.splitlines()
+    assert lines[1].startswith(
+        "Rank 0 has called hvd.shutdown() or reached the end of the script, but has not ended."
+    )
+    assert lines[2:] == [
+        "Rank 1 is stopped.",
+        "Rank 0 on h is at /home/me/train.py:9 in upload.",
+    ]
+    assert verdict.outlook == "The job ends when all ranks have ended."
+    assert verdict.text in why(tmp_path)
+
+
 def test_a_collective_that_waits_until_its_limit_while_others_end():
     job, _ = stalls()
 
