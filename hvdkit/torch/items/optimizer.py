@@ -173,16 +173,15 @@ class OptimizerItem:
             )
 
         self._left = {
-            index
-            for index, parameter in enumerate(self._parameters())
-            if index in tree["state"] and is_left(parameter)
+            index for index, parameter in enumerate(self._parameters()) if is_left(parameter)
         }
-        for index in self._left:
+        saved = self._left & tree["state"].keys()
+        for index in saved:
             prepared["state"][index] = mapped(
                 tree["state"][index],
                 lambda leaf, _: Discarded(leaf) if isinstance(leaf, TensorSpec) else leaf,
             )
-        count = len(self._left)
+        count = len(saved)
         if not count:
             return prepared, []
         of_them = "a parameter that is" if count == 1 else f"{count} parameters that are"
