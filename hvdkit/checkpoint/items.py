@@ -16,6 +16,7 @@ class Variables:
     Args:
         variables: returns name -> variable. The saved variables and these must have the same
             order, and the same names except for Keras's numbers of layers (`dense_1`), see `plain`.
+            If both have the same names, the numbers must have the same order, too.
         subject: the name of the variables in errors.
         tensor: returns a `Tensor` for a variable.
     """
@@ -45,8 +46,8 @@ class Variables:
             UsageError: the variables differ from those that were saved.
         """
         own = self.save()
-        saved_lines = [_line(name, spec) for name, spec in tree.items()]
-        own_lines = [_line(name, tensor.spec) for name, tensor in own.items()]
+        specs = {name: tensor.spec for name, tensor in own.items()}
+        saved_lines, own_lines = _lines(tree, specs), _lines(specs, tree)
         if saved_lines != own_lines:
             raise _difference(saved_lines, own_lines, self._subject)
         return dict(zip(tree, own.values(), strict=True))
@@ -55,7 +56,8 @@ class Variables:
         """Return destinations for the variables with the same name, shape and dtype.
 
         Keras numbers the layers of one class (`dense`, `dense_1`). They are matched in order if the
-        checkpoint and the model have equally many of them, and otherwise by their full names.
+        checkpoint and the model have equally many of them, with other names. Otherwise they are
+        matched by their full names.
         """
         tensors = self.save()
         own = _by_line({name: tensor.spec for name, tensor in tensors.items()})
@@ -65,8 +67,9 @@ class Variables:
         for line in {**saved, **own}:
             there, here = saved.get(line, []), own.get(line, [])
             pairs = list(zip(there, here, strict=False))
-            if len(there) != len(here):
-                # The order does not show which layer was added or removed.
+            if len(there) != len(here) or set(there) == set(here):
+                # The order does not show which layer was added or removed. If the names are equal,
+                # the script may have chosen them.
                 pairs = [(name, name) for name in there if name in here]
             prepared |= {a: tensors[b] for a, b in pairs}
             both = {name for pair in pairs for name in pair}
@@ -99,8 +102,26 @@ def _by_line(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
     return found
 
 
+def _lines(specs: Mapping[str, TensorSpec], others: Mapping[str, TensorSpec]) -> list[str]:
+    """Return a text for each variable of `specs`, to compare with those of `others`.
+
+    The text has the full name if all variables of the same line have the same names in both.
+    """
+    here, there = _by_line(specs), _by_line(others)
+    lines = []
+    for name, spec in specs.items():
+        line = _line(name, spec)
+        alike = set(here[line]) == set(there.get(line, ()))
+        lines.append(f"{name} {_text(spec)}" if alike else line)
+    return lines
+
+
 def _line(name: str, spec: TensorSpec) -> str:
-    return f"{plain(name)} {spec.dtype}{list(spec.shape)}"
+    return f"{plain(name)} {_text(spec)}"
+
+
+def _text(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"
 
 
 def _difference(saved: Sequence[str], own: Sequence[str], subject: str) -> UsageError:

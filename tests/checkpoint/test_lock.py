@@ -3,6 +3,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,15 @@ def test_a_second_writer_on_this_host(tmp_path, holder):
     save(tmp_path, 1)
     assert time.monotonic() - began < lock.LEASE_TIMEOUT_SECONDS
     assert not (tmp_path / ".writing-of-the-holder").exists()
+
+
+def test_a_copy_of_the_folder_of_a_live_writer(tmp_path, holder, impatient):
+    """The copy has the lease of the writer, without its heartbeats."""
+    holder(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    save(tmp_path / "copy", 1)
+    with pytest.raises(WriterConflict, match="is writing"):
+        Store(tmp_path / "run").open_for_writing()
 
 
 def test_a_killed_writer_whose_child_lives_on(tmp_path, holder):

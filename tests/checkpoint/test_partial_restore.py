@@ -157,3 +157,14 @@ def test_layers_of_one_class_are_matched_in_order():
     assert isinstance(prepared["dense_1/kernel"], Discarded)
     assert prepared["dense_2/kernel"].array is arrays["dense_2/kernel"]
     assert lines == ["dense_1/kernel (dense/kernel F32[2]) is only in the checkpoint"]
+
+
+def test_layers_of_equal_names_are_not_matched_in_order():
+    """The user named the layers, and has exchanged them since."""
+    saved = {f"head_{n}/kernel": ArrayTensor(filled(n, 2)).spec for n in (1, 2)}
+    part, arrays = variables(**{f"head_{n}/kernel": filled(0, 2) for n in (2, 1)})
+    with pytest.raises(UsageError, match=r"head_1/kernel F32\[2\] -> head_2/kernel F32\[2\]"):
+        part.plan_restore(saved)
+    prepared, lines = part.plan_partial_restore(saved)
+    assert all(prepared[name].array is array for name, array in arrays.items())
+    assert lines == []

@@ -276,6 +276,42 @@ def test_another_scheduler(hvd, tmp_path):
         checkpointer(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3)) as restoring,
     ):
         restoring.restore()
+    # The state of a StepLR has all entries of an ExponentialLR.
+    with (
+        pytest.raises(UsageError, match="the saved state of a StepLR has step_size instead"),
+        checkpointer(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5)) as restoring,
+    ):
+        restoring.restore()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_optimizer_with_its_parameters_in_another_order(hvd, tmp_path, grouped):
+    """The state is saved by index, so a parameter would get the state of another one."""
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    def trained(names, order):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+        groups = [{"params": list(model[name].parameters())} for name in order]
+        optimizer = torch.optim.Adam(groups if grouped else model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.rand(parameter.shape)
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained("ab", "ab")
+    with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
+        saving.save(1)
+    other, optimizer = trained("ab", "ba") if grouped else trained("ba", "ba")
+    before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    with hvd.Checkpointer(tmp_path, model=other, optimizer=optimizer) as restoring:
+        with pytest.raises(UsageError, match=r"0 is model.b.weight here and model.a.weight in the"):
+            restoring.restore()
+        restoring.restore(strict=False)
+    assert torch.equal(other["a"].weight, model["a"].weight)
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
 
 
 @pytest.mark.parametrize("leave", ["after all", "after 2", "islice"])
@@ -790,15 +826,19 @@ def with_copies(name):
     return Copying({name: torch.nn.Linear(2, 1)})
 
 
-def test_a_model_that_is_not_in_the_checkpoint_keeps_its_optimizer_state(hvd, tmp_path):
+@pytest.mark.parametrize("trained", ["before", "here"])
+def test_a_model_that_is_not_in_the_checkpoint_keeps_its_optimizer_state(hvd, tmp_path, trained):
     model, optimizer = trained_linear()
+    if trained == "here":
+        optimizer.state.clear()
     with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
         saving.save(1)
     model, optimizer = trained_linear()
-    optimizer.state.clear()
+    if trained == "before":
+        optimizer.state.clear()
     with hvd.Checkpointer(tmp_path, model={"net": model}, optimizer=optimizer) as restoring:
         restoring.restore(strict=False)
-    assert not optimizer.state
+    assert len(optimizer.state) == (2 if trained == "here" else 0)
 
 
 @pytest.mark.parametrize("name", ["old", "new"])

@@ -139,6 +139,7 @@ class FolderLock:
                 Lease.parse(content),
                 lambda: _read_lease(self._folder),
                 LEASE_TIMEOUT_SECONDS,
+                locked=locked is True,
             )
         # The holder of the lock may be a dead process that the system, or a file server, has not
         # cleaned up; or a live one that is taking the folder over now.

@@ -107,6 +107,11 @@ class ModelItem:
         }
         return self._destinations(tree, own), lines
 
+    def names(self) -> dict[int, str]:
+        """Return the name of each parameter, by `id`, without prefixes of `torch.compile`."""
+        plain = compiled.without_prefixes(self._model)
+        return {id(each): plain(name) for name, each in self._model.named_parameters()}
+
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether `parameter` is one of the model's."""
         return any(parameter is own for own in self._model.parameters())

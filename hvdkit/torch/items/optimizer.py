@@ -39,13 +39,14 @@ class OptimizerItem:
         self._left: set[int] = set()
 
     def save(self) -> Tree:
-        """Return the `state_dict`, the class and the shapes of the parameters."""
+        """Return the `state_dict`, the class, and the shapes and names of the parameters."""
         state = self._optimizer.state_dict()
         return {
             "state": with_tensors(state["state"], f"{self._subject}['state']"),
             "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
             "optimizer": type(self._optimizer).__name__,
             "shapes": self._shapes(),
+            "names": self._names(),
             # For a model on a GPU, some optimizers have step counters on the host.
             "on_host": [
                 list(path)
@@ -55,15 +56,28 @@ class OptimizerItem:
         }
 
     def signature(self) -> list[str]:
-        """Return the class, and the index and shape of each parameter."""
-        return [type(self._optimizer).__name__] + [
-            f"parameter {i} of group {g} {shape}"
-            for g, group in enumerate(self._shapes())
-            for i, shape in enumerate(group)
+        """Return the class, the index and shape of each parameter, and the names."""
+        return [
+            type(self._optimizer).__name__,
+            *(
+                f"parameter {i} of group {g} {shape}"
+                for g, group in enumerate(self._shapes())
+                for i, shape in enumerate(group)
+            ),
+            *self._names(),
         ]
 
     def _shapes(self) -> list[list[list[int]]]:
         return [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
+
+    def _names(self) -> list[str]:
+        """Return the name of each parameter; "" for a parameter of no model."""
+        known = {
+            key: f"{part}.{name}"
+            for part, model in self._models.items()
+            for key, name in model.names().items()
+        }
+        return [known.get(id(parameter), "") for parameter in self._parameters()]
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return the optimizer's memory if dtype, shape and device match, otherwise new memory.
@@ -94,6 +108,16 @@ class OptimizerItem:
                 for i, (a, b) in enumerate(zip(saved, own, strict=False))
                 if a != b
             ]
+        # The state is saved by index. Steps of earlier versions have no names. A name that is
+        # unknown here is no error: the parameter may have been renamed.
+        names = self._names()
+        lines += [
+            f"parameter {i} is {own_name or 'of no model'} here and {saved_name} in the checkpoint"
+            for i, (saved_name, own_name) in enumerate(
+                zip(tree.get("names", []), names, strict=False)
+            )
+            if saved_name != own_name and saved_name and saved_name in names
+        ]
         if lines:
             raise does_not_fit(self._subject, lines)
         parameters = self._parameters()
@@ -149,16 +173,15 @@ class OptimizerItem:
             )
 
         self._left = {
-            index
-            for index, parameter in enumerate(self._parameters())
-            if index in tree["state"] and is_left(parameter)
+            index for index, parameter in enumerate(self._parameters()) if is_left(parameter)
         }
-        for index in self._left:
+        saved = self._left & tree["state"].keys()
+        for index in saved:
             prepared["state"][index] = mapped(
                 tree["state"][index],
                 lambda leaf, _: Discarded(leaf) if isinstance(leaf, TensorSpec) else leaf,
             )
-        count = len(self._left)
+        count = len(saved)
         if not count:
             return prepared, []
         of_them = "a parameter that is" if count == 1 else f"{count} parameters that are"

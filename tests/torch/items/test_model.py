@@ -88,6 +88,9 @@ def test_the_state_of_another_scheduler(hvd):
     schedulers = torch.optim.lr_scheduler
     saved = part(schedulers.StepLR, step_size=3).save()
     prepared, lines = part(schedulers.StepLR, step_size=5).plan_partial_restore(saved)
+    assert (prepared["state"]["step_size"], lines) == (3, [])
+    # Earlier versions saved the state without its class.
+    prepared, lines = part(schedulers.StepLR, step_size=5).plan_partial_restore(saved["state"])
     assert (prepared["step_size"], lines) == (3, [])
     with pytest.raises(UsageError, match="it was saved with .*step_size"):
         part(schedulers.CosineAnnealingLR, T_max=7).plan_partial_restore(saved)
