@@ -137,7 +137,7 @@ class MetricAverageCallback(ReducesMetrics):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Average the numbers in `logs` over the ranks. A collective.
+        """Average the numbers in `logs` over the ranks of the optimizer. A collective.
 
         Only for custom loops. Does nothing in a `fit` that reduces the metrics itself, nor in
         `hvd.local_fit()`, where other ranks may not take part.
@@ -151,7 +151,7 @@ class MetricAverageCallback(ReducesMetrics):
         flatten(logs)
         own = json.dumps(numbers_of(logs)).encode()
         values: dict[str, list[float]] = {}
-        for part in backend.collectives().allgather(own, "hvdkit.keras.logs"):
+        for part in _group_of(self.model).allgather(own, "hvdkit.keras.logs"):
             for name, value in json.loads(part).items():
                 values.setdefault(name, []).append(value)
         logs.update({name: sum(each) / len(each) for name, each in values.items()})
@@ -305,6 +305,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
                 f"{_rate_of(self.model.optimizer):g}."
             )
+
+
+def _group_of(model: Any) -> Any:
+    """Return the collectives of the optimizer's process set, or of all ranks without one."""
+    distribution = distribution_of(getattr(model, "optimizer", None))
+    return distribution.collectives if distribution else backend.collectives()
 
 
 def _rate_of(optimizer: Any) -> float:

@@ -491,6 +491,18 @@ def test_a_metric_average_callback_reduces_with_a_plain_optimizer(hvd):
     assert len({values["loss"] for values in own}) == hvd.size()
 
 
+def test_metrics_of_a_set_of_one_rank_are_its_own(hvd):
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    try:
+        model = classifier(distributed(hvd, process_set=sets[hvd.rank()]))
+        history = fit(hvd, model, callbacks=[hvd.callbacks.MetricAverageCallback()]).history
+        expected = classifier("sgd").evaluate(*samples(hvd.rank()), verbose=0)[0]
+        assert history["loss"][0] == pytest.approx(expected, rel=1e-5)
+    finally:
+        for each in sets:
+            hvd.remove_process_set(each)
+
+
 def test_process_sets_train_separately(hvd):
     if hvd.size() < 4:
         pytest.skip("two sets of two ranks need four ranks")
