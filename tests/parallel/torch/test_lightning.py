@@ -494,6 +494,35 @@ def test_a_checkpoint_is_written_once_and_resumed(hvd):
     torch.testing.assert_close(flat(resumed), flat(whole), rtol=0, atol=0)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "kept"), [(4, []), (7, ["step=5.ckpt"])])
+def test_ranks_that_differ_are_not_saved(hvd, at, kept, tmp_path, monkeypatch):
+    """At step 4, a save finds the difference; at step 7, the comparison after step 10 does."""
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    monkeypatch.chdir(tmp_path)
+    folder = hvd.broadcast_object(str(tmp_path / "saved"))
+
+    def step(self, batch, index):
+        if self.global_step == at and hvd.rank() == 0:
+            self.net.weight.data += 100
+        return self.net(batch).square().mean()
+
+    saved = L.pytorch.callbacks.ModelCheckpoint(
+        folder, filename="{step}", save_top_k=-1, every_n_train_steps=5, save_on_exception=True
+    )
+    trainer = make_trainer(
+        L, HvdkitStrategy(), callbacks=[saved], enable_checkpointing=True,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    with pytest.raises(hvd.RankMismatchError):
+        trainer.fit(one_layer(L, training_step=step), DataLoader(torch.ones(12, 2), 1))
+    hvd.barrier()
+    assert (os.listdir(folder) if os.path.isdir(folder) else []) == kept
+    hvd.barrier()
+
+
 def test_a_scheduler_has_the_wrapped_optimizer(hvd):
     L = lightning()
     from hvdkit.lightning import HvdkitStrategy
