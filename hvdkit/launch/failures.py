@@ -52,6 +52,8 @@ TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
 _GROUP, _WITHIN_GROUP = re.compile(r"^  [+|] "), re.compile(r"^ {4,}\|")
 _GROUP_HEADING = "Exception Group Traceback"
+# torch.distributed writes this before each line of a traceback, after `init_process_group()`.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _NUMBER = re.compile(r"\d+")
 
@@ -78,7 +80,7 @@ class Failure:
     @property
     def traceback(self) -> list[str]:
         """The lines from the last traceback on, including chained exceptions; may be empty."""
-        lines = list(self.tail)
+        lines = [_RANK_PREFIX.sub("", line) for line in self.tail]
         starts = [
             i for i, line in enumerate(lines) if TRACEBACK in line and not _WITHIN_GROUP.match(line)
         ]

@@ -21,7 +21,7 @@ _ADVICE = (
 
 
 class BatchCounts(pl.Callback):
-    """Compare the numbers of batches of the ranks.
+    """Compare the numbers of batches of the ranks, in the epoch and since the start.
 
     Compare the lengths once in an epoch. For data that may end at any batch, such as those of an
     `IterableDataset`, also compare at each batch and at the end of the epoch: Lightning does not
@@ -49,8 +49,9 @@ class BatchCounts(pl.Callback):
         """Compare before a batch.
 
         Raises:
-            UsageError: on every rank, if they have different numbers of batches, or if the data
-                are a stream that `training_step` reads itself.
+            UsageError: on every rank, if they have different numbers of batches, if they have
+                restored different checkpoints, or if the data are a stream that `training_step`
+                reads itself.
         """
         if self._compares_each_batch is not False:
             ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -81,6 +82,7 @@ class BatchCounts(pl.Callback):
             batches,
             _may_end_at_any_batch(trainer),
             isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher),
+            trainer.fit_loop.total_batch_idx,
         ]
         rows = hvd.allgather(torch.tensor([own], device="cpu"), name="lightning.batches").tolist()
         self._compares_each_batch = any(row[3] for row in rows)
@@ -93,6 +95,13 @@ class BatchCounts(pl.Callback):
         if len({(length, action) for length, action, *_ in rows}) > 1:
             raise UsageError(
                 f"the ranks have different numbers of batches in this epoch: {_difference(rows)}"
+            )
+        if len({total for *_, total in rows}) > 1:
+            shown = ", ".join(f"rank {rank} after {row[5]}" for rank, row in enumerate(rows))
+            raise UsageError(
+                f"the ranks begin this epoch after different numbers of batches since the start of "
+                f"the training: {shown}. Expected the same number. Restore the same checkpoint on "
+                f"all ranks: all hosts must see its folder"
             )
 
 

@@ -1,5 +1,6 @@
 """`HvdkitStrategy` for Lightning's `Trainer`."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import hvdkit.torch as hvd
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.lightning import collectives
 from hvdkit.lightning.batch_counts import BatchCounts
@@ -152,6 +154,37 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def _is_interrupted(self) -> bool:
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and trainer.interrupted
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Compare the ranks, and save a checkpoint of rank 0. All ranks call it.
+
+        While the trainer handles an exception, the ranks are not compared; see `barrier`.
+
+        Raises:
+            RankMismatchError: ranks have different parameters or optimizer states. Also if this
+                error has ended the training, so that `save_on_exception` does not save them.
+        """
+        if not self._is_interrupted:
+            self._compare_ranks(f"{filepath} was not saved.")
+        elif isinstance(error := sys.exc_info()[1], RankMismatchError):
+            raise error
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _compare_ranks(self, consequence: str) -> None:
+        """Compare the replicas of each optimizer that a rank has stepped since the last time."""
+        wrapped = [each for each in self.optimizers if isinstance(each, WrappedOptimizer)]
+        checked = [(each.steps, each.replicas) for each in wrapped if each.replicas is not None]
+        if not checked:
+            return
+        own = torch.tensor([int(each.has_stepped()) for _, each in checked], device="cpu")
+        stepped = hvd.allreduce(own, op=hvd.Max, name="lightning.stepped").tolist()
+        for (steps, replicas), has_stepped in zip(checked, stepped, strict=True):
+            if has_stepped:
+                replicas.compare(steps, consequence)
 
     # --- training -------------------------------------------------------------------------------
 

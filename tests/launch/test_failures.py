@@ -253,6 +253,13 @@ def test_an_exception_group():
     assert failure.last_line == "    | ValueError: bad sample"
 
 
+def test_the_prefix_of_torch_distributed_is_not_part_of_a_traceback():
+    lines = [BAD[1], '  File "train.py", line 3, in <module>', "    step()", "", BAD[2]]
+    failure = Failure(1, 1, ["step 7", *(f"[rank1]: {line}" for line in lines), "leaked 1 file"])
+    assert failure.traceback == [*lines, "leaked 1 file"]
+    assert failure.exception == "ValueError: bad"
+
+
 def test_other_ranks_get_more_time_while_the_cause_is_unknown():
     lost = failures((0, 1, LOST)).deadline
     silent = failures((0, 1, ["no disk"])).deadline

@@ -1,5 +1,6 @@
 """`hvdkit.lightning`: a Trainer and a Fabric on several ranks against one process with all data."""
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -313,6 +314,23 @@ def test_different_numbers_of_batches_raise_on_all_ranks(hvd, kind):
     assert error in str(caught.value)
 
 
+def test_ranks_that_restore_different_checkpoints_raise_on_all_ranks(hvd):
+    """On hosts without a common folder, `ckpt_path="last"` finds the checkpoint of rank 0 only."""
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    class Restored(L.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.fit_loop.epoch_loop.batch_progress.total.ready += 7 * (hvd.rank() == 0)
+
+    trainer = make_trainer(
+        L, HvdkitStrategy(), use_distributed_sampler=False, callbacks=[Restored()]
+    )
+    with pytest.raises(UsageError, match="rank 0 after 7, rank 1 after 0") as caught:
+        trainer.fit(one_layer(L), DataLoader(torch.ones(4, 2), 1))
+    assert_raised_on_all_ranks(hvd, caught)
+
+
 def own_loop(self, dataloader_iter):
     """Train on an iterator, as a module with its own prefetching does."""
     batch, _, _ = next(dataloader_iter)
@@ -492,6 +510,34 @@ def test_a_checkpoint_is_written_once_and_resumed(hvd):
     hvd.barrier()
     resumed = fit(4, os.path.join(folder, "epoch=1.ckpt"))
     torch.testing.assert_close(flat(resumed), flat(whole), rtol=0, atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "kept"), [(4, []), (7, ["step=5.ckpt"])])
+def test_ranks_that_differ_are_not_saved(hvd, at, kept, tmp_path):
+    """At step 4, a save finds the difference; at step 7, the comparison after step 10 does."""
+    L = lightning()
+    from hvdkit.lightning import HvdkitStrategy
+
+    folder = hvd.broadcast_object(str(tmp_path / "saved"))
+
+    def step(self, batch, index):
+        if self.global_step == at and hvd.rank() == 0:
+            self.net.weight.data += 100
+        return self.net(batch).square().mean()
+
+    saved = L.pytorch.callbacks.ModelCheckpoint(
+        folder, filename="{step}", save_top_k=-1, every_n_train_steps=5, save_on_exception=True
+    )
+    trainer = make_trainer(
+        L, HvdkitStrategy(), callbacks=[saved], enable_checkpointing=True,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    with contextlib.chdir(tmp_path), pytest.raises(hvd.RankMismatchError):
+        trainer.fit(one_layer(L, training_step=step), DataLoader(torch.ones(12, 2), 1))
+    hvd.barrier()
+    assert (os.listdir(folder) if os.path.isdir(folder) else []) == kept
+    hvd.barrier()
 
 
 def test_a_scheduler_has_the_wrapped_optimizer(hvd):
