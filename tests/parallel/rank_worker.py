@@ -1,5 +1,6 @@
 """One rank of a `RankPool`: python -m tests.parallel.rank_worker FRAMEWORK PORT."""
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -14,9 +15,13 @@ from typing import Any
 
 import pytest
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(framework: str, port: int) -> None:
     """Run tests until the pytest process closes the connection."""
+    # A rank that hangs must not outlive a pytest process that is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The pytest process sends SIGUSR1 to a rank that hangs, to get its stack.
     faulthandler.register(signal.SIGUSR1)
     if framework == "torch":
