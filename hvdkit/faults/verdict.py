@@ -32,8 +32,8 @@ _SAME_NAME = (
 )
 
 _SHUTDOWN_WAITS = (
-    "hvd.shutdown() waits for all ranks, and over MPI also for mpirun and its daemons: check "
-    "whether one of these processes is stopped."
+    "A rank may wait in hvd.shutdown(), which waits for all ranks, and over MPI also for mpirun "
+    "and its daemons: check whether one of these processes is stopped."
 )
 
 
