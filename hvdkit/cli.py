@@ -48,7 +48,7 @@ def _open_closed_streams() -> None:
     then be written to this file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(descriptor, True)  # for processes that this one starts
     os.close(descriptor)
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:

@@ -20,7 +20,7 @@ COMMITTED = "committed"
 ENTERED = "init-{}-entered"
 #: The engines of all ranks are connected.
 CONNECTED = "init-{}-connected"
-#: The rank has called `hvd.shutdown()`, or its script has ended. Over MPI, it may wait forever.
+#: The rank is in `hvd.shutdown()`, or its script has ended. Over MPI, it may wait forever.
 LEAVING = "init-{}-leaving"
 #: The job of the folder, if each rank of a host has a folder of its own. The file is empty, too.
 JOB = "job-{}"

@@ -1,4 +1,5 @@
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,6 +108,15 @@ def test_a_character_that_the_terminal_cannot_show():
     shown = run("build", "--list-patches", PYTHONIOENCODING="ascii")
     assert shown.returncode == 0
     assert "\\xb2" in shown.stdout
+
+
+def test_processes_that_are_started_also_have_the_streams_that_were_closed():
+    code = (
+        "import subprocess, sys; from hvdkit import cli; cli._open_closed_streams();"
+        "sys.exit(subprocess.call(['sh', '-c', 'cat && echo up >&2']))"
+    )
+    line = shlex.join([sys.executable, "-c", code])
+    subprocess.run(["bash", "-c", f"exec {line} <&- 2>&-"], timeout=60, check=True)
 
 
 def test_a_job_file_is_utf8_on_every_terminal():

@@ -56,7 +56,12 @@ class Recorder:
         self._watched = False
 
     def note_init(
-        self, state: str, start: int = 1, environ: Mapping[str, str] = os.environ
+        self,
+        state: str,
+        start: int = 1,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        ended: bool = False,
     ) -> None:
         """Note how far Horovod is, for the launcher. Over MPI, each step may wait forever.
 
@@ -64,11 +69,13 @@ class Recorder:
             state: `ENTERED`, `CONNECTED` or `LEAVING` of `hvdkit.record_files`.
             start: the number of the start of Horovod in this process.
             environ: the environment.
+            ended: whether the state has ended.
         """
         folder = environ.get(FOLDER_VARIABLE)
         if folder and os.path.isdir(folder):
+            note = Path(folder) / state.format(start)
             with contextlib.suppress(OSError):
-                (Path(folder) / state.format(start)).touch()
+                note.unlink() if ended else note.touch()
 
     def describe(self, name: str, text: str) -> None:
         """Set the text that a verdict on a hang shows for a collective.

@@ -310,6 +310,8 @@ class Runtime:
         self.recorder.unwatch()
         self._note_leaving()
         self._horovod.shutdown()
+        # The script may now run for any time without Horovod.
+        self.recorder.note_init(record_files.LEAVING, self._starts, ended=True)
 
     def _note_leaving(self) -> None:
         """Note for the launcher that this rank shuts Horovod down."""

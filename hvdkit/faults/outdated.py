@@ -2,12 +2,12 @@
 
 Ranks write records when a collective waits for too long. If this stall ends by itself, the records
 stay. Later records of other ranks show that a rank has continued: a collective ends only after all
-ranks of its process set have called it.
+ranks of its process set have called it, except for ranks that wait in `join`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.records import Call, Record, with_all_groups
@@ -28,7 +28,10 @@ def without_outdated(records: Mapping[int, Record]) -> dict[int, Record]:
     return {
         rank: records[rank]
         for rank, record in all_records.items()
-        if not any(_was_made_before(record, call) for call in last.values())
+        if not any(
+            _was_made_before(record, call) and not _is_in_join(record, call, all_records.values())
+            for call in last.values()
+        )
     }
 
 
@@ -49,3 +52,18 @@ def _was_made_before(record: Record, call: Call) -> bool:
     # The records may also be of several starts of a job, which count from 1.
     is_earlier = record.time < call.ended
     return is_member and is_earlier and record.calls.get(call.collective, 0) < call.number
+
+
+def _is_in_join(record: Record, call: Call, all_records: Iterable[Record]) -> bool:
+    """Return whether the rank may still wait in `join` of the call's process set."""
+    return any(
+        own.operation == "join"
+        and own.group == call.group
+        # A rank that has called the same `join`, and waits no more, shows that this `join` ended.
+        and not any(
+            other.calls.get(own.collective, 0) >= own.number
+            and all(each.key != own.key for each in other.open)
+            for other in all_records
+        )
+        for own in record.open
+    )

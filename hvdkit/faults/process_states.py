@@ -2,5 +2,5 @@
 
 STOPPED = "stopped"
 ENDED = "ended"
-#: The rank has called `hvd.shutdown()`, or its script has ended, and its process still runs.
+#: The rank is in `hvd.shutdown()`, or its script has ended, and its process still runs.
 LEAVING = "leaving"

@@ -225,10 +225,10 @@ def _without_wait(
         text = f"{name_ranks(ended)} {have} ended. No other rank waits for a collective."
     lines = [text, *silent]
     if leaving := sorted(rank for rank, state in states.items() if state == LEAVING):
-        have = "have" if len(leaving) > 1 else "has"
+        are, have = ("are", "have") if len(leaving) > 1 else ("is", "has")
         lines.append(
-            f"{name_ranks(leaving)} {have} called hvd.shutdown() or reached the end of the script, "
-            f"but {have} not ended. {_SHUTDOWN_WAITS}"
+            f"{name_ranks(leaving)} {are} in hvd.shutdown(), or {have} reached the end of the "
+            f"script but not ended. {_SHUTDOWN_WAITS}"
         )
     lines += [
         f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED

@@ -26,6 +26,9 @@ class AccumulationWindow:
         self._size = size
         self._indices = {id(variable): k for k, variable in enumerate(variables)}
         self._seen = [False] * len(self.variables)
+        # Whether the last batch had a gradient of the variable. In a graph, whether the last traced
+        # one has it.
+        self._given = list(self._seen)
         with backend.outside_of_graphs():
             self.passes = keras.Variable(0, dtype="int32", trainable=False)
             self._sums = [
@@ -47,6 +50,7 @@ class AccumulationWindow:
             if gradient is not None:
                 self._seen[k] = True
                 ordered[k] = gradient
+        self._given = [gradient is not None for gradient in ordered]
         return ordered
 
     def add(self, ordered: Sequence[Any]) -> None:
@@ -73,19 +77,21 @@ class AccumulationWindow:
     def sums(self, ordered: Sequence[Any] = ()) -> list[Any]:
         """Return one sum for each variable; None if no batch of any window had its gradient.
 
-        Variables that were frozen since the first batch get None, too. With a sum of zero, momentum
-        and weight decay would change them.
+        Frozen variables without a gradient in the last batch get None, too. With a sum of zero,
+        momentum and weight decay would change them.
 
         Args:
             ordered: the gradients of one more batch to add, as the method `ordered` returns them.
                 The window itself does not change.
         """
         sums: list[Any] = [
-            keras.ops.convert_to_tensor(total) if seen and variable.trainable else None
-            for total, seen, variable in zip(self._sums, self._seen, self.variables, strict=True)
+            keras.ops.convert_to_tensor(total) if given or (seen and variable.trainable) else None
+            for total, seen, given, variable in zip(
+                self._sums, self._seen, self._given, self.variables, strict=True
+            )
         ]
         for k, gradient in enumerate(ordered):
-            if gradient is not None and sums[k] is not None:
+            if gradient is not None:
                 sums[k] = sums[k] + backend.dense(gradient)
         return sums
 

@@ -151,7 +151,7 @@ def test_an_mpirun_that_is_stopped_while_the_ranks_end(launches, start, monkeypa
     found = [p for p in launches.processes() if str(*describe(p)[:1]).endswith(names)]
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
-    text = "Ranks 0, 1 have called hvd.shutdown() or reached the end of the script, but have not"
+    text = "Ranks 0, 1 are in hvd.shutdown(), or have reached the end of the script but not ended."
     assert any(text in line for line in iter(job.stderr.readline, ""))
     for pid in found:
         os.kill(pid, signal.SIGCONT)

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from hvdkit.faults.outdated import without_outdated
+from hvdkit.faults.records import Call
 from tests.faults.test_verdict import simulate
 
 
@@ -56,3 +57,14 @@ def test_records_of_an_earlier_start_leave_no_record_out():
     later = {rank: each.shifted(500.0) for rank, each in simulate(2, ["bucket"], {1: 0}).items()}
     mixed = {0: earlier[0], 1: later[1]}
     assert without_outdated(mixed) == mixed
+
+
+def test_a_rank_that_waits_in_join_has_not_continued():
+    records = simulate(3, ["bucket"] * 6, {2: 5})
+    join = Call("join.noname", 1, "join", 0, "uint8", 0, 2.5, None)
+    calls = {(0, "allreduce.bucket"): 2, join.collective: 1}
+    records[1] = replace(records[1], time=4.0, open=[join], done=[], calls=calls)
+    assert without_outdated(records) == records
+    # The `join` has ended, and the rank has trained the next epoch.
+    ended = replace(records[0], calls=records[0].calls | {join.collective: 1})
+    assert without_outdated(records | {0: ended}).keys() == {0, 2}

@@ -309,7 +309,7 @@ def test_ranks_that_do_not_end_after_the_script(tmp_path):
     verdict = job.check(167.0, ())
     lines = verdict.text.splitlines()
     assert lines[1].startswith(
-        "Rank 0 has called hvd.shutdown() or reached the end of the script, but has not ended."
+        "Rank 0 is in hvd.shutdown(), or has reached the end of the script but not ended."
     )
     assert lines[2:] == [
         "Rank 1 is stopped.",

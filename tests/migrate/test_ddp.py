@@ -260,7 +260,9 @@ def test_parameters_that_no_rank_uses_keep_their_values():
     assert wrapped.format("") in migrated(script.replace("args.unused", "False")).after
 
 
-@pytest.mark.parametrize(("size", "option"), [("2", "2_097_152"), ("0.5", "524_288"), ("size", "")])
+@pytest.mark.parametrize(
+    ("size", "option"), [("2", "2_097_152"), ("0.5", "524_288"), ("0", "1"), ("size", "")]
+)
 def test_the_size_of_buckets(size, option):
     outcome = migrated(SETUP.replace("DDP(model)", f"DDP(model, bucket_cap_mb={size})"))
     assert (f"named_parameters(), bucket_bytes={option})" in outcome.after) == bool(option)

@@ -123,7 +123,7 @@ def _options(it: Conversion, model: str) -> list[str]:
         options.append("find_unused_parameters=True")
     sizes = [argument(wrap.call, "bucket_cap_mb") for _, wrap in own]
     bytes_ = {
-        int(each.value.evaluated_value * 2**20)
+        max(1, int(each.value.evaluated_value * 2**20))  # 0: a bucket for each parameter
         for each in sizes
         if each and isinstance(each.value, cst.Integer | cst.Float)
     }

@@ -342,6 +342,19 @@ def test_a_layer_that_is_frozen_later_keeps_its_weights(hvd, passes):
     same_everywhere(weights_of(last))
 
 
+@pytest.mark.parametrize("frozen", ["always", "later"])
+def test_a_gradient_that_the_script_gives_is_applied_although_the_variable_is_frozen(hvd, frozen):
+    """A custom loop may freeze a model, such as the discriminator of a GAN, for other steps."""
+    import keras
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), accumulation_steps=2)
+    variable = keras.Variable(np.ones(2, "float32"), trainable=frozen == "later")
+    optimizer.apply([keras.ops.ones(2)], [variable])
+    variable.trainable = False
+    hvd.flush(optimizer)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), [0.5, 0.5])
+
+
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.long_with("keras-tensorflow")
 def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
