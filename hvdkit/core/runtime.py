@@ -284,7 +284,8 @@ class Runtime:
         if whole_world:
             self._starts += 1
             self.recorder.note_init(record_files.CONNECTED, self._starts)
-        # This runs before the shutdown that Horovod has registered.
+        # This runs once, and before the shutdown that Horovod has registered.
+        atexit.unregister(self._note_leaving)
         atexit.register(self._note_leaving)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
