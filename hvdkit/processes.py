@@ -89,7 +89,7 @@ class ProcessGroup:
 
         def before() -> None:
             if dies_with_us:
-                _die_with_parent()
+                die_with_parent()
             if cpus:
                 os.sched_setaffinity(0, cpus)
 
@@ -256,5 +256,6 @@ def _send(process: psutil.Process, number: int) -> None:
 _libc = ctypes.CDLL(None)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Make the kernel kill this process when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

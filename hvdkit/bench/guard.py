@@ -6,7 +6,6 @@ the guard lets the rank end, and kills it after some seconds: the rank may wait 
 that does not exist any more.
 """
 
-import ctypes
 import os
 import signal
 import time
@@ -16,8 +15,8 @@ from typing import Any
 import psutil
 
 from hvdkit.bench import control
+from hvdkit.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _END_SECONDS = 5.0
 
 
@@ -27,7 +26,7 @@ def fork(spec: Mapping[str, Any], rank: int) -> None:
     if os.fork():
         return
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() == parent:
             try:
                 _serve(control.connect(spec, control.GUARD, rank), psutil.Process(parent))

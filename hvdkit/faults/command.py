@@ -49,7 +49,8 @@ def why(folder: Path, count: int = 20) -> str:
         start = max((path.parent for path in folder.glob(f"*/{_START}")), default=folder)
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
-    failure = _failure(start / _ERROR) or _reason(start / _START, has_records=bool(found))
+    description = _description(start / _START)
+    failure = _failure(start / _ERROR) or _reason(description, has_records=bool(found))
     if not found and failure is None:
         raise UsageError(
             f"{folder} has neither records nor the failure of a rank: expected a folder of "
@@ -59,7 +60,7 @@ def why(folder: Path, count: int = 20) -> str:
     paragraphs = [failure] if failure else []
     states, silent = _states(place / STATES), _silent(place / SILENT)
     found = without_outdated(found)
-    paragraphs += _explain(found, states, count, silent, _hosts(start / _START))
+    paragraphs += _explain(found, states, count, silent, _hosts(description))
     return "\n\n".join(paragraphs)
 
 
@@ -209,23 +210,30 @@ def _failure(path: Path) -> str | None:
         ) from error
 
 
-def _reason(path: Path, has_records: bool) -> str | None:
+def _description(path: Path) -> Any:
+    """Return the content of the description of a start; None without a readable file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _reason(content: Any, has_records: bool) -> str | None:
     """Return a line about the end of a job in which no rank failed first, such as a lost host.
 
     Args:
-        path: the description of the start.
+        content: the description of the start.
         has_records: whether there are records. Then the line contains no verdict on a stall, which
             is derived from the records again. If the job succeeded, the line says so. If there are
             no records and the job has no end, the line says this.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         reason = str(content["reason"]) if content["failed"] else ""
         # Earlier versions did not write all of these fields.
         succeeded = content.get("status") == 0
         unfinished = content.get("ended", 0.0) is None
         is_verdict = bool(content.get("verdict", False))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     if unfinished and not has_records:
         return "The job has not ended, or `hvdkit run` was killed. No rank has reported a problem."
@@ -234,12 +242,11 @@ def _reason(path: Path, has_records: bool) -> str | None:
     return None if not reason or (is_verdict and has_records) else f"The job failed: {reason}"
 
 
-def _hosts(path: Path) -> list[str]:
+def _hosts(content: Any) -> list[str]:
     """Return the host of each rank, from the description of the start; empty if not known."""
     try:
-        hosts = json.loads(path.read_text(encoding="utf-8"))["hosts"]
-        return [name for name, count in hosts.items() for _ in range(count)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [name for name, count in content["hosts"].items() for _ in range(count)]
+    except (KeyError, TypeError, AttributeError):
         return []
 
 

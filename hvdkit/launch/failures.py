@@ -308,8 +308,8 @@ class Failures:
         for failure in similar:
             if failure.last_line not in shown and len(shown) < _SHOWN:
                 shown.add(failure.last_line)
-                ending = exit_text(failure.status)
-                lines.append(f"R{self._describe([failure.rank])[1:]} failed, too: {ending}.")
+                rank = _capitalized(self._describe([failure.rank]))
+                lines.append(f"{rank} failed, too: {exit_text(failure.status)}.")
                 lines.append(tail_of(failure.rank, failure.tail))
         same = sum(failure.last_line == first.last_line for failure in similar)
         if same and not all_alike:
@@ -342,7 +342,7 @@ def _without_cause(
     """Return the possible causes where every failure is a lost peer."""
 
     def named(ranks: list[int]) -> str:
-        return f"R{describe(ranks)[1:]}"
+        return _capitalized(describe(ranks))
 
     text = "Each rank that failed reported only that another rank had ended or did not answer."
     for rank, error in raised.items():
@@ -366,6 +366,11 @@ def tail_of(rank: int, tail: Sequence[str]) -> str:
         return f"Rank {rank} wrote nothing."
     shown = tail[-_SHOWN_LINES:]
     return "\n".join([f"Rank {rank}'s last lines:", *(f"  {line}" for line in shown)])
+
+
+def _capitalized(text: str) -> str:
+    """Return a text with which a sentence can begin."""
+    return text[0].upper() + text[1:]
 
 
 def _others(number: int) -> str:

@@ -146,23 +146,24 @@ class Stalls:
         waited until its limit meanwhile; "" without one.
         """
         verdict = self._verdict
-        waited = overdue(without_outdated(self._records), self._states, self._size)
-        if verdict is None or verdict.call is None:
-            return waited
+        if verdict is not None and self._has_failed(verdict):
+            return verdict.text
+        return overdue(without_outdated(self._records), self._states, self._size)
+
+    def _has_failed(self, verdict: Verdict) -> bool:
+        """Return whether a rank failed in the collective of a verdict."""
         call = verdict.call
-        failed = [
-            record
-            for rank in verdict.waiting
-            if (record := self._records.get(rank)) is not None
-            and record.error
+        return call is not None and any(
+            record.error
             and record.calls.get(call.collective, 0) == call.number
             # Otherwise the call has ended, and a later one has failed.
             and (
                 record.failed == call.name
                 or any(c.collective == call.collective for c in record.open)
             )
-        ]
-        return verdict.text if failed else waited
+            for rank in verdict.waiting
+            if (record := self._records.get(rank)) is not None
+        )
 
     def check(
         self,

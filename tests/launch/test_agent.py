@@ -269,16 +269,21 @@ def test_an_agent_that_has_ended_has_no_guard(agent):
     wait_until_gone(guard.pid)
 
 
+def bytes_until(agent, end):
+    """Return the number of bytes of output before the message `end`."""
+    received = 0
+    while (message := agent.receive("output", end))["kind"] == "output":
+        received += len(messages.as_bytes(message["text"]))
+    return received
+
+
 def test_no_output_is_lost_in_a_pipe_that_the_rank_has_enlarged(agent):
     agent.start(
         "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20);"
         "data = bytes(900_000);"
         "exec('while data: data = data[os.write(1, data):]'); os._exit(0)"
     )
-    received = 0
-    while (message := agent.receive("output", "ended"))["kind"] == "output":
-        received += len(messages.as_bytes(message["text"]))
-    assert received == 900_000
+    assert bytes_until(agent, "ended") == 900_000
 
 
 def test_no_output_of_a_process_that_ends_after_the_rank_is_lost(agent):
@@ -287,10 +292,7 @@ def test_no_output_of_a_process_that_ends_after_the_rank_is_lost(agent):
         "os.fork() and os._exit(0); time.sleep(1);"
         "fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20); os.write(1, bytes(900_000)); os._exit(0)"
     )
-    received = 0
-    while (message := agent.receive("output", "done"))["kind"] == "output":
-        received += len(messages.as_bytes(message["text"]))
-    assert received == 900_000
+    assert bytes_until(agent, "done") == 900_000
 
 
 def test_an_agent_that_cannot_make_a_folder_says_so(agent):

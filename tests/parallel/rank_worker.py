@@ -1,6 +1,5 @@
 """One rank of a `RankPool`: python -m tests.parallel.rank_worker FRAMEWORK PORT."""
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -15,13 +14,13 @@ from typing import Any
 
 import pytest
 
-_PR_SET_PDEATHSIG = 1
+from hvdkit.processes import die_with_parent
 
 
 def main(framework: str, port: int) -> None:
     """Run tests until the pytest process closes the connection."""
     # A rank that hangs must not outlive a pytest process that is killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     # The pytest process sends SIGUSR1 to a rank that hangs, to get its stack.
     faulthandler.register(signal.SIGUSR1)
     if framework == "torch":

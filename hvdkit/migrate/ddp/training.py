@@ -61,7 +61,7 @@ def _note_differences(self: Rule[Conversion], it: Conversion) -> None:
                 f"{it.hvd}.broadcast_parameters({name}.named_buffers(), root_rank=0)",
             )
         size = argument(wrap.call, "bucket_cap_mb")
-        if size and not isinstance(size.value, cst.Integer | cst.Float):
+        if size and _bucket_bytes(size) is None:
             it.script.note(
                 self.name,
                 wrap.call,
@@ -122,14 +122,17 @@ def _options(it: Conversion, model: str) -> list[str]:
     if any(each and script.source(each.value) != "False" for script, each in given):
         options.append("find_unused_parameters=True")
     sizes = [argument(wrap.call, "bucket_cap_mb") for _, wrap in own]
-    bytes_ = {
-        max(1, int(each.value.evaluated_value * 2**20))  # 0: a bucket for each parameter
-        for each in sizes
-        if each and isinstance(each.value, cst.Integer | cst.Float)
-    }
-    if len(bytes_) == 1:
-        options.append(f"bucket_bytes={bytes_.pop():_}")
+    known = {number for each in sizes if each and (number := _bucket_bytes(each)) is not None}
+    if len(known) == 1:
+        options.append(f"bucket_bytes={known.pop():_}")
     return options
+
+
+def _bucket_bytes(size: cst.Arg) -> int | None:
+    """Return the bytes of a `bucket_cap_mb`; None if the script calculates it."""
+    if not isinstance(size.value, cst.Integer | cst.Float):
+        return None
+    return max(1, int(size.value.evaluated_value * 2**20))  # 0: a bucket for each parameter
 
 
 def _nested(call: cst.Call, it: Conversion, names: list[str]) -> cst.BaseExpression:
