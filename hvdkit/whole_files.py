@@ -6,6 +6,7 @@ An error, such as a full disk, leaves the old file and no other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be renamed. The file at `path` is as before.
     """
-    if path.exists() and not path.is_file():
+    if _is_written_directly(path):
         yield path
         return
     path = Path(os.path.realpath(path))
@@ -54,14 +55,23 @@ def create(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that `replacing` can write in the folder of `path`.
+    """Check that `replacing` can write to `path`, which is no folder.
 
     Raises:
         OSError: it cannot.
     """
+    if _is_written_directly(path):
+        # Opening a pipe would wait for its reader.
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
     draft = _draft(Path(os.path.realpath(path)))
     draft.touch()
     draft.unlink()
+
+
+def _is_written_directly(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 def _draft(path: Path) -> Path:

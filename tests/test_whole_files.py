@@ -3,10 +3,11 @@
 import os
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 
-from hvdkit.whole_files import create, replacing
+from hvdkit.whole_files import check_writable, create, replacing
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path):
@@ -65,3 +66,13 @@ def test_a_new_file_that_cannot_be_written_is_removed(tmp_path):
     with pytest.raises(FileExistsError):
         create(path, b"new")
     assert path.read_bytes() == b"10 bytes"
+
+
+def test_the_check_finds_what_writing_would_find(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # without a reader: opening it would wait
+    for path in (tmp_path / "new", pipe, Path("/dev/null")):
+        check_writable(path)
+    with pytest.raises(FileNotFoundError):
+        check_writable(tmp_path / "gone" / "file")
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

@@ -1,13 +1,13 @@
 """The arguments that all benchmarks of `hvdkit bench` share, and their checks."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from hvdkit.bench import link, results
 from hvdkit.bench.software import STOCK, missing_module
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.arguments import add_host_arguments
+from hvdkit.whole_files import check_writable
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -129,13 +129,12 @@ def engine_folders(options: argparse.Namespace) -> dict[str, Path | None]:
 
 
 def _check_writable(path: Path, option: str) -> None:
-    folder = path.absolute().parent
     if path.is_dir():
         raise UsageError(f"{option} is {path}, which is a folder: expected the name of a file")
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        check_writable(path)
     except OSError as error:
+        folder = path.absolute().parent
         raise UsageError(
             f"{option} is {path}, but no file can be written to {folder}: {error.strerror}. Create "
             f"the folder, or give another one"
