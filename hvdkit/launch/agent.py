@@ -400,10 +400,13 @@ class Agent:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
+            end = {"rank": rank.rank, "status": rank.process.returncode}
+            # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
+            self._send("exited", **end)
+            self._send_pending()
             self._send_records()
             self._drain(rank)
-            self._send("ended", rank=rank.rank, status=rank.process.returncode)
-            # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
+            self._send("ended", **end)
             self._send_pending()
             self._ranks.find_orphans()
         if self._ranks.all and all(rank.reported for rank in self._ranks.all):

@@ -51,6 +51,8 @@ class AgentPool:
         explained: whether the outcome explains the end of the job by something other than the loss
             of an agent.
         killed: returns a sentence if the mpirun or srun that started the agents was killed.
+        aborted: returns the name of the srun that started the agents, if it has ended all of them.
+            May wait two seconds for the end of srun.
 
     Args:
         silence: the seconds without an answer after which a host is lost (`--host-timeout`).
@@ -66,6 +68,7 @@ class AgentPool:
         self.events: Events = queue.Queue(_QUEUED)
         self.explained = False
         self.killed: Callable[[], str] = lambda: ""
+        self.aborted: Callable[[], str] = lambda: ""
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 

@@ -253,6 +253,7 @@ class Failures:
         before: str = "",
         departed: Sequence[str] = (),
         silent: Sequence[str] = (),
+        aborted_by: str = "",
     ) -> tuple[str, str]:
         """Return the possible causes, and the report for the user that follows them.
 
@@ -264,8 +265,11 @@ class Failures:
             before: the verdict on the stall in which the ranks failed; empty if there was none.
             departed: for each rank that has called `hvd.shutdown()`, a sentence.
             silent: for each host that did not answer the launcher for some time, a sentence.
+            aborted_by: "srun" if it has then sent SIGKILL to all ranks; otherwise empty.
         """
         first, *others = self._ordered()
+        if aborted_by:
+            others = [failure for failure in others if failure.status != -signal.SIGKILL]
         alike = self.suspects
         # The first one to end is no more the cause than the others.
         all_alike = len(alike) == len(self._found) > 1 and not ended and not finished
@@ -281,6 +285,8 @@ class Failures:
             lines[0] += f" The launcher ended {_others(ended)}."
         if first.kind < _TERMINATED and (by_mpi := sum(f.kind == _TERMINATED for f in others)):
             lines[0] += f" MPI ended {_others(by_mpi)}."
+        if aborted_by:
+            lines[0] += f" {aborted_by} then ended all other ranks."
         stopped = [each.rank for each in self._found if each.status == RESUMABLE]
         # Without a stall or such ranks, the script has used a process set that it had not added.
         is_cause = _NO_PROCESS_SET.search("\n".join(first.traceback)) and not (

@@ -32,6 +32,8 @@ _NOW_SECONDS = 1.0
 #: Seconds for which the launcher remembers that a host did not answer, and the most such hosts that
 #: a verdict names.
 _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
+# The most ranks whose last lines are shown if srun has ended all ranks.
+_RAISED_SHOWN = 3
 # The time in which the launcher reads the messages that arrived while it was stopped.
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
@@ -136,6 +138,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
+        # Rank -> the status with which it has ended. Its agent may send more of its output.
+        self._exited: dict[int, int] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
         directory, patience = output.directory, _patience(os.environ)
@@ -206,6 +210,8 @@ class Job:
                 self._committed = True
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
+            case "exited":
+                self._exited[message["rank"]] = message["status"]
             case "ended":
                 self._on_rank_ended(message["rank"], message["status"])
             case "failed":
@@ -215,6 +221,10 @@ class Job:
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
+                # They ended before the agent. Their own agents may be lost next.
+                for rank, status in self._exited.items():
+                    if rank not in self._statuses:
+                        self._on_rank_ended(rank, status)
                 if connection.lost_host():
                     self._lost.append(host)
                 # Not if the launcher ends the ranks already: then SIGTERM has another cause.
@@ -462,12 +472,18 @@ class Job:
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
     def _outcome(self) -> Outcome:
+        aborted_by = self._agents.aborted() if self._lost_agent and not self._lost else ""
+        if aborted_by:
+            # Only the agents have ended, not their hosts.
+            if not self._failures:
+                self._add_killed()
+            self._problem = "" if self._failures else self._explain_abort(aborted_by)
         failed = self._failures or self._problem
         if failed and self._stopped_by is None and (killed := self._agents.killed()):
             # The ranks then end with errors that differ between MPIs, and lose their agents.
             return Outcome(1, f"{killed}. This ends all ranks.", restartable=True)
         if self._failures:
-            return self._failure()
+            return self._failure(aborted_by)
         # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
         if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
             return self._ended_by(self._stopped_by)
@@ -475,7 +491,25 @@ class Job:
             return Outcome(0)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
 
-    def _failure(self) -> Outcome:
+    def _add_killed(self) -> None:
+        """Add the first rank that was killed, if the launcher has read this after a lost agent."""
+        for rank, status in self._exited.items():
+            if status == -signal.SIGKILL:
+                self._failures.add(rank, status, self._output.tail(rank))
+                return
+
+    def _explain_abort(self, by: str) -> str:
+        """Return the report if srun has ended all ranks, and none has reported its end."""
+        text = (
+            f"{by} has ended all ranks of the job step: see its messages above. Over MPI, Slurm "
+            f"does this if a rank ends before MPI_Finalize. For example, a rank was killed because "
+            f"its memory was full (`dmesg`, `sacct`)."
+        )
+        raised = [rank for rank in self._running() if self._output.raised_at(rank) > float("-inf")]
+        shown = [tail_of(rank, self._output.tail(rank)) for rank in raised[:_RAISED_SHOWN]]
+        return "\n".join([text, *shown])
+
+    def _failure(self, aborted_by: str) -> Outcome:
         if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
             if self._stopped_by is not None:
                 return self._ended_by(self._stopped_by)
@@ -498,7 +532,12 @@ class Job:
         departed = list(self._departed.values())
         silent = self._silent_hosts(time.monotonic())
         causes, report = self._failures.report(
-            self._ended_by_launcher, finished, before, departed, silent
+            0 if aborted_by else self._ended_by_launcher,
+            finished,
+            before,
+            departed,
+            silent,
+            aborted_by,
         )
         report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
         restartable = self._stopped_by is None

@@ -39,6 +39,8 @@ _THREADS_PER_CONNECTION = 4
 _LONGEST_KEEPALIVE, _LONGEST_USER_TIMEOUT = 32767, 2**31 - 1
 # The seconds in which mpirun and srun should end by themselves after their ranks.
 _END_SECONDS = 10.0
+# What srun says if it ends all tasks, and the seconds in which it then ends.
+_STEP_ABORTED, _ABORT_SECONDS = "Job step aborted", 2.0
 
 Peer = TypeVar("Peer")
 
@@ -222,6 +224,7 @@ class _ExternalLauncher:
         self._process = process
         self._pipe = process.stdout
         self._say = say
+        self._aborted = False
         self._holds: Callable[[], bool] = lambda: False
         self._held: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -240,6 +243,18 @@ class _ExternalLauncher:
         """Return a sentence if a signal has ended mpirun or srun; otherwise ""."""
         status = self._process.poll()
         return f"{self._name} was {exit_text(status)}" if status is not None and status < 0 else ""
+
+    def aborted(self) -> str:
+        """Return "srun" if Slurm has ended the job step, and so all ranks; otherwise "".
+
+        For example, Slurm does so if a rank ends in the middle of MPI (`--mpi=pmix`), or on
+        `scancel`.
+        """
+        # srun says so before it ends.
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ABORT_SECONDS)
+            self._reader.join(timeout=1)
+        return self._name if self._aborted else ""
 
     def hold(self, when: Callable[[], bool]) -> None:
         """Hold back what it says while `when()` is true."""
@@ -267,6 +282,7 @@ class _ExternalLauncher:
             # PRRTE, the mpirun of Open MPI 5, writes lines with only a zero byte.
             if text := line.decode(errors="replace").strip("\0 \t\r\n"):
                 text = own + text.removeprefix(own)
+                self._aborted = self._aborted or _STEP_ABORTED in text
                 if self._holds():
                     self._held.append(text)
                 else:
@@ -327,6 +343,8 @@ def agents_started_by(
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]
             agents.killed = launcher.killed
+            if name == "srun":
+                agents.aborted = launcher.aborted
             listener.close()
             if holds:
                 launcher.hold(lambda: agents.explained or any(c.ended for c in connected.values()))

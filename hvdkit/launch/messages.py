@@ -29,7 +29,8 @@ From the agent:
                                              cannot run the task
     answer     {answer}                      the answer to a question
     output     {rank, stream, text}          bytes that a rank has written
-    ended      {rank, status}                the status is negative for a signal
+    exited     {rank, status}                the rank has ended; the status is negative for a signal
+    ended      {rank, status}                the same, after all output of the rank
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again

@@ -111,6 +111,18 @@ def test_ranks_reduce_over_mpi(jobs):
 
 
 @pytest.mark.long
+def test_slurm_ends_the_ranks_over_mpi_after_one_was_killed(jobs):
+    skip_where_unsupported(Configuration("torch", "mpi", 3))
+    needs(jobs, "pmix")
+    kill = "import os, time\nos.kill(os.getpid(), 9) if hvd.rank() == 2 else time.sleep(60)"
+    command = (sys.executable, "-c", REDUCE + kill)
+    done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--mpi", "pmix", *command)
+    assert done.returncode == 128 + 9
+    assert "rank 2 on host1 failed: killed by signal 9 (Killed). srun then ended" in done.stderr
+    assert "lost host" not in done.stderr
+
+
+@pytest.mark.long
 def test_the_rank_variables_of_pmi2_are_kept(jobs):
     needs(jobs, "pmi2")
     code = "print(os.environ['PMI_SIZE'], os.environ['HOROVOD_CONTROLLER'], rank)"

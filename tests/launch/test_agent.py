@@ -127,7 +127,8 @@ def test_the_end_of_a_rank_is_sent_before_the_search_for_its_processes(monkeypat
     agent._selector.close()
     for end in (*ends, agent._signals, agent._wakeup):
         os.close(end)
-    assert messages.encode("ended", rank=5, status=-9) in sent[0]
+    end = {"rank": 5, "status": -9}
+    assert sent[0].endswith(messages.encode("exited", **end) + messages.encode("ended", **end))
 
 
 def test_an_agent_that_cannot_connect_says_so_in_one_line():

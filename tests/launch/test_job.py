@@ -51,7 +51,14 @@ def outcome(monkeypatch):
     monotonic = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)
 
-    def run(*events, registered=lambda: {0, 1}, say=print, stdout_closed=False, **timeouts):
+    def run(
+        *events,
+        registered=lambda: {0, 1},
+        say=print,
+        stdout_closed=False,
+        aborted="",
+        **timeouts,
+    ):
         hosts = [Host("host0", 1), Host("host1", 1)]
         agents = [Agent(host) for host in hosts]
         left = list(events)
@@ -66,7 +73,12 @@ def outcome(monkeypatch):
             passed += 0.0 if event == END else event
             return None
 
-        pool = SimpleNamespace(connections=agents, next_event=next_event, killed=lambda: "")
+        pool = SimpleNamespace(
+            connections=agents,
+            next_event=next_event,
+            killed=lambda: "",
+            aborted=lambda: aborted,
+        )
         plan = make_plan(["true"], "/", hosts, 2)
         with Output(2, None, None, say=print, progress=False) as output:
             output.stdout_closed = stdout_closed
@@ -111,6 +123,38 @@ def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     )
     assert found.status == 3
     assert found.report.startswith("rank 0 on host0 failed: exit status 3")
+
+
+LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
+
+
+#: Its agent was killed before it could send more.
+KILLED = (1, {"kind": "exited", "rank": 1, "status": -9})
+
+
+@pytest.mark.parametrize(
+    "events",
+    [(ended(1, -9), *LOST), (KILLED, *LOST), (LOST[0], KILLED, LOST[1])],
+    ids=["sent", "cut", "late"],
+)
+def test_slurm_ends_the_job_step_after_a_rank_was_killed(outcome, events):
+    found = outcome(*events, aborted="srun", registered=None)
+    assert found.status == 128 + 9
+    assert found.restartable
+    assert found.report.splitlines() == [
+        "rank 1 on host1 failed: killed by signal 9 (Killed). srun then ended all other ranks.",
+        "Rank 1 wrote nothing.",
+    ]
+
+
+def test_slurm_ends_the_job_step_before_any_agent_can_report(outcome):
+    error = "Traceback (most recent call last):\nMemoryError"
+    output = {"kind": "output", "rank": 1, "stream": "stderr", "text": f"{error}\n"}
+    found = outcome((1, output), *LOST, aborted="srun", registered=None)
+    assert found.report.startswith("srun has ended all ranks of the job step")
+    assert found.report.endswith("MemoryError")
+    assert "rank 0" not in found.report
+    assert "host" not in found.report
 
 
 def test_an_agent_that_is_lost_while_the_launcher_ends_the_ranks_is_not_the_cause(outcome):
