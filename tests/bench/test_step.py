@@ -182,11 +182,13 @@ def test_tensorflow_and_keras(framework, model, names):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("probe", ["python-cost", "memory"])
+@pytest.mark.parametrize("probe", ["python-cost", "memory", "checks"])
 def test_probes(probe):
     done = bench("step", "--probe", probe, "--variants", "hvdkit-gloo-fp32,ddp-gloo-fp32")
     assert done.returncode == 0, done.stderr
-    assert "ddp-gloo-fp32, 2" in done.stdout
+    assert "hvdkit-gloo-fp32, 2" in done.stdout
+    # DDP has no such checks.
+    assert ("ddp-gloo-fp32, 2" in done.stdout) == (probe != "checks")
 
 
 @pytest.mark.long

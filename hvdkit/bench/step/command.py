@@ -105,7 +105,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--probe",
         choices=probes.PROBES,
         help="measure instead, with torch on this machine: the cost of synchronizing "
-        f"{probes.PARAMETERS} small parameters, or the memory that synchronization adds",
+        f"{probes.PARAMETERS} small parameters, the memory that synchronization adds, or the time "
+        "of hvdkit's checks of values",
     )
     arguments.add_arguments(
         verb,
@@ -372,6 +373,8 @@ class _Benchmark:
         answers: dict[str, Any] = {}
         for variant in self._variants:
             if not variant.reduces or variant.controller != "gloo":
+                continue
+            if probe == "checks" and variant.optimizer not in variants.HVDKIT:
                 continue
             for size in probes.sizes(probe):
                 print(f"{probe}: {variant.name}, ranks: {size}", file=sys.stderr, flush=True)

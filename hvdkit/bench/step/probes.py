@@ -1,7 +1,7 @@
-"""Two probes of an optimizer in PyTorch, each in a job of its own, and their tables.
+"""Probes of an optimizer in PyTorch, each in a job of its own, and their tables.
 
 `python-cost` is the time that the synchronization of one small parameter adds to a backward pass.
-`memory` is the memory that synchronization adds.
+`memory` is the memory that synchronization adds. `checks` is the time of hvdkit's checks.
 """
 
 import statistics
@@ -16,11 +16,13 @@ from rich.table import Table
 
 from hvdkit.bench.worker import Workload
 
-PROBES = ("python-cost", "memory")
+PROBES = ("python-cost", "memory", "checks")
 
 #: The steps and the parameters of `python-cost`.
 STEPS = 2000
 PARAMETERS = 1000
+# The calls of each check of `checks`.
+_CHECKS = 30
 
 #: With this setting, malloc returns freed memory to the system at once. Otherwise an allocation
 #: could reuse freed memory, and the peak would not show it.
@@ -34,7 +36,8 @@ def sizes(probe: str) -> Sequence[int]:
 
 def show(probe: str, answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
     """Print the table of a probe. `answers` is: variant and ranks -> answer of the slowest rank."""
-    (_show_python_cost if probe == "python-cost" else _show_memory)(answers, console)
+    shows = {"python-cost": _show_python_cost, "memory": _show_memory, "checks": _show_checks}
+    shows[probe](answers, console)
 
 
 def _show_python_cost(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
@@ -72,6 +75,20 @@ def _show_memory(answers: Mapping[str, Mapping[str, float]], console: Console) -
     )
 
 
+def _show_checks(answers: Mapping[str, Mapping[str, float]], console: Console) -> None:
+    table = Table(title="resnet50 with Adam, 2 ranks: hvdkit's checks, median ms")
+    for column in ("variant, ranks", "comparison of ranks", "check for NaN", "small allreduce"):
+        table.add_column(column, justify="right" if column != "variant, ranks" else "left")
+    for name, answer in answers.items():
+        cells = [f"{1e3 * answer[key]:.2f}" for key in ("compare", "nonfinite", "cost")]
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(
+        f"Medians of {_CHECKS} calls. The comparison is that of check_interval, the check for NaN "
+        "that of on_nonfinite. The allreduce sums 16 bytes, as maybe_save does."
+    )
+
+
 # --- the ranks ----------------------------------------------------------------------------------
 
 
@@ -95,11 +112,11 @@ class Probe:
 
     def answer(self, command: str, message: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Run the probe of this name."""
-        return (
-            _python_cost(self._framework, self._spec["steps"])
-            if (command == "python-cost")
-            else _memory(self._framework)
-        )
+        if command == "checks":
+            return _checks()
+        if command == "memory":
+            return _memory(self._framework)
+        return _python_cost(self._framework, self._spec["steps"])
 
     def close(self) -> None:
         """Leave the job."""
@@ -154,6 +171,47 @@ def _python_cost(framework: Any, steps: int) -> dict[str, Any]:
     scale = 1e6 / PARAMETERS
     cost, more = (wrapped_cpu - cpu) * scale, (wrapped_wall - wall) * scale
     return {"cost": cost, "wall": more, "grown": grown, "steps": steps}
+
+
+def _checks() -> dict[str, Any]:
+    """Return the median seconds of the comparison of ranks, the check for NaN and an allreduce."""
+    import torch
+
+    import hvdkit.torch as hvd
+    from hvdkit.bench.step.torch_models import image_loss, resnet50
+    from hvdkit.torch.nonfinite import NonFiniteNames
+    from hvdkit.torch.wrapped_optimizer import wrapped
+
+    torch.manual_seed(0)
+    model = resnet50()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), model.named_parameters()
+    )
+    image_loss(1)(model).backward()
+    optimizer.step()
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    replicas, found, word = wrapped(optimizer).replicas, NonFiniteNames(), torch.zeros(4)
+    assert replicas is not None
+
+    def search() -> None:
+        for name, gradient in gradients:
+            found.add(name, gradient)
+        found.names()
+
+    def median(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_CHECKS):
+            hvd.barrier()
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    return {
+        "compare": median(lambda: replicas.compare(1)),
+        "nonfinite": median(search),
+        "cost": median(lambda: hvd.allreduce(word, name="word", op=hvd.Sum)),
+    }
 
 
 def _memory(framework: Any) -> dict[str, Any]:
