@@ -331,7 +331,7 @@ def test_a_job_that_was_signalled_resumes_after_it_was_requeued(jobs, script, si
     wait_until(lambda: output.exists() and "begins at 0" in output.read_text())
     jobs.slurm.run("scancel", *signalled, job)
     wait_until(lambda: jobs.slurm.state(job) == "PENDING")
-    assert "saved; requeueing (restart 1)" in output.read_text()
+    assert "\nrequeueing (restart 1)" in output.read_text()
     # Slurm delays the job by two minutes once the first run is cleaned up.
     wait_until(lambda: "Reason=BeginTime" in jobs.slurm.run("scontrol", "show", "job", job))
     jobs.slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
