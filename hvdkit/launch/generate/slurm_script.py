@@ -158,7 +158,8 @@ while [ -n "$again" ]; do
     [ "$found" -eq 127 ] || status=$found
 done
 
-# {resumable}: the job has saved, or has lost a node. The same command resumes, if your script does so (with --resume or the like).
+# {resumable}: the job has saved, or has lost a node. The same command resumes, if your script does
+# so (with --resume or the like).
 # A cancelled job is not RUNNING, and is not requeued. In a job array, SLURM_JOB_ID of one task is
 # also the number of the whole array.
 job=${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
