@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hvdkit.errors import UsageError
 from hvdkit.flags import flag
-from hvdkit.launch.job import Timeouts
 from hvdkit.launch.nodes.settings import START_SECONDS
 from hvdkit.launch.ssh import HOST_SECONDS
+from hvdkit.launch.timeouts import Timeouts
 
 HELP = "start the ranks of a job, on this machine or on several, and watch them"
 EXAMPLE = """\

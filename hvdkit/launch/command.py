@@ -32,7 +32,6 @@ from hvdkit.launch.discovery import discover
 from hvdkit.launch.elastic.job import ElasticJob
 from hvdkit.launch.elastic.options import limits
 from hvdkit.launch.gloo import Gloo
-from hvdkit.launch.job import Outcome, Timeouts
 from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Launcher, Settings
 from hvdkit.launch.messages import longest_silence
@@ -41,11 +40,13 @@ from hvdkit.launch.nodes import joining
 from hvdkit.launch.nodes import settings as node_options
 from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan, check_command, make_plan
 from hvdkit.launch.restarting import resumable
 from hvdkit.launch.running import Runner, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
+from hvdkit.launch.timeouts import Timeouts
 
 _SHOWN_HOSTS = 8
 # Seconds between SIGTERM and SIGKILL after a rank has failed, in a job with restarts.

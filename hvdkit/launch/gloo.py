@@ -12,11 +12,12 @@ from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_command
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.job import Job
 from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.rendezvous import RendezvousServer, gloo_environment

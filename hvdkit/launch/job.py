@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 
@@ -17,13 +17,15 @@ from hvdkit.faults.verdict import Verdict
 from hvdkit.launch import readers
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
-from hvdkit.launch.failures import Failure, Failures, tail_of
+from hvdkit.launch.failures import Failures, tail_of
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.messages import LOST_SECONDS, PAUSE_SECONDS, Message, as_bytes
+from hvdkit.launch.messages import PAUSE_SECONDS, Message, as_bytes
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.stalls import Stalls
 from hvdkit.launch.start_watch import LateRanks, StartWatch
+from hvdkit.launch.timeouts import Timeouts
 from hvdkit.signals import handle_stop_signals, restore
 
 _POLL_SECONDS = 0.1
@@ -38,73 +40,6 @@ _RAISED_SHOWN = 3
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Timeouts of a job, in seconds.
-
-    Attributes:
-        start: for hosts to answer, and for ranks to register after the first rank has registered.
-        stop: for an orderly stop (a checkpoint) after it was requested.
-        end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
-        lost: the time without a message after which the launcher and an agent give each other up.
-    """
-
-    start: float = 60.0
-    stop: float = 120.0
-    end: float = 10.0
-    lost: float = LOST_SECONDS
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a job.
-
-    Attributes:
-        status: the exit status of the job. After a failure: that of the rank that caused it. After
-            signal n: 128 + n.
-        report: the message for the user; empty after a success.
-        failure: the failure that ended the job; None if there is none.
-        suspects: the ranks that may have caused it, see `Failures.suspects`.
-        restartable: whether the job failed by itself; False after a stop on request.
-        saved: whether a new checkpoint or a new commit was saved.
-        committed: whether the hosts have the newest commit of an elastic job.
-        lost: the hosts that could not be reached any more.
-        hosts_changed: whether the ranks have ended to be started on other hosts.
-        is_verdict: whether the report is a verdict on a stall.
-        possible_causes: the possible causes of a failure that only reports a lost peer, with which
-            the report begins; empty for others.
-    """
-
-    status: int
-    report: str = ""
-    failure: Failure | None = None
-    restartable: bool = False
-    saved: bool = False
-    committed: bool = False
-    lost: tuple[Host, ...] = ()
-    hosts_changed: bool = False
-    suspects: tuple[int, ...] = ()
-    is_verdict: bool = False
-    possible_causes: str = ""
-
-    def failing_host(self, plan: Plan) -> str | None:
-        """Return the host on which the failure began; None if this is not known."""
-        names = {plan.places[rank].host.name for rank in self.suspects}
-        return names.pop() if len(names) == 1 else None
-
-    @property
-    def reason(self) -> str:
-        """The failure in one line."""
-        if self.failure is None:
-            # The first line alone does not name the hosts or the ranks.
-            return " ".join(line.strip() for line in self.report.splitlines())
-        if self.possible_causes:
-            return " ".join(self.report.splitlines()[:2])
-        line = self.report.partition("\n")[0]
-        exception = self.failure.exception
-        return f"{line} {exception}" if exception else line
 
 
 class Job:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Outcome, Timeouts
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.timeouts import Timeouts
 
 
 class Launcher(Protocol):

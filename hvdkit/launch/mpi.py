@@ -20,10 +20,11 @@ from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_variables, local_agent_command
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.job import Job
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.listener import AgentListener, agents_started_by
 from hvdkit.launch.network import Interface
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import Ssh

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, name_slots, total_slots
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 
 #: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.

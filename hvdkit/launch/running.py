@@ -10,7 +10,7 @@ from functools import partial
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import open_files, output_folder, readers
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start

@@ -23,11 +23,12 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.allocation import Allocation
 from hvdkit.launch.connection import local_agent_command
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job, Outcome
+from hvdkit.launch.job import Job
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.listener import AgentListener, agents_started_by
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.processes import without_rank_variables

@@ -19,7 +19,7 @@ import hvdkit
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError
 from hvdkit.faults.records import seconds
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 
 #: The version of the file. Readers refuse a newer one.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
-from hvdkit.launch.job import Outcome
 from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Settings
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan, make_plan
 from hvdkit.launch.restarting import Supervisor
 from hvdkit.launch.running import say

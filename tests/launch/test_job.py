@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job, Timeouts
+from hvdkit.launch.job import Job
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.timeouts import Timeouts
 from tests.launch.test_stalls import record
 
 #: An event: the launcher ends the ranks.

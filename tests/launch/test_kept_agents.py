@@ -9,11 +9,11 @@ import pytest
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Timeouts
 from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.timeouts import Timeouts
 
 PLAN = make_plan(["true"], "/", [Host("localhost", 1)], 1)
 

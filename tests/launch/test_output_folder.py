@@ -11,7 +11,7 @@ from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch import output_folder, starts
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
 
 RUN = ("run", "-np", "2", "--output-dir", "logs")

@@ -12,7 +12,7 @@ import pytest
 from hvdkit.errors import RESUMABLE, HvdkitError
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host, read_hostfile
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.restarting import Supervisor
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported

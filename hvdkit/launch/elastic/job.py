@@ -11,8 +11,8 @@ from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.elastic.supervisor import ElasticLimits, ElasticSupervisor, Exclusions
 from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.hosts import Host, total_slots
-from hvdkit.launch.job import Outcome
 from hvdkit.launch.launcher import Settings
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 
 

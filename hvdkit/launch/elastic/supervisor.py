@@ -11,7 +11,7 @@ from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.elastic.members import Members, assignment_of
 from hvdkit.launch.hosts import Host, total_slots
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 
 #: Seconds before a restart, after a failure without a new commit or checkpoint: the first,

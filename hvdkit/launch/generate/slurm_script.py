@@ -17,7 +17,7 @@ from hvdkit.launch.generate.options import (
     restarts,
     script_name,
 )
-from hvdkit.launch.job import Timeouts
+from hvdkit.launch.timeouts import Timeouts
 
 HELP = "write a commented sbatch script for a job that resumes after preemption or its time limit"
 EXAMPLE = """\

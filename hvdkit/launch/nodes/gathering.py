@@ -24,11 +24,11 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
 from hvdkit.launch.hosts import Host, own_addresses
-from hvdkit.launch.job import Outcome
 from hvdkit.launch.listener import BACKLOG, Listener
 from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, is_node_0
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 from hvdkit.signals import status_before_start
 

@@ -10,10 +10,10 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import prepare
 from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Timeouts
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.timeouts import Timeouts
 from tests.elastic.jobs import abandoned_folders
 
 A, B = Host("localhost", 2), Host("127.0.0.1", 1)

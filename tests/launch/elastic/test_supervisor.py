@@ -8,7 +8,7 @@ from hvdkit.launch.elastic.members import assignment_of
 from hvdkit.launch.elastic.supervisor import ElasticLimits, ElasticSupervisor, Exclusions
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Outcome
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]

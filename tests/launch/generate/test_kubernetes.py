@@ -15,7 +15,7 @@ import yaml
 
 from hvdkit.cli import main
 from hvdkit.launch.hosts import Host, read_hostfile
-from hvdkit.launch.job import Timeouts
+from hvdkit.launch.timeouts import Timeouts
 
 CRD = os.environ.get("HVDKIT_MPIJOB_CRD")
 

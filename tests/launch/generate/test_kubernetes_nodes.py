@@ -15,7 +15,7 @@ import yaml
 
 from hvdkit.cli import main
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch.job import Timeouts
+from hvdkit.launch.timeouts import Timeouts
 from tests.launch.generate.test_kubernetes import COUNT, TEXT, closed
 
 CRD = os.environ.get("HVDKIT_JOBSET_CRD")

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.generate.kubernetes.commented_yaml import Comments
-from hvdkit.launch.job import Timeouts
+from hvdkit.launch.timeouts import Timeouts
 
 #: The folder for checkpoints in the images of `docker/`.
 CHECKPOINTS = "/checkpoints"
