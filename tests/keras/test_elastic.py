@@ -1,6 +1,8 @@
 """Elastic states of Keras on one rank."""
 
 import contextlib
+from collections import Counter
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -331,6 +333,57 @@ def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
     seen.append(None)
     start()
     assert seen == [0.5, 0.5, 0.5, 0.25, None, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
+    """The killed epoch is not the first, so its samples have another order."""
+    import keras
+
+    from hvdkit.core.elastic_start import ElasticStart
+    from hvdkit.keras import data
+
+    class State(hvd.elastic.KerasState):
+        def commit(self):
+            self.save()
+            with (tmp_path / "commit").open("wb") as file:
+                self.write_saved(file)
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if kills and (state.epoch, batch) == kills[0]:
+                kills.pop(0)
+                raise _KilledError
+
+    def fit():
+        sampler = hvd.ResumableSampler(8, batch_size=2, seed=1)
+        callbacks = [
+            *(hvd.elastic.UpdateBatchStateCallback(state), Kill()),
+            *(hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)),
+        ]
+        if has_checkpoint:
+            callbacks.append(hvd.callbacks.Checkpoint(tmp_path / "checkpoints", data=sampler))
+        samples = sampler.arrays((np.eye(8, dtype="float32"), np.zeros((8, 1))))
+        options = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
+        state.model.fit(samples, initial_epoch=state.epoch, epochs=4, **options)
+
+    kills = [(1, 3), (2, 0)]
+    for killed in (True, True, False):
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((8,)), layer])
+        # Each weight becomes the number of times that its sample is trained.
+        model.compile(keras.optimizers.SGD(2.0), loss=lambda _, output: -output, metrics=["mae"])
+        state = State(model, epoch=0, batch=0)
+        if (tmp_path / "commit").exists():
+            state.read_saved(tmp_path / "commit")
+            state.restore()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ElasticStart, "read", lambda: object())
+            patch.setattr(data, "_made", Counter())  # as in a new process
+            patch.setattr(data, "_samplers", WeakSet())
+            with pytest.raises(_KilledError) if killed else contextlib.nullcontext():
+                fit()
+    np.testing.assert_allclose(model.get_weights()[0], 4)
 
 
 def small_model():
