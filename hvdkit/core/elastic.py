@@ -86,6 +86,11 @@ class CommittedState:
             # An object that cannot be copied, for example a tensor with a gradient function.
             self._saved_state = {k: _copied(value) for k, value in self._saved_state.items()}
 
+    def keep(self, name: str, value: Any) -> None:
+        """Set an attribute, and make it an object of the state. Call this on every rank."""
+        self._saved_state.setdefault(name, value)
+        setattr(self, name, value)
+
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
         """Return the items of the gradient reduction, by name."""
         return {}

@@ -1,15 +1,19 @@
 """`hvd.ResumableSampler` for Keras, and the samplers whose epochs `fit` counts."""
 
+from collections import Counter
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import keras
 import numpy as np
 
+from hvdkit.core.replaced_state import keep_position, take_position
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 
 _samplers: WeakSet[Any] = WeakSet()
+#: How many samplers were made for the same data in the same order.
+_made: Counter[str] = Counter()
 _saved: WeakSet[Any] = WeakSet()
 
 
@@ -18,12 +22,14 @@ class ResumableSampler(backend.hvd.ResumableSampler):
 
     `arrays()` works on both backends. On PyTorch a `DataLoader` can also have the sampler; on
     TensorFlow there is also `dataset()`. A `hvd.callbacks.Checkpoint` with `data=sampler` counts
-    the sampler's batches.
+    the sampler's batches. Without it, `fit` counts the sampler's epochs, and each commit of an
+    elastic job contains the epoch.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         _samplers.add(self)
+        self._committed_epoch = _CommittedEpoch(self)
 
     def arrays(self, data: Any) -> Any:
         """Return this rank's batches of arrays, for `fit(..., shuffle=False)`.
@@ -58,6 +64,34 @@ class ResumableSampler(backend.hvd.ResumableSampler):
         if backend.NAME == "torch":
             return _loader_of(data, self)
         return _dataset_of(data, self)
+
+
+class _CommittedEpoch:
+    """The epoch of a sampler in the commits of an elastic job."""
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        identity = f"ResumableSampler {sampler._identity()}"
+        _made[identity] += 1
+        self._sampler = ref(sampler)
+        self._name = f"{identity} {_made[identity]}"
+        keep_position(self._name, self)
+
+    def position(self) -> int | None:
+        """Return the epoch now."""
+        sampler = self._sampler()
+        return None if sampler is None else sampler.epoch
+
+    def restore(self) -> None:
+        """Begin the epoch of the restored commit, if there is one."""
+        sampler, epoch = self._sampler(), take_position(self._name)
+        if sampler is not None and epoch is not None:
+            sampler.set_epoch(epoch)
+
+
+def restore_epochs() -> None:
+    """Begin the epochs that a restored commit of an elastic job contains."""
+    for sampler in _samplers:
+        sampler._committed_epoch.restore()
 
 
 def _dataset_of(data: Any, sampler: Any) -> Any:

@@ -1,5 +1,6 @@
 """Horovod's elastic training for Keras models, for every backend of Keras."""
 
+import logging
 from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
@@ -7,7 +8,7 @@ import keras
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from hvdkit.core.elastic import ReductionItem, VariablesState
+from hvdkit.core.elastic import CommittedState, ReductionItem, VariablesState
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -29,6 +30,11 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
 ]
+
+log = logging.getLogger("hvdkit.keras")
+
+#: The attribute of a state with the number of batches in an epoch, for `state.batch`.
+_EPOCH_STEPS = "_hvdkit_epoch_steps"
 
 #: Decorates an elastic training function, whose first argument is the elastic state.
 run = backend.hvd.elastic.run
@@ -229,8 +235,9 @@ class UpdateBatchStateCallback(_UpdateCallback):
 
     If `state.batch` is not 0 when `fit` begins, the first epoch begins after these batches: they
     are read and discarded. Each batch is therefore trained once, if the data have the same order at
-    each start. Ranks that share the data count the batches of their own share. After a change of
-    the number of ranks, some samples of this epoch may therefore be repeated or left out.
+    each start. Ranks that share the data count the batches of their own share. If a restart changes
+    the number of batches of an epoch, as with another number of ranks, `state.batch` becomes the
+    same fraction of the epoch. Some samples of this epoch may be repeated.
     """
 
     def __init__(self, state: Any) -> None:
@@ -245,6 +252,7 @@ class UpdateBatchStateCallback(_UpdateCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
+        self._rescale()
         self._resumes = self.state.batch > 0
         self._rates = learning_rates(self.model)
         self._copies = Copies(self.model) if self._resumes else None
@@ -254,6 +262,26 @@ class UpdateBatchStateCallback(_UpdateCallback):
             batches = self.state.batch
             set_next_epoch(ResumedEpoch(batches, True, self._undo, _nothing, _nothing))
         self._resumes = False
+
+    def _rescale(self) -> None:
+        """Keep the same fraction of the epoch if the number of batches in an epoch has changed.
+
+        The state contains the number, so that it is the same on all ranks, also on new ones.
+        """
+        state, steps = self.state, (self.params or {}).get("steps")
+        saved = getattr(state, _EPOCH_STEPS, None)
+        if saved and steps:
+            state.batch = state.batch * steps // saved
+        elif steps and state.batch >= steps:
+            if backend.hvd.rank() == 0:
+                log.warning(
+                    "state.batch is %d, but an epoch of fit has only %d batches. The first epoch "
+                    "begins at its first batch. Begin with state.batch = 0",
+                    *(state.batch, steps),
+                )
+            state.batch = 0
+        if isinstance(state, CommittedState):
+            state.keep(_EPOCH_STEPS, steps)
 
     def _undo(self, _: Any) -> None:
         """Undo changes of variables in the `on_epoch_begin` of the resumed epoch.

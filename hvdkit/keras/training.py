@@ -51,7 +51,7 @@ from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.coordination import Coordination
-from hvdkit.keras.data import any_samplers, forget_reads, samplers_read
+from hvdkit.keras.data import any_samplers, forget_reads, restore_epochs, samplers_read
 from hvdkit.keras.models import adapt, distributions_of
 
 # Callbacks that write files or send logs.
@@ -284,6 +284,9 @@ class _ListWithLastCallbacks:
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)  # type: ignore[misc]
+        # On PyTorch, Keras has read a batch to build the metrics.
+        forget_reads()
+        restore_epochs()
         for callback in self._last:
             callback.fit_begins(self.callbacks)
 
@@ -304,13 +307,13 @@ class _ListWithLastCallbacks:
         logs = {} if logs is None else logs
         for callback in self._last:
             callback.epoch_trained(epoch)
+        # A `Checkpoint` counts the batches of its sampler. Count the epochs of other samplers,
+        # because each epoch has a new order. A callback may commit an elastic state after this.
+        for sampler in samplers_read():
+            sampler.end_epoch()
         super().on_epoch_end(epoch, logs)  # type: ignore[misc]
         for callback in self._last:
             callback.epoch_ends(epoch, logs)
-        # A `Checkpoint` counts the batches of its sampler. Count the epochs of other samplers,
-        # because each epoch has a new order.
-        for sampler in samplers_read():
-            sampler.end_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_end(logs)  # type: ignore[misc]

@@ -179,7 +179,9 @@ class TensorFlowState(_VariablesState):
     """Elastic state of a list of variables, and of any picklable objects.
 
     Args:
-        variables: a list of `tf.Variable`s and `keras.Variable`s; None: no variables.
+        variables: a list of `tf.Variable`s and `keras.Variable`s; None: no variables. Pass
+            optimizers as `optimizer`: an optimizer without its first step has no variables such as
+            the momentum, and a list that was made then lacks them.
         session: for compatibility with Horovod; must be None.
         optimizer: a built optimizer of Keras, or a dict from name to optimizer. The state then
             contains its variables, and the state of its reduction if `hvd.DistributedOptimizer`
@@ -187,7 +189,8 @@ class TensorFlowState(_VariablesState):
         kwargs: further objects; they become attributes.
 
     Raises:
-        UsageError: `session` is not None, or an optimizer is not built.
+        UsageError: `session` is not None, `variables` is an empty list, or an optimizer is not
+            built.
     """
 
     def __init__(
@@ -201,6 +204,11 @@ class TensorFlowState(_VariablesState):
         if session is not None:
             raise UsageError("session is given, but TensorFlow 2 has no sessions: omit it")
         self.variables = list(variables or ())
+        if variables is not None and not self.variables:
+            raise UsageError(
+                "variables is an empty list, as of a model that is not built: expected variables. "
+                "Call model.build(input_shape) first, or omit variables"
+            )
         self._given_optimizers = several("optimizer", optimizer)
         for name, each in self._given_optimizers.items():
             if getattr(each, "built", True) is False:

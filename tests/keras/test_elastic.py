@@ -1,9 +1,13 @@
 """Elastic states of Keras on one rank."""
 
 import contextlib
+from collections import Counter
+from weakref import WeakSet
 
 import numpy as np
 import pytest
+
+from tests.logs import recorded
 
 
 def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
@@ -331,6 +335,98 @@ def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
     seen.append(None)
     start()
     assert seen == [0.5, 0.5, 0.5, 0.25, None, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(("steps", "trained"), [(8, 5), (4, 2), (2, 1), (16, 10)])
+def test_another_number_of_batches_keeps_the_fraction_of_the_epoch(hvd, tmp_path, steps, trained):
+    """Without this, half of an epoch is lost if a second rank joins after half of it."""
+    import keras
+
+    first, second = (hvd.elastic.KerasState(small_model(), epoch=0, batch=0) for _ in range(2))
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if first.batch == 5:
+                first.save()
+                raise _KilledError
+
+    def fit(state, steps, *callbacks):
+        state.model.compile("sgd", loss="mse")
+        data = np.ones((steps, 3)), np.ones((steps, 2))
+        callbacks = [hvd.elastic.UpdateBatchStateCallback(state), *callbacks]
+        state.model.fit(*data, batch_size=1, verbose=0, callbacks=callbacks)
+
+    with pytest.raises(_KilledError):
+        fit(first, 8, Interrupt())
+    with (tmp_path / "commit").open("wb") as file:
+        first.write_saved(file)
+    second.read_saved(tmp_path / "commit")
+    second.restore()
+    fit(second, steps)
+    assert int(second.model.optimizer.iterations) == steps - trained
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
+    """The killed epoch is not the first, so its samples have another order."""
+    import keras
+
+    from hvdkit.core.elastic_start import ElasticStart
+    from hvdkit.keras import data
+
+    class State(hvd.elastic.KerasState):
+        def commit(self):
+            self.save()
+            with (tmp_path / "commit").open("wb") as file:
+                self.write_saved(file)
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if kills and (state.epoch, batch) == kills[0]:
+                kills.pop(0)
+                raise _KilledError
+
+    def fit():
+        sampler = hvd.ResumableSampler(8, batch_size=2, seed=1)
+        callbacks = [
+            *(hvd.elastic.UpdateBatchStateCallback(state), Kill()),
+            *(hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)),
+        ]
+        if has_checkpoint:
+            callbacks.append(hvd.callbacks.Checkpoint(tmp_path / "checkpoints", data=sampler))
+        samples = sampler.arrays((np.eye(8, dtype="float32"), np.zeros((8, 1))))
+        options = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
+        state.model.fit(samples, initial_epoch=state.epoch, epochs=4, **options)
+
+    kills = [(1, 3), (2, 0)]
+    for killed in (True, True, False):
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((8,)), layer])
+        # Each weight becomes the number of times that its sample is trained.
+        model.compile(keras.optimizers.SGD(2.0), loss=lambda _, output: -output, metrics=["mae"])
+        state = State(model, epoch=0, batch=0)
+        if (tmp_path / "commit").exists():
+            state.read_saved(tmp_path / "commit")
+            state.restore()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ElasticStart, "read", lambda: object())
+            patch.setattr(data, "_made", Counter())  # as in a new process
+            patch.setattr(data, "_samplers", WeakSet())
+            with pytest.raises(_KilledError) if killed else contextlib.nullcontext():
+                fit()
+    np.testing.assert_allclose(model.get_weights()[0], 4)
+
+
+def test_a_state_that_begins_after_the_end_of_the_epoch(hvd):
+    """Horovod's example begins with `batch=100`. `fit` would have an epoch without batches."""
+    model = small_model()
+    model.compile("sgd", loss="mse")
+    state = hvd.elastic.KerasState(model, batch=100)
+    callbacks = [hvd.elastic.UpdateBatchStateCallback(state)]
+    with recorded("hvdkit.keras") as records:
+        history = model.fit(np.ones((8, 3)), np.ones((8, 2)), 4, verbose=0, callbacks=callbacks)
+    assert "loss" in history.history
+    assert "state.batch is 100, but an epoch of fit has only 2 batches" in records[0].getMessage()
 
 
 def small_model():

@@ -120,6 +120,7 @@ def test_names_of_tensorflow_1_raise(hvd):
         (lambda: hvd.allgather_object(1, session=v1), "was called with a session"),
         (lambda: hvd.broadcast_object_fn(session=v1), "was called with a session"),
         (lambda: hvd.elastic.TensorFlowState([], session=v1), "session is given"),
+        (lambda: hvd.elastic.TensorFlowState([]), "variables is an empty list"),
     ):
         with pytest.raises(UsageError, match=message):
             call()
