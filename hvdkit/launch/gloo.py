@@ -106,8 +106,7 @@ def run_with(
         ready = registered_ranks(server, plan.size, facts, say)
         elastic = settings.elastic_variables is not None
         outcome = Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
-        # Without `restarts`, the agents have ended.
-        if settings.restarts and outcome.restartable and not outcome.shows_host(plan):
+        if settings.agents_stay and outcome.restartable and not outcome.shows_host(plan):
             outcome = _with_broken(outcome, agents, interfaces, launcher_address)
         return outcome
 
