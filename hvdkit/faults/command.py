@@ -57,7 +57,7 @@ def why(folder: Path, count: int = 20) -> str:
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded or makes "
             f"progress has none; for a running job, use `hvdkit inspect --live`"
         )
-    paragraphs = [failure] if failure else []
+    paragraphs = [*filter(None, [failure, _network(description)])]
     states, silent = _states(place / STATES), _silent(place / SILENT)
     found = without_outdated(found)
     paragraphs += _explain(found, states, count, silent, _hosts(description))
@@ -240,6 +240,16 @@ def _reason(content: Any, has_records: bool) -> str | None:
     if succeeded and has_records:
         return "The job succeeded. The ranks wrote these records earlier:"
     return None if not reason or (is_verdict and has_records) else f"The job failed: {reason}"
+
+
+def _network(content: Any) -> str:
+    """Return a line about connections that failed after the end of the ranks; may be empty.
+
+    Args:
+        content: as for `_reason`.
+    """
+    found = content.get("network") if isinstance(content, dict) else None
+    return f"After the failure, connections between the hosts failed: {found}." if found else ""
 
 
 def _hosts(content: Any) -> list[str]:

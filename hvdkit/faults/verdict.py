@@ -148,7 +148,7 @@ def judge(
     if first is not None:
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
-        lines.append(_all_entered(states))
+        lines.append(_all_entered(records, states))
     chain = Chain(wait, incomplete, records, states, hosts)
     chain.describe(wait, "it")
     chain.describe_further_waits(late)
@@ -207,12 +207,15 @@ def _differ_in_line(wait: Wait, records: Mapping[int, Record]) -> bool:
     return called is not None and any(other and other[1] == called[1] for other in found)
 
 
-def _all_entered(states: Mapping[int, str]) -> str:
+def _all_entered(records: Mapping[int, Record], states: Mapping[int, str]) -> str:
     stopped = [rank for rank, state in states.items() if state == STOPPED]
     if stopped:
         verb = "is" if len(stopped) == 1 else "are"
         return f"All ranks have called it. {name_ranks(stopped)} {verb} stopped (SIGSTOP)."
-    return "All ranks have called it: the network or a rank does not transfer its data."
+    text = "All ranks have called it: the network or a rank does not transfer its data."
+    if len({record.host for record in records.values()}) == 1:
+        return text
+    return f"{text} Check the network between the hosts (`hvdkit doctor --hosts`)."
 
 
 def _without_wait(

@@ -46,6 +46,12 @@ _BETWEEN_RANKS = re.compile(
     r"HorovodInternalError|gloo/transport/|ncclRemoteError|remote process exited"
     r"|torch[./]distributed"
 )
+# The same if a connection of Gloo gets no data for too long, or the other host does not answer.
+_SILENT = re.compile(
+    r"gloo/transport/.*(?:Timed out|[Tt]imeout|timed out|No route to host|is unreachable)"
+)
+# Horovod writes the reason as a line before the traceback of this error.
+_INIT_FAILED = re.compile(r"Horovod initialization failed")
 # Open MPI 5 writes this in each rank if mpirun has lost its daemon on a host.
 _LOST_DAEMON = re.compile(r"An error occurred in PMIx Event Notification")
 TRACEBACK = "Traceback (most recent call last)"
@@ -118,10 +124,12 @@ class Failure:
     def kind(self) -> int:
         """The kind of the failure, which tells how likely it is the cause of the others."""
         text = "\n".join(self.traceback or self.tail)
+        if _INIT_FAILED.search(text):
+            text = "\n".join(self.tail)
         broken = _BROKEN.search(text)
         if _SHUT_DOWN.search(text) or _NO_PROCESS_SET.search(text):
             return _LOST_PEER
-        if broken and _BETWEEN_RANKS.search(text):
+        if (broken and _BETWEEN_RANKS.search(text)) or _SILENT.search(text):
             return _LOST_PEER
         if broken:
             return _BROKEN_CONNECTION

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import environment, network, preflight, prepare
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_command
@@ -20,6 +21,7 @@ from hvdkit.launch.network import Interface
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.reachability import broken_connections
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 #: With this many ranks, an engine without hvdkit's patch of the rendezvous starts slowly.
@@ -27,6 +29,8 @@ SLOW_SIZE = 32
 #: The first revision of the engine (the Horovod of `hvdkit build`) that sends the job's key to the
 #: rendezvous.
 KEY_REVISION = 6
+# Time for all hosts to try connections after a failure.
+_CONNECT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,27 @@ def run_with(
         prepare.start_ranks(agents, plan, facts, settings, interfaces, places)
         ready = registered_ranks(server, plan.size, facts, say)
         elastic = settings.elastic_variables is not None
-        return Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
+        outcome = Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
+        if settings.agents_stay and outcome.restartable and not outcome.shows_host(plan):
+            outcome = _with_broken(outcome, agents, interfaces, launcher_address)
+        return outcome
+
+
+def _with_broken(
+    outcome: Outcome,
+    agents: AgentPool,
+    interfaces: Mapping[Host, Interface],
+    launcher_address: tuple[str, int],
+) -> Outcome:
+    """Return the outcome of a job with the connections between its hosts that fail now."""
+    asked = [connection for connection in agents.connections if connection.idle]
+    if len(interfaces) == 1 or len(asked) < len(agents.connections):
+        return outcome
+    try:
+        broken = broken_connections(agents, interfaces, launcher_address, _CONNECT_SECONDS)
+    except HvdkitError:
+        return outcome  # the next start finds that a host does not answer
+    return outcome.with_broken(broken)
 
 
 def place_variables(

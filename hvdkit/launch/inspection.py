@@ -135,18 +135,29 @@ def _drain(connection: socket.socket) -> None:
 
 
 def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """Try to connect to each of `targets` (name -> address and port).
+    """Try to connect to each of `targets`.
+
+    Args:
+        targets: name -> address, port, and the number of bytes to send. If this number is not 0,
+            the port must be one of `listen`, which confirms that all bytes have arrived.
 
     Returns:
         Name -> error; empty after a success.
     """
 
     def attempt(target: Sequence[Any]) -> str:
+        address, port, size = target
+        connected = False
         try:
-            with socket.create_connection((target[0], target[1]), timeout=_CONNECT_SECONDS):
+            with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
+                connected = True
+                if size:
+                    connection.sendall(bytes(size))
+                    connection.shutdown(socket.SHUT_WR)
+                    return "" if connection.recv(1) else "the connection was closed"
                 return ""
         except TimeoutError:
-            return "no answer"
+            return f"connected, but {size:,} bytes did not arrive" if connected else "no answer"
         except OSError as error:
             return error.strerror or str(error)
 

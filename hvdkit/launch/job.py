@@ -160,12 +160,20 @@ class Job:
                 for rank, status in self._exited.items():
                     if rank not in self._statuses:
                         self._on_rank_ended(rank, status)
-                if connection.lost_host():
-                    self._lost.append(host)
-                # Not if the launcher ends the ranks already: then SIGTERM has another cause.
-                self._lost_agent = self._lost_agent or not self._ending
-                left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
-                self._fail(f"lost {host.name}: {self._explain_lost(connection)}. {left}")
+                self._on_lost(connection)
+
+    def _on_lost(self, connection: Connection) -> None:
+        host = connection.host
+        left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
+        problem = f"lost {host.name}: {self._explain_lost(connection)}. {left}"
+        if connection.lost_host():
+            if self._lost_agent and not self._lost:
+                # After the loss of a host, mpirun has ended an agent on another host.
+                self._problem = problem
+            self._lost.append(host)
+        # Not if the launcher ends the ranks already: then SIGTERM has another cause.
+        self._lost_agent = self._lost_agent or not self._ending
+        self._fail(problem)
 
     def _on_shutdown(self, connection: Connection, message: Message) -> None:
         """Keep the note of a rank that has called `hvd.shutdown()`, and send it to other hosts."""

@@ -75,6 +75,11 @@ class Settings:
     elastic_variables: Callable[[Host], Mapping[str, str]] | None = None
 
     @property
+    def agents_stay(self) -> bool:
+        """Whether agents stay after their ranks have ended, until the launcher ends them."""
+        return self.restarts or self.elastic_variables is not None
+
+    @property
     def rank_timeouts(self) -> Timeouts:
         """The timeouts for running ranks."""
         if self.debug_rank is None:

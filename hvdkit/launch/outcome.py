@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.reachability import BrokenConnection, describe_broken
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Outcome:
         is_verdict: whether the report is a verdict on a stall.
         possible_causes: the possible causes of a failure that only reports a lost peer, with which
             the report begins; empty for others.
+        broken: the connections between hosts that failed after the end of the ranks. They were only
+            tried if the failure does not show its host.
     """
 
     status: int
@@ -40,15 +44,32 @@ class Outcome:
     suspects: tuple[int, ...] = ()
     is_verdict: bool = False
     possible_causes: str = ""
+    broken: tuple[BrokenConnection, ...] = ()
 
     def failing_host(self, plan: Plan) -> str | None:
         """Return the host on which the failure began; None if this is not known."""
         names = {plan.places[rank].host.name for rank in self.suspects}
         return names.pop() if len(names) == 1 else None
 
+    def shows_host(self, plan: Plan) -> bool:
+        """Return whether the end of the job has a cause that belongs to certain hosts."""
+        return self.hosts_changed or bool(self.lost) or self.failing_host(plan) is not None
+
+    def with_broken(self, broken: Sequence[BrokenConnection]) -> Outcome:
+        """Return the outcome with broken connections, which are part of the report."""
+        if not broken:
+            return self
+        report = f"{self.report}\nConnections that fail now: {describe_broken(broken)}."
+        return replace(self, report=report, broken=tuple(broken))
+
+    @property
+    def network(self) -> str:
+        """The broken connections, in one line; empty if there are none."""
+        return describe_broken(self.broken) if self.broken else ""
+
     @property
     def reason(self) -> str:
-        """The failure in one line."""
+        """The failure in one line, without the broken connections."""
         if self.failure is None:
             # The first line alone does not name the hosts or the ranks.
             return " ".join(line.strip() for line in self.report.splitlines())

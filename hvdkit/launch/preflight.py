@@ -7,7 +7,7 @@ question, so the report for 64 hosts is as short as the report for 2 hosts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
@@ -18,6 +18,8 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.prepare import Settings
+from hvdkit.launch.questions import Questions, named
+from hvdkit.launch.reachability import FULL_MESH_HOSTS, describe_broken, listening, try_connections
 from hvdkit.rendezvous import RendezvousServer
 
 #: The free bytes that a host should have. NCCL and MPI keep shared buffers in /dev/shm.
@@ -32,13 +34,8 @@ _BANDWIDTH_SECONDS = 2.0
 #: (docs/synchronizer.md).
 _INT8_BELOW = 5e9 / 8
 _NAMED_HOSTS = 4
-#: With more hosts than this, each host connects only to `_FULL_MESH_HOSTS - 1` other hosts.
-_FULL_MESH_HOSTS = 32
 
 _HOSTNAMES = "hostnames"
-
-#: The launcher's name among the hosts.
-_LAUNCHER = "the launcher"
 
 
 def before_start(
@@ -139,7 +136,7 @@ def check(
     Raises:
         HvdkitError: a host does not answer.
     """
-    questions = _Questions(agents, timeout)
+    questions = Questions(agents, timeout)
     skews = _skews(questions)
     found = questions.all("examine", {"directory": plan.directory})
     return [
@@ -157,46 +154,6 @@ def check(
     ]
 
 
-class _Questions:
-    """Ask agents, and return their answers by host."""
-
-    def __init__(self, agents: AgentPool, timeout: float) -> None:
-        self._agents = agents
-        self._timeout = timeout
-        self.hosts = [connection.host for connection in agents.connections]
-
-    def all(self, question: str, arguments: Mapping[str, Any]) -> dict[Host, Any]:
-        return self.each(question, dict.fromkeys(self.hosts, arguments))
-
-    def each(self, question: str, arguments: Mapping[Host, Mapping[str, Any]]) -> dict[Host, Any]:
-        """Return the answers of the hosts in `arguments`."""
-        for connection in self._agents.connections:
-            if connection.host in arguments:
-                connection.send("ask", question=question, arguments=arguments[connection.host])
-        answers: dict[Host, Any] = {}
-        deadline = time.monotonic() + self._timeout
-        while len(answers) < len(arguments):
-            event = self._agents.next_event(max(0.0, deadline - time.monotonic()))
-            if event is None:
-                silent = _named([host for host in arguments if host not in answers])
-                raise HvdkitError(
-                    f"{silent} did not answer the question `{question}` within "
-                    f"{self._timeout:g} s (--start-timeout)"
-                )
-            if event.message["kind"] != "answer":
-                why = event.message.get("reason") or event.connection.explain()
-                raise HvdkitError(f"{event.connection.host.name}: {why}")
-            answers[event.connection.host] = event.message["answer"]
-        return {host: answers[host] for host in self.hosts if host in answers}
-
-
-def _named(hosts: Sequence[Host]) -> str:
-    """Return a text such as `host1, host2 and 3 more`."""
-    names = [host.name for host in hosts]
-    more = len(names) - _NAMED_HOSTS
-    return f"{', '.join(names[:_NAMED_HOSTS])} and {more} more" if more > 0 else ", ".join(names)
-
-
 def _by_value(values: Mapping[Host, str]) -> dict[str, list[Host]]:
     groups: dict[str, list[Host]] = {}
     for host, value in values.items():
@@ -212,7 +169,7 @@ def _grouped(values: Mapping[Host, str]) -> str:
         few = {1: next(iter(values)).name, 2: "both hosts"}
         return f"{value} ({few.get(len(values), f'all {len(values)} hosts')})"
     by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return "; ".join(f"{value} ({_named(hosts)})" for value, hosts in by_size)
+    return "; ".join(f"{value} ({named(hosts)})" for value, hosts in by_size)
 
 
 def _versions(found: Mapping[Host, Mapping[str, Any]]) -> Iterator[Diagnostic]:
@@ -241,75 +198,40 @@ def _mtu(interfaces: Mapping[Host, Interface]) -> Diagnostic:
 
 
 def _connections(
-    questions: _Questions,
+    questions: Questions,
     interfaces: Mapping[Host, Interface],
     launcher_address: tuple[str, int],
     bandwidth: bool,
 ) -> Iterator[Diagnostic]:
     """Check TCP between all hosts, and from them to the launcher, on arbitrary ports."""
-    addresses = {host: interface.address for host, interface in interfaces.items()}
-    ports = questions.each(
-        "listen", {host: {"address": addresses[host]} for host in questions.hosts}
-    )
-    targets = {host.name: (addresses[host], ports[host]) for host in questions.hosts}
-    tcp = _reachability(questions, targets | {_LAUNCHER: launcher_address})
-    yield tcp
-    if bandwidth and len(questions.hosts) > 1 and tcp.status == OK:
-        yield _bandwidth(questions, targets)
-    questions.all("stop_listening", {})
+    with listening(questions, interfaces) as targets:
+        tcp = _reachability(questions, targets, launcher_address)
+        yield tcp
+        if bandwidth and len(questions.hosts) > 1 and tcp.status == OK:
+            yield _bandwidth(questions, targets)
 
 
-def _reachability(questions: _Questions, targets: Mapping[str, tuple[str, int]]) -> Diagnostic:
-    answers = questions.each(
-        "connect",
-        {
-            host: {"targets": {name: targets[name] for name in names}}
-            for host, names in _targets_by_host(questions.hosts).items()
-        },
-    )
-    failures = [
-        f"{host.name} to {name} ({targets[name][0]}): {why}"
-        for host, answer in answers.items()
-        for name, why in answer.items()
-        if why
-    ]
-    tried = sum(map(len, answers.values()))
-    if failures:
-        more = f" and {len(failures) - _NAMED_HOSTS} more" if len(failures) > _NAMED_HOSTS else ""
+def _reachability(
+    questions: Questions, targets: Mapping[str, tuple[str, int]], launcher_address: tuple[str, int]
+) -> Diagnostic:
+    broken, tried = try_connections(questions, targets, launcher_address)
+    if broken:
         return Diagnostic(
             "TCP",
             ERROR,
-            f"{len(failures)} of {tried} connections fail: "
-            f"{'; '.join(failures[:_NAMED_HOSTS])}{more}",
-            "open all TCP ports between the hosts in their firewalls, or choose another --network",
+            f"{len(broken)} of {tried} connections fail: {describe_broken(broken)}",
+            "open all TCP ports between the hosts in their firewalls, or choose another --network. "
+            "If connections are made but large data does not arrive, check the MTU of the network",
         )
     others = (
-        f"{_FULL_MESH_HOSTS - 1} others"
-        if len(questions.hosts) > _FULL_MESH_HOSTS
-        else "every other"
+        f"{FULL_MESH_HOSTS - 1} others" if len(questions.hosts) > FULL_MESH_HOSTS else "every other"
     )
     return Diagnostic(
         "TCP", OK, f"every host reaches {others} and the launcher ({tried} connections)"
     )
 
 
-def _targets_by_host(hosts: Sequence[Host]) -> dict[Host, list[str]]:
-    """Return host -> the names of the hosts that it connects to, and the launcher.
-
-    In a large job a host connects only to some of the other hosts, near and far in the list.
-    """
-    count = len(hosts)
-    if count <= _FULL_MESH_HOSTS:
-        steps = list(range(1, count))
-    else:
-        steps = [max(i, round(count ** (i / _FULL_MESH_HOSTS))) for i in range(1, _FULL_MESH_HOSTS)]
-    return {
-        host: [*(hosts[(at + step) % count].name for step in steps), _LAUNCHER]
-        for at, host in enumerate(hosts)
-    }
-
-
-def _bandwidth(questions: _Questions, targets: Mapping[str, tuple[str, int]]) -> Diagnostic:
+def _bandwidth(questions: Questions, targets: Mapping[str, tuple[str, int]]) -> Diagnostic:
     first, second = questions.hosts[:2]
     address, port = targets[second.name]
     arguments = {"address": address, "port": port, "seconds": _BANDWIDTH_SECONDS}
@@ -325,7 +247,7 @@ def _own_names(
 ) -> Diagnostic:
     names = {host: facts["own_name"]["name"] for host, facts in found.items()}
     machines = _by_value({host: f"{names[host]} {interfaces[host].address}" for host in names})
-    repeated = [_named(hosts) for hosts in machines.values() if len(hosts) > 1]
+    repeated = [named(hosts) for hosts in machines.values() if len(hosts) > 1]
     if repeated:
         return Diagnostic(
             _HOSTNAMES,
@@ -335,7 +257,7 @@ def _own_names(
             "same GPUs, and MPI fails",
         )
     shared = [
-        f"{name} is {_named(hosts)}" for name, hosts in _by_value(names).items() if len(hosts) > 1
+        f"{name} is {named(hosts)}" for name, hosts in _by_value(names).items() if len(hosts) > 1
     ]
     if shared:
         return Diagnostic(
@@ -350,7 +272,7 @@ def _own_names(
         return Diagnostic(
             _HOSTNAMES,
             WARNING,
-            f"the host's own name does not resolve on {_named(nameless)}",
+            f"the host's own name does not resolve on {named(nameless)}",
             "add it to /etc/hosts there: MPI and some libraries look it up",
         )
     local = [
@@ -358,11 +280,11 @@ def _own_names(
     ]
     text = "every host resolves its own name"
     if local:
-        text += f"; to 127.x on {_named(local)}, which is fine: ranks use the network's addresses"
+        text += f"; to 127.x on {named(local)}, which is fine: ranks use the network's addresses"
     return Diagnostic(_HOSTNAMES, OK, text)
 
 
-def _skews(questions: _Questions) -> dict[Host, float]:
+def _skews(questions: Questions) -> dict[Host, float]:
     """Return host -> the seconds that its clock is ahead of this machine's clock."""
     before = time.time()
     answers = questions.all("clock", {})
@@ -387,7 +309,7 @@ def _amount(
     known = {host: facts[key] for host, facts in found.items() if facts[key] is not None}
     missing = [host for host in found if host not in known]
     if missing:
-        return Diagnostic(name, WARNING, f"cannot be determined on {_named(missing)}", advice)
+        return Diagnostic(name, WARNING, f"cannot be determined on {named(missing)}", advice)
     lowest = min(known, key=lambda host: known[host])
     text = f"at least {known[lowest] / 1e9:.1f} GB"
     text += f" ({lowest.name})" if len(known) > 1 else ""
@@ -395,7 +317,7 @@ def _amount(
         return Diagnostic(name, OK, text)
     few = [host for host, amount in known.items() if amount < least]
     return Diagnostic(
-        name, WARNING, f"{text}; less than {least / 1e9:g} GB on {_named(few)}", advice
+        name, WARNING, f"{text}; less than {least / 1e9:g} GB on {named(few)}", advice
     )
 
 
@@ -409,7 +331,7 @@ def _open_files(found: Mapping[Host, Mapping[str, Any]], size: int) -> Diagnosti
     return Diagnostic(
         "open files",
         WARNING,
-        f"{text}; the limit is {least:,} on {_named(few)}",
+        f"{text}; the limit is {least:,} on {named(few)}",
         "raise it there (`ulimit -Hn`, /etc/security/limits.conf, LimitNOFILE of the ssh server)",
     )
 

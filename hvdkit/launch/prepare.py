@@ -56,7 +56,7 @@ def task(plan: Plan, settings: Settings) -> Message:
     return {
         "bind": settings.bind,
         "lost_after": settings.timeouts.lost,
-        "stay": settings.restarts,
+        "stay": settings.agents_stay,
         "spares": settings.restarts and settings.spares,
         "command": list(plan.command),
         "directory": plan.directory,

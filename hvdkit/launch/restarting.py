@@ -16,6 +16,7 @@ from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, name_slots, total_slots
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.reachability import BrokenConnection, best_connected
 
 #: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -109,6 +110,7 @@ class Supervisor:
             hosts = plan.hosts
         if self.min_size < self.size:
             hosts = self._without_lost(hosts, outcome.lost)
+            hosts = self._without_broken(hosts, outcome.broken)
             hosts = self.answering(self._without_failing(hosts))
         size = min(self.size, total_slots(hosts))
         if size < self.min_size:
@@ -130,6 +132,17 @@ class Supervisor:
         if len(left) == len(hosts) or total_slots(left) < self.min_size:
             return hosts
         self.say(f"left out, because the connection was lost: {', '.join(sorted(names))}")
+        return left
+
+    def _without_broken(
+        self, hosts: Sequence[Host], broken: Sequence[BrokenConnection]
+    ) -> Sequence[Host]:
+        """Return hosts that all reach each other. Return all if these have too few slots."""
+        left, without = best_connected(hosts, broken)
+        if not without or total_slots(left) < self.min_size:
+            return hosts
+        names = ", ".join(host.name for host in without)
+        self.say(f"left out, because connections to other hosts fail: {names}")
         return left
 
     def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:

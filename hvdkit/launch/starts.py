@@ -43,6 +43,8 @@ class Start:
         failed: whether the job failed by itself. False after a stop on request.
         saved: whether a checkpoint was saved.
         hosts_changed: whether the ranks have ended to be started on other hosts.
+        network: the connections between hosts that failed afterwards, in one line; empty if there
+            are none, or if they were not tried.
         verdict: whether `reason` is a verdict on a stall, which can be derived from the records.
     """
 
@@ -59,6 +61,7 @@ class Start:
     saved: bool = False
     hosts_changed: bool = False
     verdict: bool = False
+    network: str = ""
     version: int = field(default=VERSION, repr=False)
 
     @property
@@ -108,6 +111,7 @@ class Start:
             saved=outcome.saved,
             hosts_changed=outcome.hosts_changed,
             verdict=outcome.is_verdict,
+            network=outcome.network,
         )
 
     def to_json(self) -> str:
@@ -148,8 +152,9 @@ def parse(text: str) -> Start:
             failed=bool(content["failed"]),
             saved=bool(content["saved"]),
             hosts_changed=bool(content["hosts_changed"]),
-            # Earlier versions did not write this field.
+            # Earlier versions did not write these fields.
             verdict=bool(content.get("verdict", False)),
+            network=str(content.get("network", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise HvdkitError(f"not the description of a start ({error!r})") from error

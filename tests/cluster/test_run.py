@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from hvdkit.faults.command import why
 from tests.cluster import ssh_servers
 from tests.cluster.launches import BOTH, Launches, describe, python, wait_for
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
@@ -88,6 +89,35 @@ def test_four_hosts(make_hosts, tmp_path):
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 4
         assert "MaxStartups" in (tmp_path / "host3" / "log").read_text()
+
+
+@pytest.mark.long
+def test_hosts_that_do_not_reach_each_other(make_hosts, tmp_path):
+    missing = ssh_servers.missing()
+    if missing is not None:
+        pytest.skip(missing)
+    # With two ranks, both fail as over a network that transfers nothing.
+    code = (
+        "size = os.environ['HOROVOD_SIZE']; print(size, 'ranks', flush=True)\n"
+        "if size == '2': raise OSError('gloo/transport/tcp/pair.cc:1: Read timeout')"
+    )
+    arguments = ("--no-preflight", "--restarts", "1", "--output-dir", str(tmp_path / "logs"))
+    with make_hosts(3) as cluster, ssh_servers.ssh_servers(cluster, tmp_path) as access:
+        _, first, second = cluster.hosts
+        for host, other in (first, second), (second, first):
+            nobody = ("lladdr", "02:00:00:00:00:01", "dev", host.interface, "nud", "permanent")
+            command = ("ip", "-n", host.namespace, "neigh", "replace", other.address, *nobody)
+            subprocess.run(command, timeout=10, check=True)
+        job = Launches(cluster, access, tmp_path)
+        done = job.run(*arguments, "--min-np", "1", "-H", "host1:1,host2:1", *python(code))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0] 1 ranks"
+    broken = f"host1 to host2 ({second.address}): no answer"
+    assert f"Connections that fail now: {broken}" in done.stderr
+    assert "left out, because connections to other hosts fail: host2" in done.stderr
+    assert f"After the failure, connections between the hosts failed: {broken}" in why(
+        min((tmp_path / "logs").glob("*-*"))
+    )
 
 
 def test_hosts_may_have_different_numbers_of_ranks(launches):

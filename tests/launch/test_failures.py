@@ -15,6 +15,17 @@ CLOSED = (
     '  File "/venv/torch/distributed/distributed_c10d.py", line 4287, in all_gather',
     "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:7066",
 )
+# Ranks that cannot connect to each other, while the launcher reaches all hosts.
+SILENT_START = (
+    "[E operations.cc:429] Horovod could not be initialized: [gloo/transport/tcp/unbound_buffer.cc"
+    ":81] Timed out waiting 65000ms for recv operation to complete",
+    "Traceback (most recent call last):",
+    "ValueError: Horovod initialization failed. Please check log messages above.",
+)
+SILENT = (
+    LOST[0],
+    "HorovodInternalError: [gloo/transport/tcp/pair.cc:553] Read error: No route to host",
+)
 # A call on a process set after the shutdown.
 NO_SET = (
     LOST[0],
@@ -96,6 +107,8 @@ def test_an_error_that_the_script_caught_long_ago_is_not_the_first():
     [
         ([(0, 1, LOST), (1, 1, BAD)], [1]),
         ([(0, 1, LOST), (1, 1, LOST)], []),
+        ([(0, 1, SILENT_START)], []),
+        ([(0, 1, SILENT), (1, 1, LOST)], []),
         ([(1, 1, BAD), (0, 1, BAD), (2, 1, LOST)], [1, 0]),
         ([(1, 1, AGREED), (0, 1, OF_RANK_0)], [0]),
         ([(0, -9, ["step 7"]), (1, -9, ["step 7"])], [0]),

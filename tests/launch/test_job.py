@@ -116,6 +116,12 @@ def test_a_lost_agent_is_the_cause_of_sigterm(outcome):
     assert found.failure is None
 
 
+def test_a_lost_host_is_named_although_mpirun_has_ended_another_agent_before(outcome, monkeypatch):
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    found = outcome((0, {"kind": "lost"}), (1, {"kind": "lost"}), registered=None)
+    assert found.report.startswith("lost host1:")
+
+
 def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     found = outcome(
         ended(0, 3),

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from hvdkit.diagnostics import ERROR, OK, WARNING
-from hvdkit.launch import inspection, preflight
+from hvdkit.launch import inspection, preflight, reachability
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import Interface
 
@@ -127,7 +127,7 @@ def test_blocked_connections():
 @pytest.mark.parametrize("count", [1, 2, 32, 33, 1000])
 def test_hosts_try_to_reach_each_other_in_both_directions_of_the_list(count):
     hosts = [Host(f"node{n}", 1) for n in range(count)]
-    tried = preflight._targets_by_host(hosts)
+    tried = reachability.targets_by_host(hosts)
     reached = dict.fromkeys((host.name for host in hosts), 0)
     for host, names in tried.items():
         assert names[-1] == "the launcher"
@@ -157,10 +157,14 @@ from hvdkit.launch import inspection
 port = inspection.listen("127.0.0.1")
 with socket.create_server(("127.0.0.1", 0)) as unused:
     closed = unused.getsockname()[1]
-print(inspection.connect({"open": ("127.0.0.1", port), "shut": ("127.0.0.1", closed)}))
+inspection._CONNECT_SECONDS = 0.5
+with socket.create_server(("127.0.0.1", 0)) as silent:
+    ports = {"open": port, "shut": closed, "silent": silent.getsockname()[1]}
+    for size in 0, 9999:
+        print(inspection.connect({n: ("127.0.0.1", p, size) for n, p in ports.items()}))
 print(inspection.send("127.0.0.1", port, 0.1) > 1e6)
 inspection.stop_listening()
-print(inspection.connect({"open": ("127.0.0.1", port)}))
+print(inspection.connect({"open": ("127.0.0.1", port, 0)}))
 for thread in threading.enumerate():
     if thread is not threading.main_thread():
         thread.join(10)
@@ -170,7 +174,9 @@ print(threading.active_count())
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout.splitlines() == [
-        "{'open': '', 'shut': 'Connection refused'}",
+        "{'open': '', 'shut': 'Connection refused', 'silent': ''}",
+        "{'open': '', 'shut': 'Connection refused', "
+        "'silent': 'connected, but 9,999 bytes did not arrive'}",
         "True",
         "{'open': 'Connection refused'}",
         "1",

@@ -14,6 +14,7 @@ from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host, read_hostfile
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.reachability import BrokenConnection
 from hvdkit.launch.restarting import Supervisor
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 from tests.without_dynamo import WITHOUT_DYNAMO
@@ -396,3 +397,27 @@ def test_wrong_options(options, expected):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert expected in done.stderr
+
+
+def broken(*pairs):
+    """Return the outcome of a job after which connections between these hosts fail."""
+    return replace(SAVED, broken=tuple(BrokenConnection(*pair, "10.0.0.9", "?") for pair in pairs))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "left"),
+    [
+        # Of two hosts, the last one: rank 0 stays where its checkpoints may be.
+        ([("host0", "host1"), ("host1", "host0")], ["host0:1", "host2:1"]),
+        ([("host0", "host1"), ("host2", "host0")], ["host1:1", "host2:1"]),
+        ([("host1", "the launcher")], ["host0:1", "host2:1"]),
+        ([("host0", "host1"), ("host1", "host2"), ("host2", "host0")], None),
+    ],
+)
+def test_hosts_that_do_not_reach_each_other_are_not_used_together(pairs, left):
+    hosts = [Host(f"host{n}", 1) for n in range(3)]
+    _, plans, texts, _ = supervise([broken(*pairs), Outcome(0)], hosts=hosts, min_size=2)
+    assert plans[-1] == (left or ["host0:1", "host1:1", "host2:1"])
+    assert any("left out, because connections to other hosts fail" in t for t in texts) == bool(
+        left
+    )

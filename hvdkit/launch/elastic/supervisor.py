@@ -13,12 +13,15 @@ from hvdkit.launch.elastic.members import Members, assignment_of
 from hvdkit.launch.hosts import Host, total_slots
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.reachability import best_connected
 
 #: Seconds before a restart, after a failure without a new commit or checkpoint: the first,
 #: and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 #: Failures of ranks on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
+#: Seconds for which a host is left out whose connections to other hosts fail.
+_UNCONNECTED_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ class Exclusions:
         seconds = min(longest, shortest * 2**beyond)
         self._until[name] = self.now() + seconds
         return f"{text}, for {seconds:g} s (--blacklist-cooldown-range)"
+
+    def leave_out(self, name: str, seconds: float) -> None:
+        """Leave a host out for at least some seconds."""
+        self._until[name] = max(self.now() + seconds, self._until.get(name, 0.0))
 
     def __contains__(self, name: str) -> bool:
         return self.now() < self._until.get(name, float("-inf"))
@@ -168,6 +175,12 @@ class ElasticSupervisor:
             name = outcome.failing_host(plan)
             if name is not None and (message := self.exclusions.add(name)):
                 self.say(message)
+            for host in best_connected(plan.hosts, outcome.broken)[1]:
+                self.exclusions.leave_out(host.name, _UNCONNECTED_SECONDS)
+                self.say(
+                    f"connections of {host.name} to other hosts fail. It is left out for "
+                    f"{_UNCONNECTED_SECONDS:g} s, if the other hosts are enough"
+                )
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
                 self.say(

@@ -10,6 +10,7 @@ from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.reachability import BrokenConnection
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
 FAILED = Outcome(1, restartable=True)
@@ -161,6 +162,13 @@ def test_a_host_is_left_out_after_two_failures():
     assert "ranks failed 2 times on host1, which is left out if the other hosts are enough" in texts
 
 
+def test_a_host_that_cannot_connect_to_the_others_is_left_out():
+    broken = BrokenConnection("host1", "host0", "10.0.0.2", "no answer")
+    failure = Outcome(1, restartable=True, saved=True, broken=(broken,))
+    *_, texts, _ = supervise([failure, Outcome(0)], hosts=[TWO])
+    assert any(text.startswith("connections of host1 to other hosts fail") for text in texts)
+
+
 def test_a_host_is_left_out_for_some_time():
     now = 0.0
     exclusions = Exclusions((10.0, 25.0), now=lambda: now)
@@ -172,4 +180,7 @@ def test_a_host_is_left_out_for_some_time():
         assert "a" in exclusions
         now += 2
         assert "a" not in exclusions
+    exclusions.leave_out("b", 5.0)
+    assert "b" in exclusions
+    now += 6
     assert "b" not in exclusions

@@ -1,0 +1,53 @@
+"""Ask all agents of a job questions (`inspection`), before or between the starts of its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.hosts import Host
+
+_NAMED_HOSTS = 4
+
+
+class Questions:
+    """Ask agents, and return their answers by host."""
+
+    def __init__(self, agents: AgentPool, timeout: float) -> None:
+        self._agents = agents
+        self._timeout = timeout
+        self.hosts = [connection.host for connection in agents.connections]
+
+    def all(self, question: str, arguments: Mapping[str, Any]) -> dict[Host, Any]:
+        return self.each(question, dict.fromkeys(self.hosts, arguments))
+
+    def each(self, question: str, arguments: Mapping[Host, Mapping[str, Any]]) -> dict[Host, Any]:
+        """Return the answers of the hosts in `arguments`."""
+        for connection in self._agents.connections:
+            if connection.host in arguments:
+                connection.send("ask", question=question, arguments=arguments[connection.host])
+        answers: dict[Host, Any] = {}
+        deadline = time.monotonic() + self._timeout
+        while len(answers) < len(arguments):
+            event = self._agents.next_event(max(0.0, deadline - time.monotonic()))
+            if event is None:
+                silent = named([host for host in arguments if host not in answers])
+                raise HvdkitError(
+                    f"{silent} did not answer the question `{question}` within "
+                    f"{self._timeout:g} s (--start-timeout)"
+                )
+            if event.message["kind"] != "answer":
+                why = event.message.get("reason") or event.connection.explain()
+                raise HvdkitError(f"{event.connection.host.name}: {why}")
+            answers[event.connection.host] = event.message["answer"]
+        return {host: answers[host] for host in self.hosts if host in answers}
+
+
+def named(hosts: Sequence[Host]) -> str:
+    """Return a text such as `host1, host2 and 3 more`."""
+    names = [host.name for host in hosts]
+    more = len(names) - _NAMED_HOSTS
+    return f"{', '.join(names[:_NAMED_HOSTS])} and {more} more" if more > 0 else ", ".join(names)

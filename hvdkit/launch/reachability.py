@@ -1,0 +1,156 @@
+"""Find the connections between the hosts of a job that fail.
+
+All hosts accept TCP connections for a moment, connect to each other, and send some data. The
+launcher calls `broken_connections` after a failure that does not show its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.network import Interface
+from hvdkit.launch.questions import Questions
+
+#: The launcher's name among the hosts.
+LAUNCHER = "the launcher"
+#: With more hosts than this, each host connects only to `FULL_MESH_HOSTS - 1` other hosts.
+FULL_MESH_HOSTS = 32
+
+#: The bytes that hosts send to each other: several packets, also on a network with a large MTU.
+_SENT_BYTES = 65536
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class BrokenConnection:
+    """A connection that could not be made, or did not transfer data.
+
+    Attributes:
+        host: the host that tried to connect.
+        target: the other host, or the launcher.
+        address: the address of the other host.
+        reason: the error.
+    """
+
+    host: str
+    target: str
+    address: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.host} to {self.target} ({self.address}): {self.reason}"
+
+
+def broken_connections(
+    agents: AgentPool,
+    interfaces: Mapping[Host, Interface],
+    launcher_address: tuple[str, int],
+    timeout: float,
+) -> list[BrokenConnection]:
+    """Return the connections between the hosts of `agents`, and to the launcher, that fail.
+
+    Args:
+        agents: the agents, which run no ranks now.
+        interfaces: host -> the interface of its ranks.
+        launcher_address: an address and port of this machine that the hosts must reach.
+        timeout: seconds for the answers to each question.
+
+    Raises:
+        HvdkitError: a host does not answer.
+    """
+    questions = Questions(agents, timeout)
+    with listening(questions, interfaces) as targets:
+        return try_connections(questions, targets, launcher_address)[0]
+
+
+def describe_broken(broken: Sequence[BrokenConnection]) -> str:
+    """Return a text with the connections that fail."""
+    more = len(broken) - _SHOWN
+    named = "; ".join(map(str, broken[:_SHOWN]))
+    return f"{named} and {more} more" if more > 0 else named
+
+
+@contextlib.contextmanager
+def listening(
+    questions: Questions, interfaces: Mapping[Host, Interface]
+) -> Iterator[dict[str, tuple[str, int]]]:
+    """Context in which all hosts accept connections. Yield their addresses and ports, by name."""
+    addresses = {host: interfaces[host].address for host in questions.hosts}
+    ports = questions.each(
+        "listen", {host: {"address": addresses[host]} for host in questions.hosts}
+    )
+    yield {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+    questions.all("stop_listening", {})
+
+
+def try_connections(
+    questions: Questions, targets: Mapping[str, tuple[str, int]], launcher_address: tuple[str, int]
+) -> tuple[list[BrokenConnection], int]:
+    """Return the connections that fail, and the number of connections that were tried.
+
+    Args:
+        questions: asks the hosts.
+        targets: name of a host -> its address and port.
+        launcher_address: as for `broken_connections`.
+    """
+    # The rendezvous of the launcher does not confirm data.
+    known = {name: (*target, _SENT_BYTES) for name, target in targets.items()}
+    known[LAUNCHER] = (*launcher_address, 0)
+    answers = questions.each(
+        "connect",
+        {
+            host: {"targets": {name: known[name] for name in names}}
+            for host, names in targets_by_host(questions.hosts).items()
+        },
+    )
+    broken = [
+        BrokenConnection(host.name, name, known[name][0], why)
+        for host, answer in answers.items()
+        for name, why in answer.items()
+        if why
+    ]
+    return broken, sum(map(len, answers.values()))
+
+
+def targets_by_host(hosts: Sequence[Host]) -> dict[Host, list[str]]:
+    """Return host -> the names of the hosts that it connects to, and the launcher.
+
+    In a large job a host connects only to some of the other hosts, near and far in the list.
+    """
+    count = len(hosts)
+    if count <= FULL_MESH_HOSTS:
+        steps = list(range(1, count))
+    else:
+        steps = [max(i, round(count ** (i / FULL_MESH_HOSTS))) for i in range(1, FULL_MESH_HOSTS)]
+    return {
+        host: [*(hosts[(at + step) % count].name for step in steps), LAUNCHER]
+        for at, host in enumerate(hosts)
+    }
+
+
+def best_connected(
+    hosts: Sequence[Host], broken: Sequence[BrokenConnection]
+) -> tuple[list[Host], list[Host]]:
+    """Divide hosts into those that all reach each other, and those to leave out.
+
+    The host with the most broken connections is left out first; of several such hosts, the last.
+    """
+    left: list[Host] = list(hosts)
+    without: list[Host] = []
+    while True:
+        names = {host.name for host in left} | {LAUNCHER}
+        pairs = {
+            frozenset((each.host, each.target))
+            for each in broken
+            if {each.host, each.target} <= names
+        }
+        counts = {host: sum(host.name in pair for pair in pairs) for host in left}
+        if not any(counts.values()):
+            return left, without
+        worst = max(reversed(left), key=lambda host: counts[host])
+        left.remove(worst)
+        without.append(worst)
