@@ -376,7 +376,10 @@ def test_every_kind_of_tensor_is_restored_and_loads_with_plain_safetensors(hvd):
         with hvd.Checkpointer(folder, model=other) as checkpointer:
             checkpointer.restore()
         expected = Odd(1.0)
-        for name, tensor in expected.state_dict().items():
+        # The values of this rank, because they differ between the ranks.
+        buffers = dict(model.named_buffers())
+        for name, saved in expected.state_dict().items():
+            tensor = buffers.get(name, saved)
             mine = other.state_dict()[name]
             if isinstance(tensor, torch.Tensor):
                 assert torch.equal(mine, tensor), name
