@@ -308,7 +308,7 @@ class Restoring:
                 not_restored.append(f"{name}: {error}")
         wanted = self._wanted
         if not_restored:
-            # The part `statistics` belongs to BatchNorm layers, which may have changed.
+            # The part `statistics` has buffers of layers, which may have changed.
             wanted = wanted - {"statistics"}
         saved = rank_tree(own_state) if same_size else {}
         own = {name: saved[name] for name in self._rank_parts if name in saved and name in wanted}

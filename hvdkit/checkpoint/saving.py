@@ -8,7 +8,13 @@ from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.coordination import compare, compare_lines, exchange, gather
 from hvdkit.checkpoint.sharding import Gather, ShardedItem, check_layouts
 from hvdkit.checkpoint.snapshot import SnapshotMemory, in_place
-from hvdkit.checkpoint.state import ComparedItem, RankItem, StatefulItem, Tree
+from hvdkit.checkpoint.state import (
+    ComparedItem,
+    DifferingRankItem,
+    RankItem,
+    StatefulItem,
+    Tree,
+)
 from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.writing import EncodedPart, rank_to_bytes
 from hvdkit.core.collectives import Collectives
@@ -53,6 +59,7 @@ class Saving:
         self._names_alike = [name for name in parts if name in alike]
         self._alike: dict[str, Tree] = {}
         self._signatures: dict[str, list[str]] = {}
+        self._digests: dict[str, Mapping[str, int]] = {}
         self._gathers: dict[str, Gather] = {}
 
     def prepare(self, step: int) -> None:
@@ -77,6 +84,11 @@ class Saving:
             for name, part in self._parts.items()
             if isinstance(part, ShardedItem)
         }
+        self._digests = {
+            name: item.digests()
+            for name, item in self._rank_parts.items()
+            if isinstance(item, DifferingRankItem)
+        }
         self._message = {
             "step": step,
             "wait": str(self._memory is None),
@@ -84,6 +96,7 @@ class Saving:
             "parts": ", ".join(self._parts),
             "alike": {name: _fingerprint(each, name) for name, each in self._alike.items()},
             "signatures": {name: digest(lines).hex() for name, lines in self._signatures.items()},
+            "digests": {name: list(each.values()) for name, each in self._digests.items()},
             "shards": {name: each.layout for name, each in self._gathers.items()},
             "replicas": [self._described(check) for check in self._replicas()],
         }
@@ -105,6 +118,7 @@ class Saving:
         gathered = exchange(self._collectives, self._message, problem, self._consequence)
         self._compare(gathered)
         self._compare_replicas([each["replicas"] for each in gathered])
+        self._select([each["digests"] for each in gathered])
         content: dict[str, EncodedPart] = {}
         try:
             # After the comparison, which may have repaired this rank.
@@ -156,6 +170,19 @@ class Saving:
         for name in self._gathers:
             layouts = [each["shards"][name] for each in gathered]
             check_layouts(self._collectives.ranks, layouts, self._consequence)
+
+    def _select(self, gathered: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Tell items which of their values differ between ranks.
+
+        Args:
+            gathered: rank -> name of an item -> its digests, in the same order on all ranks,
+                because `_compare` has compared the signatures.
+        """
+        for name, own in self._digests.items():
+            item = self._rank_parts[name]
+            assert isinstance(item, DifferingRankItem)
+            of_ranks = zip(*(each[name] for each in gathered), strict=True)
+            item.select({n for n, found in zip(own, of_ranks, strict=True) if len({*found}) > 1})
 
     def _described(self, check: ReplicaCheck | None) -> dict[str, Any] | None:
         """Return a check as JSON values for the other ranks; None if it cannot run on this rank."""

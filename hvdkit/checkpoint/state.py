@@ -9,7 +9,7 @@ A stateful item is an object whose state a checkpoint holds. A part is the saved
 a tree, and one file for its tensors.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -188,6 +188,22 @@ class RankItem(Protocol):
 
     def restore(self, tree: Tree) -> None:
         """Load the state that the same rank saved, in a job with the same number of ranks."""
+        ...
+
+
+@runtime_checkable
+class DifferingRankItem(RankItem, Protocol):
+    """A `RankItem` with values that another item saves too, as those of the first rank.
+
+    So each rank's values are saved only where ranks differ.
+    """
+
+    def digests(self) -> Mapping[str, int]:
+        """Return a digest of each value that may be equal on all ranks, by name."""
+        ...
+
+    def select(self, differing: Collection[str]) -> None:
+        """Set the names of `digests` that differ between ranks, for the next `save`."""
         ...
 
 

@@ -337,9 +337,9 @@ class Coordinator:
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
         error = GradientsChanged(
             f"on {changed} of {count} ranks gradients were changed after loss.backward(), but "
-            f"another rank had made no backward pass, so these gradients were not final. If a rank "
-            f"may skip the backward pass, call hvd.clip_grad_norm_(optimizer, ...) or "
-            f"optimizer.synchronize() on every rank before changing gradients. Call "
+            f"another rank had made no backward pass, or only passes under hvd.no_sync, so these "
+            f"gradients were not final. If a rank may do so, call hvd.clip_grad_norm_(optimizer, "
+            f"...) or optimizer.synchronize() on every rank before changing gradients. Call "
             f"optimizer.zero_grad() to continue."
         )
         self._reset(optimizers, False, error)

@@ -58,10 +58,10 @@ _OPTIONS_ADVICE = (
 )
 #: The end of an error about values.
 VALUES_ADVICE = (
-    "All ranks have applied the same gradients. So memory or a processor of a host has failed, or "
-    "code changes parameters or optimizer state on some ranks only. Restore a checkpoint of an "
-    "earlier step. on_mismatch='repair' of hvd.DistributedOptimizer copies the values of the "
-    "majority instead. If ranks should differ, pass check_interval=0."
+    "The reduced gradients were the same on all ranks. So memory or a processor of a host has "
+    "failed, or code changes reduced gradients, parameters or optimizer state on some ranks only. "
+    "Restore a checkpoint of an earlier step. on_mismatch='repair' of hvd.DistributedOptimizer "
+    "copies the values of the majority instead. If ranks should differ, pass check_interval=0."
 )
 _RATE_ADVICE = (
     "Ranks with different learning rates train different models. Change a learning rate on all "

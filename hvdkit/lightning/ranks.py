@@ -1,8 +1,8 @@
 """The common part of the strategies for `Trainer` and `Fabric`."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -16,26 +16,21 @@ from hvdkit.lightning.environment import HvdkitEnvironment, devices_of_host
 from hvdkit.torch.options import check_options
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
-# (Option, value) that a strategy refuses, in addition to those that `check_options` refuses.
-REFUSED = {
-    ("on_nonfinite", "skip"): "Lightning computes the gradients within the optimizer's step, when "
-    "hvdkit can no longer skip the step. Use on_nonfinite='raise', or precision='16-mixed', whose "
-    "GradScaler skips steps with such gradients"
-}
-
 
 class RanksMixin:
     """The part of a strategy that is the same for `Trainer` and `Fabric`.
 
     Attributes:
         options: the options for `hvd.DistributedOptimizer`.
+        refused: (option, value) -> the reason why the strategy does not support this value.
     """
 
     options: dict[str, Any]
+    refused: ClassVar[Mapping[tuple[str, Any], str]] = {}
     _parallel_devices: list[torch.device] | None = None
 
     def _begin(self, options: dict[str, Any]) -> HvdkitEnvironment:
-        self.options = check_options(options, "HvdkitStrategy", REFUSED)
+        self.options = check_options(options, "HvdkitStrategy", self.refused)
         if not hvd.is_initialized():
             hvd.init()
         return HvdkitEnvironment()

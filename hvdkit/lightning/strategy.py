@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import pytorch as pl
@@ -50,6 +50,12 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         trainer = lightning.Trainer(strategy=HvdkitStrategy(compression="fp16"), max_epochs=3)
         trainer.fit(model, loader)
     """
+
+    refused: ClassVar = {
+        ("on_nonfinite", "skip"): "Lightning computes the gradients within the optimizer's step, "
+        "when hvdkit can no longer skip the step. Use on_nonfinite='raise', or "
+        "precision='16-mixed', whose GradScaler skips steps with such gradients"
+    }
 
     def __init__(
         self,

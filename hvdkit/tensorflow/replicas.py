@@ -18,10 +18,11 @@ from hvdkit.tensorflow.items import VariableTensor
 from hvdkit.tensorflow.variables import tf_variable, tf_variable_or_none
 
 _ADVICE = (
-    "All ranks have applied the same gradients. So memory or a processor of a host has failed, or "
-    "code changes variables on some ranks only, or the script has not called "
-    "hvd.broadcast_variables(model.variables, root_rank=0). Restore a checkpoint of an earlier "
-    "step. If ranks should differ, pass check_parameters=False to hvd.DistributedGradientTape."
+    "The reduced gradients were the same on all ranks. So memory or a processor of a host has "
+    "failed, or code changes reduced gradients or variables on some ranks only, or the script has "
+    "not called hvd.broadcast_variables(model.variables, root_rank=0). Restore a checkpoint of an "
+    "earlier step. If ranks should differ, pass check_parameters=False to "
+    "hvd.DistributedGradientTape."
 )
 
 #: The variables whose gradients tapes have reduced with `check_parameters`, by ranks and id.

@@ -173,7 +173,7 @@ class Checkpointer(Manager):
             # Restore `random` after `data`, because restoring a loader may draw random numbers.
             rank_parts={
                 **own,
-                "statistics": Statistics(models),
+                "statistics": Statistics(models, warns=collectives.rank == collectives.ranks[0]),
                 "random": Randomness(generators),
             },
             alike=list(shared),

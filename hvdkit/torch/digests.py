@@ -41,7 +41,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     The result may share the tensor's memory.
     """
     plain = tensor.detach().as_subclass(torch.Tensor)
-    return plain.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    contiguous = plain.resolve_conj().resolve_neg().contiguous()
+    # A contiguous tensor with one element may have any stride, which `view` would refuse.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 @torch.no_grad()

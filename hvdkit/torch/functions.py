@@ -12,6 +12,7 @@ from hvdkit.core.collectives import check_root
 from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 
 # Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
@@ -106,7 +107,7 @@ def _broadcast_tensors(
         if contiguous.data_ptr() != tensor.data_ptr():
             copies.append((tensor, contiguous))
         # As bytes, because Horovod lacks some dtypes, such as bfloat16.
-        content = contiguous.view(-1).view(torch.uint8)
+        content = bytes_of(contiguous)
         for k, chunk in enumerate(content.split(_CHUNK_BYTES)):
             name = f"hvdkit.broadcast.{i}.{k}"
             handles.append(mpi_ops.broadcast_async_(chunk, root_rank, name, process_set))

@@ -109,6 +109,7 @@ class ResumableSampler(Epochs, Sampler[int]):
         )
         self._awaited = False
         self._read = False
+        self._begins = False
         self._seeded = False
         self._restore_random_state: Callable[[], Any] | None = None
 
@@ -171,15 +172,27 @@ class ResumableSampler(Epochs, Sampler[int]):
         """
         generator = getattr(loader, "generator", None) or torch.default_generator
         # The sampler is iterated now, or when the loader needs its first batch.
-        self._awaited, self._read = True, False
-        with self._without_draws(generator):
-            batches = iter(loader)
-        if self._read:
-            return batches
-        # A generator that wraps a DataLoader creates the DataLoader's iterator only now.
-        with self._without_draws(generator):
-            first = list(itertools.islice(batches, 1))
-        return _followed(first, batches)
+        self._awaited, self._read, self._begins = True, False, True
+        try:
+            with self._without_draws(generator):
+                batches = iter(loader)
+            if self._read:
+                return batches
+            # A generator that wraps a DataLoader creates the DataLoader's iterator only now.
+            with self._without_draws(generator):
+                first = list(itertools.islice(batches, 1))
+            return _followed(first, batches)
+        finally:
+            self._begins = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, or continue the current one where a loop has left it.
+
+        Do nothing if the loader of `batches` calls this when a loop begins. Loaders of Fabric and
+        Accelerate do so, and count the epochs from 0 in each process, also after a resume.
+        """
+        if not self._begins:
+            super().set_epoch(epoch)
 
     @contextmanager
     def _without_draws(self, generator: torch.Generator) -> Iterator[None]:

@@ -40,7 +40,7 @@ from hvdkit.core.stragglers import BACKWARD, FORWARD, UPDATE
 from hvdkit.core.tuning import Tuner
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.torch import hooks, passes
+from hvdkit.torch import dynamo, hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
@@ -106,6 +106,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         on_nonfinite: str,
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
+        dynamo.exclude_hvdkit()
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
         # scheduler sets an attribute `step` to count steps. Its copy would hide our method.
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")

@@ -1,6 +1,7 @@
-"""The running statistics of normalisation layers."""
+"""The buffers that each rank computes from its own batches, such as the statistics of BatchNorm."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -8,47 +9,76 @@ from horovod.torch import SyncBatchNorm
 
 from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.state import Tree
+from hvdkit.torch.digests import digests
 from hvdkit.torch.items import compiled
 from hvdkit.torch.items.tensors import TorchTensor
 
+log = logging.getLogger("hvdkit.torch")
+
 
 class Statistics:
-    """A `RankItem`: the running statistics of normalisation layers, from this rank's batches.
+    """A `DifferingRankItem`: running statistics of normalisation layers, and other buffers.
 
-    Training does not depend on the statistics, but validation does. Above `LARGEST_STATISTICS`
-    bytes, they are not saved for each rank: all ranks get the first rank's statistics, which are
-    part of the model.
+    Normalisation layers have their own statistics on each rank, unless they synchronize them. Other
+    buffers are saved if they differ between the ranks: for example, a running mean of the inputs.
+    Only buffers of the `state_dict` are saved.
+
+    Above `LARGEST_STATISTICS` bytes, buffers are not saved for each rank: all ranks get the first
+    rank's buffers, which are part of the model.
 
     Args:
         models: name -> model.
+        warns: whether this rank logs a warning if buffers are too large.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module], warns: bool = True) -> None:
         self._models = models
+        self._differing: Collection[str] = ()
+        self._warns = warns
+
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each buffer that may be equal on all ranks."""
+        others = {name: b for name, b, of_norm in self._buffers() if not of_norm}
+        return dict(zip(others, digests(list(others.values())), strict=True))
+
+    def select(self, differing: Collection[str]) -> None:
+        """Set the buffers that differ between ranks."""
+        self._differing = differing
 
     def save(self) -> Tree:
-        """Return the statistics of this rank."""
-        own = self._buffers()
-        if sum(buffer.nbytes for buffer in own.values()) > LARGEST_STATISTICS:
+        """Return the buffers of this rank."""
+        own = {n: b for n, b, of_norm in self._buffers() if of_norm or n in self._differing}
+        size = sum(buffer.nbytes for buffer in own.values())
+        if size > LARGEST_STATISTICS:
+            if self._differing and self._warns:
+                self._warns = False
+                log.warning(
+                    "The buffers that differ between ranks have %.1f MB (%s, ...), and a "
+                    "checkpoint saves up to %.0f MB for each rank. It has only those of the first "
+                    "rank, so a resumed training may differ from an undisturbed one. Before each "
+                    "save, call hvd.broadcast_parameters(model.named_buffers(), root_rank=0) to "
+                    "make the buffers equal.",
+                    *(size / 1e6, min(self._differing), LARGEST_STATISTICS / 1e6),
+                )
             return {}
         return {name: TorchTensor(buffer).content() for name, buffer in own.items()}
 
     def restore(self, tree: Tree) -> None:
-        """Restore the statistics."""
-        own = self._buffers()
+        """Restore the buffers."""
+        own = {name: buffer for name, buffer, _ in self._buffers()}
         # Earlier versions saved prefixes of torch.compile.
         saved = {compiled.PREFIX.sub("", name): content for name, content in tree.items()} | tree
         for name in own.keys() & saved.keys():
             TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        found = {}
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield name, buffer, and whether it is a statistic that each rank has for itself."""
         for model, module in self._models.items():
             plain = compiled.without_prefixes(module)
-            for layer, norm in module.named_modules():
-                if isinstance(norm, torch.nn.modules.batchnorm._NormBase) and not isinstance(
-                    norm, torch.nn.SyncBatchNorm | SyncBatchNorm
-                ):
-                    for name, buffer in norm.named_buffers(recurse=False):
-                        found[f"{model}.{plain(f'{layer}.{name}')}"] = buffer
-        return found
+            for path, layer in module.named_modules():
+                of_norm = isinstance(layer, torch.nn.modules.batchnorm._NormBase)
+                synchronized = isinstance(layer, torch.nn.SyncBatchNorm | SyncBatchNorm)
+                for name, buffer in layer.named_buffers(recurse=False):
+                    if name not in layer._non_persistent_buffers_set:
+                        full = f"{model}.{plain(f'{path}.{name}')}"
+                        yield full, buffer, of_norm and not synchronized

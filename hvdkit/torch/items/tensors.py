@@ -9,6 +9,7 @@ import torch
 from hvdkit.checkpoint import dtypes
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
+from hvdkit.torch.digests import bytes_of
 
 #: dtype of torch -> its name in safetensors. Older versions of torch do not have all of them.
 _DTYPES = {
@@ -80,9 +81,7 @@ class TorchTensor:
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None
-        # A contiguous tensor with one element may have any stride, which `view` would refuse.
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        memory: np.ndarray = flat.view(torch.uint8).numpy()
+        memory: np.ndarray = bytes_of(tensor).numpy()
         return memory
 
     def content(self) -> bytes:

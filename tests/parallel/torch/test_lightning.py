@@ -691,6 +691,44 @@ def test_fabric_refuses_what_cannot_be_right(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
+def test_fabric_resumes_a_resumable_sampler(hvd):
+    L = lightning()
+    from hvdkit.lightning.fabric import HvdkitStrategy
+
+    fabric = L.Fabric(strategy=HvdkitStrategy(), accelerator="cpu")
+    fabric.launch()
+    data = torch.arange(16.0)
+    expected = hvd.ResumableSampler(data, 2, seed=3)
+    own = hvd.ResumableSampler(data, 2, seed=3)
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, 2, sampler=own), use_distributed_sampler=False
+    )
+    for sampler in (expected, own):
+        sampler.restore({"epoch": 2, "consumed": 2 * hvd.size()})
+    for epoch in (2, 3):
+        assert own.epoch == epoch
+        batches = [batch.long().tolist() for batch in own.batches(loader)]
+        assert batches == [batch.tolist() for batch in expected.batches()]
+
+
+def test_fabric_skips_a_step_that_is_not_finite(hvd):
+    L = lightning()
+    from hvdkit.lightning.fabric import HvdkitStrategy
+
+    fabric = L.Fabric(strategy=HvdkitStrategy(on_nonfinite="skip"), accelerator="cpu")
+    fabric.launch()
+    model = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for value, steps in ((float("nan"), False), (1.0, True)):
+        before = flat(model)
+        optimizer.zero_grad()
+        x = torch.full((1, 2), value if hvd.rank() == 1 else 1.0)
+        fabric.backward(model(x).sum())
+        optimizer.step()
+        assert torch.equal(flat(model), before) != steps
+    assert_same_on_all_ranks(hvd, model)
+
+
 def test_collectives(hvd):
     L = lightning()
     from torch.distributed import ReduceOp

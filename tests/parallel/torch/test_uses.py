@@ -459,6 +459,43 @@ def test_parametrized_weights(hvd):
     train_both(hvd, model)
 
 
+def test_parameters_of_one_element_with_any_stride(hvd):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 2)
+            self.scale = nn.Parameter(torch.arange(10.0, dtype=torch.float64)[5::5])
+            self.shift = nn.Parameter(torch.ones(3, 4, dtype=torch.float64)[:1, 1:2].t())
+
+        def forward(self, x):
+            return self.layer(x) * self.scale + self.shift
+
+    torch.manual_seed(0)
+    train_both(hvd, Scaled().to(DEVICE, torch.float64))
+
+
+def test_a_compiled_training_step(hvd):
+    torch.manual_seed(0)
+    model = small_model()
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
+    plain = sgd(reference.parameters())
+
+    @torch.compile(backend="aot_eager")
+    def train(x):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    for step in range(4):
+        train(batch_of(hvd.rank(), step))
+        plain.zero_grad()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+        plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference)
+
+
 def test_adapters_of_a_frozen_model(hvd):
     class Adapted(nn.Module):
         def __init__(self, layer):
