@@ -5,18 +5,22 @@ the functions that these calls run, such as hooks. Functions of hvdkit must not 
 depend on counters, so each step would recompile them, and compiled results were wrong.
 """
 
-import functools
-import importlib
+import sys
+
+_excluded: set[str] = set()
 
 
-@functools.cache
 def exclude_hvdkit() -> None:
     """Let TorchDynamo run functions of hvdkit and Horovod as they are.
 
-    The first call imports torch._dynamo, as every optimizer of PyTorch does.
+    PyTorch's optimizers import TorchDynamo. Without an optimizer, there is nothing to do.
     """
-    rules = importlib.import_module("torch._dynamo.trace_rules")
-    if not hasattr(rules, "add"):  # PyTorch 2.1 and 2.2
-        rules = importlib.import_module("torch._dynamo.skipfiles")
-    for package in ("hvdkit", "horovod"):
+    dynamo = sys.modules.get("torch._dynamo")
+    rules = getattr(dynamo, "trace_rules", None)
+    if not hasattr(rules, "add"):
+        rules = getattr(dynamo, "skipfiles", None)  # PyTorch 2.1 and 2.2
+    if rules is None:
+        return
+    for package in {"hvdkit", "horovod"} - _excluded:
         rules.add(package)
+        _excluded.add(package)
