@@ -1,11 +1,15 @@
-"""The shared memory of Open MPI's ranks.
+"""The shared memory of MPI's ranks.
 
-Each rank makes a file of 16 MB in /dev/shm, through which the other ranks of its host send to it.
-A rank that is killed cannot delete this file. Open MPI 5 also leaves the file of a process that it
-did not start. Lightning's Trainer makes such a file in each rank, because it imports mpi4py.
+Each rank of Open MPI makes a file of 16 MB in /dev/shm, through which the other ranks of its host
+send to it. A rank that is killed cannot delete this file. Open MPI 5 also leaves the file of a
+process that it did not start. Lightning's Trainer makes such a file in each rank, because it
+imports mpi4py.
+
+The ranks of MPICH share one file on each host, whose folder cannot be chosen.
 """
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +19,17 @@ _PARENT = Path("/dev/shm")
 _PREFIX = "hvdkit-mpi-"
 #: The variables for the folder of the files: of Open MPI 5, and of Open MPI 4.
 _VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+# A file of MPICH or Intel MPI in /proc/PID/maps. A deleted one has more text in its line.
+_MAPPED = re.compile(r" (/dev/shm/(?:mpich_shm_|Intel_MPI_)\S*)$", re.MULTILINE)
+
+
+def mpich_files(pid: int) -> set[Path]:
+    """Return the files of MPICH or Intel MPI that a process shares with other ranks."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:  # it has ended
+        return set()
+    return {Path(name) for name in _MAPPED.findall(maps)}
 
 
 class SegmentFolder:

@@ -392,6 +392,8 @@ class Agent:
             if state != self._init_state:
                 self._init_state = state
                 start, connected, leaving = state
+                if connected:
+                    self._ranks.find_mpich_files()
                 rank = self._ranks.all[0].rank
                 self._send("init", rank=rank, start=start, connected=connected, leaving=leaving)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -15,7 +17,7 @@ from hvdkit.faults.record_folder import RecordFolder
 from hvdkit.launch.guard import Guard
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool
-from hvdkit.mpi_segments import SegmentFolder
+from hvdkit.mpi_segments import SegmentFolder, mpich_files
 from hvdkit.processes import ProcessGroup, without_rank_variables
 
 _STREAMS = ("stdout", "stderr")
@@ -87,6 +89,7 @@ class LocalRanks:
         self._job = job
         self.records = RecordFolder(job)
         self._segments: SegmentFolder | None = None
+        self._mpich_files: set[Path] = set()
         self._keep_rank_variables = keep_rank_variables
         self._terminal = terminal
         self._grace = grace
@@ -156,6 +159,11 @@ class LocalRanks:
             if rank.process.poll() is None:
                 rank.process.send_signal(number)
 
+    def find_mpich_files(self) -> None:
+        """Find the files that MPICH leaves if ranks are killed. Call it after MPI's start."""
+        for rank in self.all:
+            self._mpich_files |= mpich_files(rank.process.pid)
+
     def find_orphans(self) -> None:
         """Find the processes that a rank has left. Call it soon after the end of each rank."""
         self._group.find_orphans()
@@ -189,6 +197,9 @@ class LocalRanks:
         self.records.remove()
         if self._segments is not None:
             self._segments.remove()
+        for file in self._mpich_files:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
     def _close_guard(self) -> None:
         if self._guard is not None:
