@@ -17,7 +17,6 @@ from hvdkit.checkpoint import randomness
 from hvdkit.checkpoint.dtypes import code_of
 from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.state import TensorSpec, Tree
-from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.variables import tf_variable
 
 
@@ -158,11 +157,10 @@ class Randomness:
 
 
 class Statistics:
-    """A `RankItem`: the moving statistics of batch normalisation, from this rank's batches.
+    """A `RankItem`: what layers compute from this rank's batches, such as moving statistics.
 
-    Training does not depend on the statistics, but validation does. If they have more than
-    `LARGEST_STATISTICS` bytes, they are not saved by rank: all ranks get the first rank's
-    statistics.
+    These are the non-trainable variables of layers. If they have more than `LARGEST_STATISTICS`
+    bytes, they are not saved by rank: all ranks get the first rank's values.
 
     Args:
         models: name -> model. Only Keras models have such layers.
@@ -189,10 +187,8 @@ class Statistics:
             for model, given in self._models.items()
             if isinstance(given, keras.layers.Layer)
             for place, layer in enumerate(given._flatten_layers())
-            if isinstance(layer, keras.layers.BatchNormalization)
-            and not isinstance(layer, SyncBatchNormalization)
-            for k, variable in enumerate(layer.non_trainable_variables)
-            if tf_variable(variable).dtype.is_floating
+            # Without frozen weights.
+            for k, variable in enumerate(layer._non_trainable_variables)
         }
 
 

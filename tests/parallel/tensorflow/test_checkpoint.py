@@ -222,10 +222,22 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
     import keras
     import tensorflow as tf
 
+    class Centered(keras.layers.Layer):
+        """Subtract the sum of this rank's inputs so far."""
+
+        def build(self, shape):
+            self.sum = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+        def call(self, x, training=False):
+            if training:
+                self.sum.assign_add(tf.reduce_sum(x, 0))
+            return x - self.sum
+
     def model():
         inputs = keras.Input((3,))
         norm = keras.layers.BatchNormalization(momentum=0.5)
-        return keras.Model(inputs, hvd.SyncBatchNormalization(momentum=0.5)(norm(inputs)))
+        shared = hvd.SyncBatchNormalization(momentum=0.5)(norm(Centered()(inputs)))
+        return keras.Model(inputs, shared)
 
     with common_folder(hvd) as folder:
         saved, restored = model(), model()
@@ -234,10 +246,13 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
             c.save(1)
         with hvd.Checkpointer(folder, model=restored) as c:
             assert c.restore().step == 1
-        own = [v.numpy() for v in saved.layers[1].non_trainable_variables]
-        for mine, back in zip(own, restored.layers[1].non_trainable_variables, strict=True):
-            np.testing.assert_array_equal(back.numpy(), mine)
-        assert len({value.tobytes() for value in of_every_rank(hvd, own[0])}) == hvd.size()
+        for layer, back in zip(saved.layers, restored.layers, strict=True):
+            for mine, theirs in zip(
+                layer.non_trainable_variables, back.non_trainable_variables, strict=True
+            ):
+                np.testing.assert_array_equal(theirs.numpy(), mine.numpy())
+        for own in (saved.layers[1].sum, saved.layers[2].moving_variance):
+            assert len({each.tobytes() for each in of_every_rank(hvd, own.numpy())}) == hvd.size()
 
 
 def test_a_checkpoint_of_other_variables_raises_on_every_rank(hvd):
