@@ -73,8 +73,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
-        # Rank -> the status with which it has ended. Its agent may send more of its output.
-        self._exited: dict[int, int] = {}
+        # Rank -> its agent and the status with which it has ended. The agent then sends its output.
+        self._exited: dict[int, tuple[Connection, int]] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
         directory, patience = output.directory, _patience(os.environ)
@@ -146,7 +146,7 @@ class Job:
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "exited":
-                self._exited[message["rank"]] = message["status"]
+                self._exited[message["rank"]] = connection, message["status"]
             case "ended":
                 self._on_rank_ended(message["rank"], message["status"])
             case "failed":
@@ -156,9 +156,11 @@ class Job:
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
-                # They ended before the agent. Their own agents may be lost next.
-                for rank, status in self._exited.items():
-                    if rank not in self._statuses:
+                for rank, (agent, status) in self._exited.items():
+                    # Other agents will send the output of their ranks, which may be the reason for
+                    # their ends. If Slurm ends all agents, a killed rank is the cause.
+                    is_complete = agent is connection or status == -signal.SIGKILL
+                    if is_complete and rank not in self._statuses:
                         self._on_rank_ended(rank, status)
                 self._on_lost(connection)
 
@@ -419,7 +421,7 @@ class Job:
         if aborted_by:
             # Only the agents have ended, not their hosts.
             if not self._failures:
-                self._add_killed()
+                self._add_first_end()
             self._problem = "" if self._failures else self._explain_abort(aborted_by)
         failed = self._failures or self._problem
         if failed and self._stopped_by is None and (killed := self._agents.killed()):
@@ -434,10 +436,10 @@ class Job:
             return Outcome(0)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
 
-    def _add_killed(self) -> None:
-        """Add the first rank that was killed, if the launcher has read this after a lost agent."""
-        for rank, status in self._exited.items():
-            if status == -signal.SIGKILL:
+    def _add_first_end(self) -> None:
+        """Add the first rank that has failed, if an agent was lost before the rank's agent."""
+        for rank, (_, status) in self._exited.items():
+            if status:
                 self._failures.add(rank, status, self._output.tail(rank))
                 return
 
