@@ -7,6 +7,7 @@ launcher calls `broken_connections` after a failure that does not show its host.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,16 +142,13 @@ def best_connected(
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
-    while True:
-        names = {host.name for host in left} | {LAUNCHER}
-        pairs = {
-            frozenset((each.host, each.target))
-            for each in broken
-            if {each.host, each.target} <= names
-        }
-        counts = {host: sum(host.name in pair for pair in pairs) for host in left}
-        if not any(counts.values()):
-            return left, without
-        worst = max(reversed(left), key=lambda host: counts[host])
+    names = {host.name for host in hosts} | {LAUNCHER}
+    pairs = {frozenset((each.host, each.target)) for each in broken}
+    pairs = {pair for pair in pairs if pair <= names}
+    while pairs:
+        counts = Counter(name for pair in pairs for name in pair)
+        worst = max(reversed(left), key=lambda host: counts[host.name])
         left.remove(worst)
         without.append(worst)
+        pairs = {pair for pair in pairs if worst.name not in pair}
+    return left, without
