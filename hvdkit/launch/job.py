@@ -86,7 +86,7 @@ class Job:
         self._problem = ""
         # Whether the problem is a verdict on a stall.
         self._stalled = False
-        self._ended_by_launcher = 0
+        self._ended_by_launcher: list[int] = []
         self._finished: set[Connection] = set()
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
@@ -218,7 +218,7 @@ class Job:
 
     def _end(self, grace: float) -> None:
         if not self._ending:
-            self._ended_by_launcher = self._plan.size - len(self._statuses)
+            self._ended_by_launcher = [r for r in self._running() if r not in self._exited]
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
         self._stop_deadline = float("inf")
@@ -475,13 +475,13 @@ class Job:
         finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
-        silent = self._silent_hosts(time.monotonic())
+        remarks = [*self._silent_hosts(time.monotonic()), *self._not_failed()]
         causes, report = self._failures.report(
-            0 if aborted_by else self._ended_by_launcher,
+            0 if aborted_by else len(self._ended_by_launcher),
             finished,
             before,
             departed,
-            silent,
+            remarks,
             aborted_by,
         )
         report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
@@ -494,6 +494,17 @@ class Job:
             suspects=tuple(self._failures.suspects),
             possible_causes=causes,
         )
+
+    def _not_failed(self) -> list[str]:
+        """Return a sentence about the ranks that the launcher ended because of a failure.
+
+        None if the failure has another possible cause.
+        """
+        others_ended = any(status in (0, *self._orderly) for status in self._statuses.values())
+        if not self._ended_by_launcher or self._problem or others_ended or self._stopped_by:
+            return []
+        ranks = self._ranks(self._ended_by_launcher)
+        return [f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."]
 
     def _ended_by(self, number: signal.Signals) -> Outcome:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""

@@ -143,6 +143,14 @@ def test_a_host_is_lost_before_the_output_of_a_rank_that_failed_because_of_it(ou
     assert found.suspects == ()
 
 
+def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outcome):
+    error = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
+    output = (0, {"kind": "output", "rank": 0, "stream": "stderr", "text": error})
+    found = outcome(output, ended(0, 1), 6.0, END, ended(1, -9), *DONE)
+    assert "Rank 1 on host1 had not failed: check whether a process was" in found.possible_causes
+    assert found.suspects == ()
+
+
 LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
 #: Its agent was killed before it could send more.
 KILLED = exited(1, -9)
