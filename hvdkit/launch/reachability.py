@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import Interface
@@ -81,10 +82,14 @@ def listening(
 ) -> Iterator[dict[str, tuple[str, int]]]:
     """Context in which all hosts accept connections. Yield their addresses and ports, by name."""
     addresses = {host: interfaces[host].address for host in questions.hosts}
-    ports = questions.each(
-        "listen", {host: {"address": addresses[host]} for host in questions.hosts}
-    )
-    yield {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+    arguments = {host: {"address": addresses[host]} for host in questions.hosts}
+    try:
+        ports = questions.each("listen", arguments)
+        yield {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+    except HvdkitError:
+        # A host does not answer. The agents of the other hosts may stay.
+        questions.end("stop_listening")
+        raise
     questions.all("stop_listening", {})
 
 
