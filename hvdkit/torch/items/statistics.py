@@ -24,7 +24,8 @@ class Statistics:
     mean of the inputs.
 
     Above `LARGEST_STATISTICS` bytes, buffers are not saved for each rank: all ranks get the first
-    rank's buffers, which are part of the model. Normalisation layers do not count other buffers.
+    rank's buffers, which are part of the model. The statistics of normalisation layers are saved
+    even then if they alone do not exceed this limit.
 
     Args:
         models: name -> model.
