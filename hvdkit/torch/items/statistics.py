@@ -68,8 +68,9 @@ class Statistics:
     def restore(self, tree: Tree) -> None:
         """Restore the buffers."""
         own = {name: buffer for name, buffer, _ in self._buffers()}
-        # Earlier versions saved prefixes of torch.compile.
-        saved = {compiled.PREFIX.sub("", name): content for name, content in tree.items()} | tree
+        # Earlier versions saved prefixes of torch.compile, and `..` before the model's own buffers.
+        old = {compiled.PREFIX.sub("", n).replace("..", "."): tree[n] for n in tree}
+        saved = old | tree
         for name in own.keys() & saved.keys():
             TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))
 
@@ -84,8 +85,8 @@ class Statistics:
                     layer, torch.nn.modules.batchnorm._NormBase
                 ) and not isinstance(layer, torch.nn.SyncBatchNorm | SyncBatchNorm)
                 for name, buffer in layer.named_buffers(recurse=False):
-                    full = plain(f"{path}.{name}")
-                    if of_norm or full.removeprefix(".") in in_state:
+                    full = plain(f"{path}.{name}".removeprefix("."))
+                    if of_norm or full in in_state:
                         yield f"{model}.{full}", buffer, of_norm
 
 

@@ -425,6 +425,22 @@ def test_statistics_are_restored_beside_buffers_that_are_not_saved(hvd):
         assert other[2].large[0] == 1.0
 
 
+def test_buffers_of_a_compiled_model_are_restored_without_compilation(hvd):
+    def build(value):
+        model = Centered(2)
+        model.mean.fill_(value)
+        return model
+
+    with shared_folder(hvd) as folder:
+        model = torch.compile(build(1.0 + hvd.rank()), backend="eager")
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            checkpointer.save(1)
+        other = build(-1.0)
+        with hvd.Checkpointer(folder, model=other) as checkpointer:
+            checkpointer.restore()
+        assert other.mean.tolist() == [1.0 + hvd.rank()] * 2
+
+
 def test_a_checkpoint_that_does_not_fit_is_an_error_and_changes_nothing(hvd):
     with shared_folder(hvd) as folder:
         model = nn.Linear(3, 2)
