@@ -2,7 +2,7 @@
 
 from collections import Counter
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import keras
 import numpy as np
@@ -11,7 +11,8 @@ from hvdkit.core.replaced_state import keep_position, take_position
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 
-_samplers: WeakSet[Any] = WeakSet()
+#: Sampler -> its epoch in commits.
+_samplers: WeakKeyDictionary[Any, "_CommittedEpoch"] = WeakKeyDictionary()
 #: How many samplers were made for the same data in the same order.
 _made: Counter[str] = Counter()
 _saved: WeakSet[Any] = WeakSet()
@@ -28,8 +29,7 @@ class ResumableSampler(backend.hvd.ResumableSampler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        _samplers.add(self)
-        self._committed_epoch = _CommittedEpoch(self)
+        _samplers[self] = _CommittedEpoch(self)
 
     def arrays(self, data: Any) -> Any:
         """Return this rank's batches of arrays, for `fit(..., shuffle=False)`.
@@ -90,8 +90,8 @@ class _CommittedEpoch:
 
 def restore_epochs() -> None:
     """Begin the epochs that a restored commit of an elastic job contains."""
-    for sampler in _samplers:
-        sampler._committed_epoch.restore()
+    for epoch in _samplers.values():
+        epoch.restore()
 
 
 def _dataset_of(data: Any, sampler: Any) -> Any:

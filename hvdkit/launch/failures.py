@@ -260,7 +260,7 @@ class Failures:
         finished: Sequence[int],
         before: str = "",
         departed: Sequence[str] = (),
-        silent: Sequence[str] = (),
+        remarks: Sequence[str] = (),
         aborted_by: str = "",
     ) -> tuple[str, str]:
         """Return the possible causes, and the report for the user that follows them.
@@ -272,7 +272,7 @@ class Failures:
             finished: the ranks that ended without an error.
             before: the verdict on the stall in which the ranks failed; empty if there was none.
             departed: for each rank that has called `hvd.shutdown()`, a sentence.
-            silent: for each host that did not answer the launcher for some time, a sentence.
+            remarks: sentences about hosts that did not answer, and ranks that have not failed.
             aborted_by: "srun" if it has then sent SIGKILL to all ranks; otherwise empty.
         """
         first, *others = self._ordered()
@@ -308,7 +308,7 @@ class Failures:
                 causes = before.replace("\n", " ")
             else:
                 raised = {rank: self._raised[rank] for rank in finished if rank in self._raised}
-                causes = _without_cause(self._describe, finished, raised, stopped, silent)
+                causes = _without_cause(self._describe, finished, raised, stopped, remarks)
             # The causes come first: the rank that failed is not at fault.
             lines = [f"Then {lines[0]}"]
         if first.kind == _TERMINATED or first.lost_daemon:
@@ -351,7 +351,7 @@ def _without_cause(
     finished: Sequence[int],
     raised: Mapping[int, str],
     stopped: Sequence[int],
-    silent: Sequence[str],
+    remarks: Sequence[str],
 ) -> str:
     """Return the possible causes where every failure is a lost peer."""
 
@@ -371,7 +371,7 @@ def _without_cause(
         )
     if stopped:
         text += f" {named(list(stopped))} had made an orderly stop (exit status {RESUMABLE})."
-    return " ".join([text, *silent])
+    return " ".join([text, *remarks])
 
 
 def tail_of(rank: int, tail: Sequence[str]) -> str:

@@ -73,8 +73,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
-        # Rank -> the status with which it has ended. Its agent may send more of its output.
-        self._exited: dict[int, int] = {}
+        # Rank -> its agent and the status with which it has ended. The agent then sends its output.
+        self._exited: dict[int, tuple[Connection, int]] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
         directory, patience = output.directory, _patience(os.environ)
@@ -86,7 +86,7 @@ class Job:
         self._problem = ""
         # Whether the problem is a verdict on a stall.
         self._stalled = False
-        self._ended_by_launcher = 0
+        self._ended_by_launcher: list[int] = []
         self._finished: set[Connection] = set()
         self._stopped_by: signal.Signals | None = None
         self._interrupts = 0
@@ -146,7 +146,7 @@ class Job:
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "exited":
-                self._exited[message["rank"]] = message["status"]
+                self._exited[message["rank"]] = connection, message["status"]
             case "ended":
                 self._on_rank_ended(message["rank"], message["status"])
             case "failed":
@@ -156,9 +156,11 @@ class Job:
                 self._finished.add(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
-                # They ended before the agent. Their own agents may be lost next.
-                for rank, status in self._exited.items():
-                    if rank not in self._statuses:
+                for rank, (agent, status) in self._exited.items():
+                    # Other agents will send the output of their ranks, which may be the reason for
+                    # their ends. If Slurm ends all agents, a killed rank is the cause.
+                    is_complete = agent is connection or status == -signal.SIGKILL
+                    if is_complete and rank not in self._statuses:
                         self._on_rank_ended(rank, status)
                 self._on_lost(connection)
 
@@ -216,7 +218,7 @@ class Job:
 
     def _end(self, grace: float) -> None:
         if not self._ending:
-            self._ended_by_launcher = self._plan.size - len(self._statuses)
+            self._ended_by_launcher = [r for r in self._running() if r not in self._exited]
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
         self._stop_deadline = float("inf")
@@ -419,7 +421,7 @@ class Job:
         if aborted_by:
             # Only the agents have ended, not their hosts.
             if not self._failures:
-                self._add_killed()
+                self._add_first_end()
             self._problem = "" if self._failures else self._explain_abort(aborted_by)
         failed = self._failures or self._problem
         if failed and self._stopped_by is None and (killed := self._agents.killed()):
@@ -434,10 +436,10 @@ class Job:
             return Outcome(0)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
 
-    def _add_killed(self) -> None:
-        """Add the first rank that was killed, if the launcher has read this after a lost agent."""
-        for rank, status in self._exited.items():
-            if status == -signal.SIGKILL:
+    def _add_first_end(self) -> None:
+        """Add the first rank that has failed, if an agent was lost before the rank's agent."""
+        for rank, (_, status) in self._exited.items():
+            if status:
                 self._failures.add(rank, status, self._output.tail(rank))
                 return
 
@@ -473,13 +475,13 @@ class Job:
         finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
-        silent = self._silent_hosts(time.monotonic())
+        remarks = [*self._silent_hosts(time.monotonic()), *self._not_failed()]
         causes, report = self._failures.report(
-            0 if aborted_by else self._ended_by_launcher,
+            0 if aborted_by else len(self._ended_by_launcher),
             finished,
             before,
             departed,
-            silent,
+            remarks,
             aborted_by,
         )
         report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
@@ -492,6 +494,17 @@ class Job:
             suspects=tuple(self._failures.suspects),
             possible_causes=causes,
         )
+
+    def _not_failed(self) -> list[str]:
+        """Return a sentence about the ranks that the launcher ended because of a failure.
+
+        None if the failure has another possible cause.
+        """
+        others_ended = any(status in (0, *self._orderly) for status in self._statuses.values())
+        if not self._ended_by_launcher or self._problem or others_ended or self._stopped_by:
+            return []
+        ranks = self._ranks(self._ended_by_launcher)
+        return [f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."]
 
     def _ended_by(self, number: signal.Signals) -> Outcome:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""

@@ -26,9 +26,7 @@ class Questions:
 
     def each(self, question: str, arguments: Mapping[Host, Mapping[str, Any]]) -> dict[Host, Any]:
         """Return the answers of the hosts in `arguments`."""
-        for connection in self._agents.connections:
-            if connection.host in arguments:
-                connection.send("ask", question=question, arguments=arguments[connection.host])
+        self._send(question, arguments)
         answers: dict[Host, Any] = {}
         deadline = time.monotonic() + self._timeout
         while len(answers) < len(arguments):
@@ -44,6 +42,15 @@ class Questions:
                 raise HvdkitError(f"{event.connection.host.name}: {why}")
             answers[event.connection.host] = event.message["answer"]
         return {host: answers[host] for host in self.hosts if host in answers}
+
+    def end(self, question: str) -> None:
+        """Ask all hosts, and do not wait for the answers, because no other question follows."""
+        self._send(question, {host: {} for host in self.hosts})
+
+    def _send(self, question: str, arguments: Mapping[Host, Mapping[str, Any]]) -> None:
+        for connection in self._agents.connections:
+            if connection.host in arguments:
+                connection.send("ask", question=question, arguments=arguments[connection.host])
 
 
 def named(hosts: Sequence[Host]) -> str:

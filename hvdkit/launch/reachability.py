@@ -7,9 +7,11 @@ launcher calls `broken_connections` after a failure that does not show its host.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import Interface
@@ -80,10 +82,14 @@ def listening(
 ) -> Iterator[dict[str, tuple[str, int]]]:
     """Context in which all hosts accept connections. Yield their addresses and ports, by name."""
     addresses = {host: interfaces[host].address for host in questions.hosts}
-    ports = questions.each(
-        "listen", {host: {"address": addresses[host]} for host in questions.hosts}
-    )
-    yield {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+    arguments = {host: {"address": addresses[host]} for host in questions.hosts}
+    try:
+        ports = questions.each("listen", arguments)
+        yield {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+    except HvdkitError:
+        # A host does not answer. The agents of the other hosts may stay.
+        questions.end("stop_listening")
+        raise
     questions.all("stop_listening", {})
 
 
@@ -141,16 +147,13 @@ def best_connected(
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
-    while True:
-        names = {host.name for host in left} | {LAUNCHER}
-        pairs = {
-            frozenset((each.host, each.target))
-            for each in broken
-            if {each.host, each.target} <= names
-        }
-        counts = {host: sum(host.name in pair for pair in pairs) for host in left}
-        if not any(counts.values()):
-            return left, without
-        worst = max(reversed(left), key=lambda host: counts[host])
+    names = {host.name for host in hosts} | {LAUNCHER}
+    pairs = {frozenset((each.host, each.target)) for each in broken}
+    pairs = {pair for pair in pairs if pair <= names}
+    while pairs:
+        counts = Counter(name for pair in pairs for name in pair)
+        worst = max(reversed(left), key=lambda host: counts[host.name])
         left.remove(worst)
         without.append(worst)
+        pairs = {pair for pair in pairs if worst.name not in pair}
+    return left, without

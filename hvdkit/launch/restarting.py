@@ -16,6 +16,7 @@ from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, name_slots, total_slots
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import BrokenConnection, best_connected
 
 #: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
@@ -141,8 +142,7 @@ class Supervisor:
         left, without = best_connected(hosts, broken)
         if not without or total_slots(left) < self.min_size:
             return hosts
-        names = ", ".join(host.name for host in without)
-        self.say(f"left out, because connections to other hosts fail: {names}")
+        self.say(f"left out, because connections to other hosts fail: {named(without)}")
         return left
 
     def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:

@@ -1,4 +1,7 @@
-"""`hvd.shard` of hvdkit.keras for a `tf.data.Dataset`."""
+"""`hvd.shard` of hvdkit.keras for a `tf.data.Dataset`, and copies of samplers."""
+
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -37,3 +40,10 @@ def test_fit_uses_the_steps_and_the_weights_of_a_share(hvd):
     assert history.params["steps"] == 3
     assert int(model.optimizer.iterations) == 6
     assert set(history.history) == {"loss", "mae"}
+
+
+def test_a_sampler_can_be_copied_and_pickled(hvd):
+    sampler = hvd.ResumableSampler(10, 2)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(sampler)))
+    batches, again = [[np.asarray(b).tolist() for b in s.batches()] for s in (sampler, other)]
+    assert batches == again

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -411,7 +411,7 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ElasticStart, "read", lambda: object())
             patch.setattr(data, "_made", Counter())  # as in a new process
-            patch.setattr(data, "_samplers", WeakSet())
+            patch.setattr(data, "_samplers", WeakKeyDictionary())
             with pytest.raises(_KilledError) if killed else contextlib.nullcontext():
                 fit()
     np.testing.assert_allclose(model.get_weights()[0], 4)

@@ -154,7 +154,7 @@ def test_ranks_that_end_because_mpirun_has_lost_a_daemon():
     found = Failures(lambda ranks: f"rank {ranks[0]}", over_mpi=True)
     for rank in (0, 1):
         found.add(rank, 195, lines)
-    causes, report = found.report(0, [], silent=["host1 is silent."])
+    causes, report = found.report(0, [], remarks=["host1 is silent."])
     assert causes.endswith("or did not answer. host1 is silent.")
     assert "If mpirun or srun gets a signal, or loses its daemon on a host" in report
     assert found.suspects == []

@@ -132,17 +132,39 @@ def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     assert found.report.startswith("rank 0 on host0 failed: exit status 3")
 
 
+def exited(rank, status):
+    return rank, {"kind": "exited", "rank": rank, "status": status}
+
+
+def test_a_host_is_lost_before_the_output_of_a_rank_that_failed_because_of_it(outcome, monkeypatch):
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    found = outcome(exited(0, 1), (1, {"kind": "lost"}), ended(0, 1), (0, {"kind": "done"}))
+    assert found.report.startswith("lost host1:")
+    assert found.suspects == ()
+
+
+def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outcome):
+    error = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
+    output = (0, {"kind": "output", "rank": 0, "stream": "stderr", "text": error})
+    found = outcome(output, ended(0, 1), 6.0, END, ended(1, -9), *DONE)
+    assert "Rank 1 on host1 had not failed: check whether a process was" in found.possible_causes
+    assert found.suspects == ()
+
+
 LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
-
-
 #: Its agent was killed before it could send more.
-KILLED = (1, {"kind": "exited", "rank": 1, "status": -9})
+KILLED = exited(1, -9)
 
 
 @pytest.mark.parametrize(
     "events",
-    [(ended(1, -9), *LOST), (KILLED, *LOST), (LOST[0], KILLED, LOST[1])],
-    ids=["sent", "cut", "late"],
+    [
+        (ended(1, -9), *LOST),
+        (KILLED, *LOST),
+        (LOST[0], KILLED, LOST[1]),
+        (KILLED, exited(0, -9), *LOST),
+    ],
+    ids=["sent", "cut", "late", "all"],
 )
 def test_slurm_ends_the_job_step_after_a_rank_was_killed(outcome, events):
     found = outcome(*events, aborted="srun", registered=None)

@@ -1,9 +1,11 @@
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from hvdkit.diagnostics import ERROR, OK, WARNING
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import inspection, preflight, reachability
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import Interface
@@ -189,3 +191,26 @@ def test_a_host_examines_itself(tmp_path):
     assert "hvdkit" in found["versions"]
     assert found["disk"] > 0
     assert inspection.examine(str(tmp_path / "gone"))["disk"] is None
+
+
+def test_no_host_listens_any_more_if_one_does_not_answer():
+    class Connection:
+        def __init__(self, host):
+            self.host, self.asked = host, []
+
+        def send(self, kind, question, arguments):
+            self.asked.append(question)
+            if question == "listen":
+                events.append(SimpleNamespace(connection=self, message=answer))
+
+    events, answer = [], {"kind": "answer", "answer": 1234}
+    hosts = [Host("host0", 1), Host("host1", 1)]
+    agents = SimpleNamespace(
+        connections=[Connection(host) for host in hosts],
+        next_event=lambda _: events.pop() if events else None,
+    )
+    interfaces = dict.fromkeys(hosts, Interface("eth0", "10.0.0.1", 24))
+    with pytest.raises(HvdkitError, match="host0, host1 did not answer the question `connect`"):
+        reachability.broken_connections(agents, interfaces, ("10.0.0.1", 1), 0.1)
+    for connection in agents.connections:
+        assert connection.asked == ["listen", "connect", "stop_listening"]

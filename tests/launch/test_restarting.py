@@ -14,7 +14,7 @@ from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host, read_hostfile
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
-from hvdkit.launch.reachability import BrokenConnection
+from hvdkit.launch.reachability import BrokenConnection, best_connected
 from hvdkit.launch.restarting import Supervisor
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 from tests.without_dynamo import WITHOUT_DYNAMO
@@ -421,3 +421,12 @@ def test_hosts_that_do_not_reach_each_other_are_not_used_together(pairs, left):
     assert any("left out, because connections to other hosts fail" in t for t in texts) == bool(
         left
     )
+
+
+def test_a_partition_of_many_hosts_is_found_at_once():
+    hosts = [Host(f"host{n}", 1) for n in range(400)]
+    pairs = [(f"host{a}", f"host{b}") for a in range(200) for b in range(200, 220)]
+    started = time.monotonic()
+    left, _ = best_connected(hosts, broken(*pairs).broken)
+    assert [host.name for host in left] == [f"host{n}" for n in (*range(200), *range(220, 400))]
+    assert time.monotonic() < started + 5

@@ -13,6 +13,7 @@ from hvdkit.launch.elastic.members import Members, assignment_of
 from hvdkit.launch.hosts import Host, total_slots
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
 
 #: Seconds before a restart, after a failure without a new commit or checkpoint: the first,
@@ -175,11 +176,12 @@ class ElasticSupervisor:
             name = outcome.failing_host(plan)
             if name is not None and (message := self.exclusions.add(name)):
                 self.say(message)
-            for host in best_connected(plan.hosts, outcome.broken)[1]:
-                self.exclusions.leave_out(host.name, _UNCONNECTED_SECONDS)
+            if without := best_connected(plan.hosts, outcome.broken)[1]:
+                for host in without:
+                    self.exclusions.leave_out(host.name, _UNCONNECTED_SECONDS)
                 self.say(
-                    f"connections of {host.name} to other hosts fail. It is left out for "
-                    f"{_UNCONNECTED_SECONDS:g} s, if the other hosts are enough"
+                    f"left out for {_UNCONNECTED_SECONDS:g} s if the other hosts are enough, "
+                    f"because connections to other hosts fail: {named(without)}"
                 )
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"

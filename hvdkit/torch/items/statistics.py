@@ -20,11 +20,12 @@ class Statistics:
     """A `DifferingRankItem`: running statistics of normalisation layers, and other buffers.
 
     Normalisation layers have their own statistics on each rank, unless they synchronize them. Other
-    buffers are saved if they differ between the ranks: for example, a running mean of the inputs.
-    Only buffers of the `state_dict` are saved.
+    buffers of the `state_dict` are saved if they differ between the ranks: for example, a running
+    mean of the inputs.
 
     Above `LARGEST_STATISTICS` bytes, buffers are not saved for each rank: all ranks get the first
-    rank's buffers, which are part of the model.
+    rank's buffers, which are part of the model. The statistics of normalisation layers are saved
+    even then if they alone do not exceed this limit.
 
     Args:
         models: name -> model.
@@ -47,9 +48,10 @@ class Statistics:
 
     def save(self) -> Tree:
         """Return the buffers of this rank."""
-        own = {n: b for n, b, of_norm in self._buffers() if of_norm or n in self._differing}
-        size = sum(buffer.nbytes for buffer in own.values())
-        if size > LARGEST_STATISTICS:
+        buffers = list(self._buffers())
+        norms = {name: buffer for name, buffer, of_norm in buffers if of_norm}
+        own = norms | {name: buffer for name, buffer, _ in buffers if name in self._differing}
+        if (size := _bytes(own)) > LARGEST_STATISTICS:
             if self._differing and self._warns:
                 self._warns = False
                 log.warning(
@@ -60,14 +62,15 @@ class Statistics:
                     "make the buffers equal.",
                     *(size / 1e6, min(self._differing), LARGEST_STATISTICS / 1e6),
                 )
-            return {}
+            own = norms if _bytes(norms) <= LARGEST_STATISTICS else {}
         return {name: TorchTensor(buffer).content() for name, buffer in own.items()}
 
     def restore(self, tree: Tree) -> None:
         """Restore the buffers."""
         own = {name: buffer for name, buffer, _ in self._buffers()}
-        # Earlier versions saved prefixes of torch.compile.
-        saved = {compiled.PREFIX.sub("", name): content for name, content in tree.items()} | tree
+        # Earlier versions saved prefixes of torch.compile, and `..` before the model's own buffers.
+        old = {compiled.PREFIX.sub("", n).replace("..", "."): tree[n] for n in tree}
+        saved = old | tree
         for name in own.keys() & saved.keys():
             TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))
 
@@ -75,10 +78,17 @@ class Statistics:
         """Yield name, buffer, and whether it is a statistic that each rank has for itself."""
         for model, module in self._models.items():
             plain = compiled.without_prefixes(module)
+            # A model may leave out buffers. They may have no content, or differ in their shapes.
+            in_state = {plain(name) for name in module.state_dict()}
             for path, layer in module.named_modules():
-                of_norm = isinstance(layer, torch.nn.modules.batchnorm._NormBase)
-                synchronized = isinstance(layer, torch.nn.SyncBatchNorm | SyncBatchNorm)
+                of_norm = isinstance(
+                    layer, torch.nn.modules.batchnorm._NormBase
+                ) and not isinstance(layer, torch.nn.SyncBatchNorm | SyncBatchNorm)
                 for name, buffer in layer.named_buffers(recurse=False):
-                    if name not in layer._non_persistent_buffers_set:
-                        full = f"{model}.{plain(f'{path}.{name}')}"
-                        yield full, buffer, of_norm and not synchronized
+                    full = plain(f"{path}.{name}".removeprefix("."))
+                    if of_norm or full in in_state:
+                        yield f"{model}.{full}", buffer, of_norm
+
+
+def _bytes(buffers: Mapping[str, torch.Tensor]) -> int:
+    return sum(buffer.nbytes for buffer in buffers.values())

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 
@@ -393,6 +394,51 @@ def test_every_kind_of_tensor_is_restored_and_loads_with_plain_safetensors(hvd):
         assert "head.weight" not in plain
         for name, tensor in plain.items():
             assert torch.equal(tensor, expected.state_dict()[name])
+
+
+class Unsaved(nn.Module):
+    """Buffers that the state dict lacks, of which each rank has another number."""
+
+    def __init__(self, count):
+        super().__init__()
+        for k in range(count):
+            self.register_buffer(f"b{k}", torch.ones(1))
+
+    def state_dict(self, *args, **options):
+        return {}
+
+
+def test_statistics_are_restored_beside_buffers_that_are_not_saved(hvd):
+    def build(value):
+        model = nn.Sequential(nn.BatchNorm1d(2), Unsaved(1 + hvd.rank()), nn.Module())
+        model[0].running_mean.fill_(value)
+        model[2].register_buffer("large", torch.full((LARGEST_STATISTICS // 4,), value))
+        return model
+
+    with shared_folder(hvd) as folder:
+        with hvd.Checkpointer(folder, model=build(1.0 + hvd.rank())) as checkpointer:
+            checkpointer.save(1)
+        other = build(-1.0)
+        with hvd.Checkpointer(folder, model=other) as checkpointer:
+            checkpointer.restore()
+        assert other[0].running_mean.tolist() == [1.0 + hvd.rank()] * 2
+        assert other[2].large[0] == 1.0
+
+
+def test_buffers_of_a_compiled_model_are_restored_without_compilation(hvd):
+    def build(value):
+        model = Centered(2)
+        model.mean.fill_(value)
+        return model
+
+    with shared_folder(hvd) as folder:
+        model = torch.compile(build(1.0 + hvd.rank()), backend="eager")
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            checkpointer.save(1)
+        other = build(-1.0)
+        with hvd.Checkpointer(folder, model=other) as checkpointer:
+            checkpointer.restore()
+        assert other.mean.tolist() == [1.0 + hvd.rank()] * 2
 
 
 def test_a_checkpoint_that_does_not_fit_is_an_error_and_changes_nothing(hvd):
