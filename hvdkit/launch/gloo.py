@@ -108,7 +108,11 @@ def run_with(
         elastic = settings.elastic_variables is not None
         outcome = Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
         if settings.agents_stay and outcome.restartable and not outcome.shows_host(plan):
-            outcome = _with_broken(outcome, agents, interfaces, launcher_address)
+            try:
+                outcome = _with_broken(outcome, agents, interfaces, launcher_address)
+            except KeyboardInterrupt:  # a stop signal
+                say(outcome.report)
+                raise
         return outcome
 
 
