@@ -570,14 +570,12 @@ class _Progress:
         """Restore the position."""
         self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
         self.stopped = tree["stopped"]
-        steps = tree["epoch_steps"]
         # Checkpoints of earlier versions lack the number of ranks.
-        ranks = tree.get("ranks", backend.hvd.size())
-        self.saved_size = EpochSize(steps, ranks) if steps else None
+        self.saved_size = EpochSize(tree["epoch_steps"], tree.get("ranks", backend.hvd.size()))
 
     def rescale(self) -> None:
         """Keep the same fraction of the epoch if the size of an epoch has changed."""
-        if self.epoch_steps and self.saved_size:
+        if self.saved_size is not None:
             size = EpochSize(self.epoch_steps, backend.hvd.size())
             self.batches = size.resumed_after(self.batches, self.saved_size)
 

@@ -269,9 +269,8 @@ class UpdateBatchStateCallback(_UpdateCallback):
         The state contains the size, so that it is the same on all ranks, also on new ones.
         """
         state, steps = self.state, (self.params or {}).get("steps")
-        size = EpochSize(steps, backend.hvd.size()) if steps else None
-        saved = getattr(state, _EPOCH_SIZE, None)
-        if saved and size:
+        size, saved = EpochSize(steps, backend.hvd.size()), getattr(state, _EPOCH_SIZE, None)
+        if saved is not None:
             state.batch = size.resumed_after(state.batch, saved)
         elif steps and state.batch >= steps:
             if backend.hvd.rank() == 0:

@@ -25,11 +25,11 @@ class EpochSize:
     """The size of an epoch of `fit`.
 
     Attributes:
-        steps: batches of the epoch on each rank.
+        steps: batches of the epoch on each rank; None if unknown.
         ranks: the number of ranks.
     """
 
-    steps: int
+    steps: int | None
     ranks: int
 
     def resumed_after(self, batches: int, before: "EpochSize") -> int:
@@ -37,7 +37,8 @@ class EpochSize:
 
         The result is the same fraction of the epoch. The last batches of an epoch may be smaller
         than the others, so that the same fraction of the batches may have more samples. The result
-        is then one batch less: samples may be repeated, but not lost.
+        is then one batch less: samples may be repeated, but not lost. If a number of batches is
+        unknown, the result is a smaller fraction after a decrease of the number of ranks.
 
         Args:
             batches: trained batches of an epoch of the size `before`.
@@ -45,6 +46,8 @@ class EpochSize:
         """
         if self == before:
             return batches
+        if self.steps is None or before.steps is None:
+            return min(batches, batches * before.ranks // self.ranks)
         may_have_more = self.steps * self.ranks > before.steps * before.ranks
         return batches * (self.steps - may_have_more) // before.steps
 

@@ -377,6 +377,9 @@ def test_another_number_of_ranks_loses_no_samples(hvd):
             skipped = now.resumed_after(trained, before)
             assert skipped * new <= trained * old
             assert old != new or skipped == trained
+            # The number of batches is unknown.
+            skipped = EpochSize(None, new).resumed_after(trained, before)
+            assert skipped * new <= trained * old
 
 
 @pytest.mark.parametrize("has_checkpoint", [False, True])
