@@ -332,6 +332,25 @@ def outside_of_graphs() -> AbstractContextManager[Any]:
     return scope
 
 
+def after_backward(gradients: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Return a context whose operations run after the first gradient of the backward pass.
+
+    Only in a graph of TensorFlow, operations may otherwise run without a batch. At the end of a
+    `tf.data.Dataset` of unknown length, `fit` runs the graph once more, and reading a batch fails.
+
+    Args:
+        gradients: the gradients in the order of the layers; None for a missing one.
+    """
+    found = [gradient for gradient in gradients if gradient is not None]
+    if NAME == "torch" or not found:
+        return nullcontext()
+    import tensorflow as tf
+
+    last = found[-1].values if isinstance(found[-1], tf.IndexedSlices) else found[-1]
+    dependencies: AbstractContextManager[Any] = tf.control_dependencies([last])
+    return dependencies
+
+
 def after_assignment(variable: Any) -> AbstractContextManager[Any]:
     """Return a context whose operations run after the last assignment of a `keras.Variable`.
 

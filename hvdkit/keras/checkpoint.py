@@ -36,7 +36,7 @@ from hvdkit.keras.items import (
 )
 from hvdkit.keras.models import distributions_of, finalize, is_built
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
+from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
 
 log = logging.getLogger("hvdkit.keras")
@@ -519,7 +519,7 @@ class _Progress:
         epoch: the current epoch, or the next one between two epochs.
         batches: the number of batches of this epoch that are trained.
         epoch_steps: batches of an epoch; None if unknown.
-        saved_epoch_steps: batches of an epoch in the job that saved the restored checkpoint.
+        saved_size: the size of an epoch in the job that saved the restored checkpoint.
         stopped: whether `stop_training` has ended the training.
         at_end: whether the last batch of the epoch has been trained, but the metrics of the epoch
             are not known yet. A due save waits for these metrics.
@@ -533,7 +533,7 @@ class _Progress:
     epoch: int = 0
     batches: int = 0
     epoch_steps: int | None = None
-    saved_epoch_steps: int | None = None
+    saved_size: EpochSize | None = None
     stopped: bool = False
     at_end: bool = False
     epoch_began: Tree = None
@@ -547,6 +547,7 @@ class _Progress:
             "epoch": self.epoch,
             "batches": self.batches,
             "epoch_steps": self.epoch_steps,
+            "ranks": backend.hvd.size(),
             "stopped": self.stopped,
         }
 
@@ -569,12 +570,14 @@ class _Progress:
         """Restore the position."""
         self.step, self.epoch, self.batches = tree["step"], tree["epoch"], tree["batches"]
         self.stopped = tree["stopped"]
-        self.saved_epoch_steps = tree["epoch_steps"]
+        # Checkpoints of earlier versions lack the number of ranks.
+        self.saved_size = EpochSize(tree["epoch_steps"], tree.get("ranks", backend.hvd.size()))
 
     def rescale(self) -> None:
-        """Keep the same fraction of the epoch if the number of batches in an epoch has changed."""
-        if self.epoch_steps and self.saved_epoch_steps:
-            self.batches = self.batches * self.epoch_steps // self.saved_epoch_steps
+        """Keep the same fraction of the epoch if the size of an epoch has changed."""
+        if self.saved_size is not None:
+            size = EpochSize(self.epoch_steps, backend.hvd.size())
+            self.batches = size.resumed_after(self.batches, self.saved_size)
 
     def set_epoch_began(self, tree: Tree) -> None:
         """Restore the random states at the beginning of the epoch."""

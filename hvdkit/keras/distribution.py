@@ -169,10 +169,12 @@ class Distribution:
             self._window = AccumulationWindow(variables, self.accumulation_steps)
         window = self._window
         ordered = window.ordered(gradients, variables)
+        with backend.after_backward(ordered):
+            is_last_batch = window.is_last_batch
         # The branches contain the additions. In a graph the reduction of a bucket then depends only
         # on its own gradients, and overlaps with the rest of the backward pass.
         keras.ops.cond(
-            window.is_last_batch,
+            is_last_batch,
             lambda: self._step(window.sums(ordered)),
             lambda: window.add(ordered),
         )

@@ -19,7 +19,7 @@ from hvdkit.keras.items import reduction_items_of
 from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.models import is_built
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.resuming import ResumedEpoch, set_next_epoch
+from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
 
 __all__ = [
@@ -33,8 +33,8 @@ __all__ = [
 
 log = logging.getLogger("hvdkit.keras")
 
-#: The attribute of a state with the number of batches in an epoch, for `state.batch`.
-_EPOCH_STEPS = "_hvdkit_epoch_steps"
+#: The attribute of a state with the `EpochSize` that `state.batch` belongs to.
+_EPOCH_SIZE = "_hvdkit_epoch_size"
 
 #: Decorates an elastic training function, whose first argument is the elastic state.
 run = backend.hvd.elastic.run
@@ -237,7 +237,7 @@ class UpdateBatchStateCallback(_UpdateCallback):
     are read and discarded. Each batch is therefore trained once, if the data have the same order at
     each start. Ranks that share the data count the batches of their own share. If a restart changes
     the number of batches of an epoch, as with another number of ranks, `state.batch` becomes the
-    same fraction of the epoch. Some samples of this epoch may be repeated.
+    same fraction of the epoch, rounded down. Some samples of this epoch may be repeated.
     """
 
     def __init__(self, state: Any) -> None:
@@ -264,14 +264,14 @@ class UpdateBatchStateCallback(_UpdateCallback):
         self._resumes = False
 
     def _rescale(self) -> None:
-        """Keep the same fraction of the epoch if the number of batches in an epoch has changed.
+        """Keep the same fraction of the epoch if the size of an epoch has changed.
 
-        The state contains the number, so that it is the same on all ranks, also on new ones.
+        The state contains the size, so that it is the same on all ranks, also on new ones.
         """
         state, steps = self.state, (self.params or {}).get("steps")
-        saved = getattr(state, _EPOCH_STEPS, None)
-        if saved and steps:
-            state.batch = state.batch * steps // saved
+        size, saved = EpochSize(steps, backend.hvd.size()), getattr(state, _EPOCH_SIZE, None)
+        if saved is not None:
+            state.batch = size.resumed_after(state.batch, saved)
         elif steps and state.batch >= steps:
             if backend.hvd.rank() == 0:
                 log.warning(
@@ -281,7 +281,7 @@ class UpdateBatchStateCallback(_UpdateCallback):
                 )
             state.batch = 0
         if isinstance(state, CommittedState):
-            state.keep(_EPOCH_STEPS, steps)
+            state.keep(_EPOCH_SIZE, size)
 
     def _undo(self, _: Any) -> None:
         """Undo changes of variables in the `on_epoch_begin` of the resumed epoch.

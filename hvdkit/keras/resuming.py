@@ -21,6 +21,38 @@ _NUMBER = "_hvdkit_number"
 
 
 @dataclass(frozen=True)
+class EpochSize:
+    """The size of an epoch of `fit`.
+
+    Attributes:
+        steps: batches of the epoch on each rank; None if unknown.
+        ranks: the number of ranks.
+    """
+
+    steps: int | None
+    ranks: int
+
+    def resumed_after(self, batches: int, before: "EpochSize") -> int:
+        """Return how many batches of this epoch to skip, after a restart with another size.
+
+        The result is the same fraction of the epoch. The last batches of an epoch may be smaller
+        than the others, so that the same fraction of the batches may have more samples. The result
+        is then one batch less: samples may be repeated, but not lost. If a number of batches is
+        unknown, the result is a smaller fraction after a decrease of the number of ranks.
+
+        Args:
+            batches: trained batches of an epoch of the size `before`.
+            before: the size before the restart.
+        """
+        if self == before:
+            return batches
+        if self.steps is None or before.steps is None:
+            return min(batches, batches * before.ranks // self.ranks)
+        may_have_more = self.steps * self.ranks > before.steps * before.ranks
+        return batches * (self.steps - may_have_more) // before.steps
+
+
+@dataclass(frozen=True)
 class ResumedEpoch:
     """An epoch of `fit` that begins after its first batches.
 

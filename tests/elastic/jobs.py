@@ -47,6 +47,7 @@ class ElasticJob:
         options: further options of `hvdkit run`.
         prefix: a command that runs `hvdkit run` somewhere else.
         env: variables for the job.
+        command: the command of a rank; default: the script `train.py`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ElasticJob:
         *options: str,
         prefix: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "train.py"),
     ) -> None:
         self.folder = folder
         self.lines: list[str] = []
@@ -69,7 +71,7 @@ class ElasticJob:
         run = [sys.executable, "-m", "hvdkit", "run", "--elastic", "--host-discovery-script"]
         variables = {name: value for name, value in os.environ.items() if name != "PWD"}
         self.process = subprocess.Popen(
-            [*prefix, *run, "./hosts.sh", *options, sys.executable, "train.py"],
+            [*prefix, *run, "./hosts.sh", *options, *command],
             cwd=folder,
             env=variables | {"PYTHONPATH": str(REPOSITORY)} | (env or {}),
             stdout=subprocess.PIPE,

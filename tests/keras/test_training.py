@@ -117,3 +117,20 @@ def test_an_invalid_argument_is_an_error_before_the_first_batch(hvd, wrong):
     (name,) = wrong
     with pytest.raises(UsageError, match=f"^{name} is "):
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **wrong)
+
+
+def test_the_last_window_of_data_of_unknown_length(hvd):
+    """On TensorFlow, `fit` runs the graph once more without a batch."""
+    import keras
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    sgd = keras.optimizers.SGD(1.0)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, backward_passes_per_step=2, average_aggregated_gradients=False
+    )
+    model.compile(optimizer, loss=keras.losses.MeanAbsoluteError(reduction="sum"))
+    batch = np.ones((1, 1), "float32"), np.full((1, 1), 100.0, "float32")
+    model.fit((batch for _ in range(5)), verbose=0)
+    assert model.get_weights()[0] == 5
+    assert optimizer.iterations == 3

@@ -1,0 +1,332 @@
+"""Draw elastic jobs and disturbances, run them, and compare what they train with the guide.
+
+python -m tests.elastic.search --minutes 10 [--framework torch] [--seed N --jobs 1 --verbose]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.elastic import preloaded
+from tests.elastic.jobs import ElasticJob
+from tests.parallel.rank_pool import REPOSITORY
+
+#: More than the number of times that a sample is trained in an epoch.
+BASE = 16
+FRAMEWORKS = ("torch", "keras-torch", "keras-tensorflow", "tensorflow")
+_MODULES = {
+    "torch": ["hvdkit.torch", "hvdkit.checkpoint"],
+    "keras-torch": ["keras", "hvdkit.keras"],
+    "keras-tensorflow": ["keras", "hvdkit.keras"],
+    "tensorflow": ["keras", "hvdkit.tensorflow"],
+}
+_HOSTS = ("localhost:1", "localhost:2", "localhost:3", "localhost:1,127.0.0.1:1")
+_SCRIPT = Path(__file__).with_name("drawn_job.py")
+
+
+def draw_job(draw: random.Random, framework: str) -> dict[str, Any]:
+    """Return a job and its disturbances."""
+    kind = framework.partition("-")[0]
+    job: dict[str, Any] = {
+        "kind": kind,
+        "framework": framework,
+        "base": BASE,
+        "samples": draw.randint(8, 26),
+        "batch": draw.randint(1, 4),
+        "epochs": draw.randint(1, 4),
+        "fits": 1,
+        "hosts": draw.choice(_HOSTS[1:]),
+        "commit": draw.choice([1, 1, 2, 3, 100]),
+        "checks": draw.random() < 0.5,
+        "shuffle": draw.random() < 0.7,
+        "checkpoint": draw.choice([0, 0, 1, 3, 100]),
+        "asynchronous": draw.random() < 0.5,
+        "sampler": draw.choice(["elastic", "resumable"]),
+        "state": draw.choice(["keras", "variables"]),
+        "window": draw.choice([1, 1, 2, 3]),
+    }
+    if kind == "keras":
+        _draw_fit(draw, job)
+    job["disturbances"] = _draw_disturbances(draw, job)
+    return job
+
+
+def _draw_fit(draw: random.Random, job: dict[str, Any]) -> None:
+    style = draw.choice(["remaining", "remaining", "initial", "initial", "checkpoint"])
+    if style == "checkpoint":
+        job["checkpoint"] = job["checkpoint"] or 2
+    order = [0, 1, 2, 3]
+    draw.shuffle(order)
+    job |= {
+        "style": style,
+        "order": order,
+        "fits": draw.choice([1, 1, 2]),
+        "epochs": min(job["epochs"], 2) if job["fits"] == 2 else job["epochs"],
+        "data": draw.choice(["arrays", "dataset", "pydataset", "unknown", "sampler", "sampler"]),
+        "update_batch": style != "checkpoint" and draw.random() < 0.6,
+        "rates": "scheduler" if style == "initial" and draw.random() < 0.5 else "callback",
+        "validation": draw.random() < 0.3,
+        "commits_fits": draw.random() < 0.5,
+        "steps_per_execution": 1 if job["framework"] == "keras-torch" else draw.choice([1, 1, 2]),
+    }
+    job["epochs"] = min(job["epochs"], 4 // job["fits"])
+
+
+def _draw_disturbances(draw: random.Random, job: dict[str, Any]) -> list[dict[str, Any]]:
+    changes_hosts = draw.random() < 0.5
+    steps = -(-job["samples"] // (2 * job["batch"])) * job["epochs"] * job["fits"]
+    points = 10 + 5 * steps
+    actions = ["kill", "kill", "kill", "internal", "interrupt", "error"]
+    drawn = []
+    # A point of the first third of a start is more probable: later starts have less to do.
+    for start in range(draw.randint(1, 4)):
+        for _ in range(draw.choice([1, 1, 2])):
+            each = {
+                "start": start,
+                "point": 1 + int(draw.random() ** 1.5 * points),
+                "rank": draw.randrange(2),
+                "action": draw.choice(actions),
+            }
+            if changes_hosts and draw.random() < 0.6:
+                hosts, wait = draw.choice(_HOSTS), draw.choice([0.0, 1.3, 1.3])
+                each |= {"action": "hosts", "hosts": hosts, "wait": wait}
+            drawn.append(each)
+    return drawn
+
+
+class Problem(AssertionError):
+    """The difference between what a job did and what the guide says."""
+
+
+def check(
+    job: dict[str, Any], folder: Path, text: str, status: int, wanted: Any = None
+) -> list[list[float]]:
+    """Compare a finished job with the guide, and return its weights.
+
+    Args:
+        job: the job.
+        folder: the folder with the results.
+        text: what the job printed.
+        status: its exit status.
+        wanted: the weights of an undisturbed job, if known.
+
+    Raises:
+        Problem: they differ.
+    """
+    if status:
+        raise Problem(f"status {status}")
+    found = [json.loads(path.read_text()) for path in folder.glob("result-*.json")]
+    last = max((each["start"] for each in found), default=-1)
+    results = [each for each in found if each["start"] == last]
+    if not results or len(results) != results[0]["size"]:
+        raise Problem(f"{len(results)} results")
+    first = results[0]
+    for each in results:
+        if each["weights"] != first["weights"] or each["seen"] != first["seen"]:
+            raise Problem("the ranks differ")
+        if each["resets"] != [each["size"]] * (last > 0):
+            raise Problem(f"resets {each['resets']}")
+    sizes = {int(n) for n in re.findall(r"hvdkit run: (\d) ranks? on", text)}
+    counting = [row[0] for row in first["weights"][:-1]]
+    _check_counts(job, counting, sizes)
+    if len(sizes) == 1:
+        _check_seen(job, first["seen"], sizes.pop())
+        if wanted is not None and is_exact(job) and first["weights"] != wanted:
+            difference = np.abs(np.array(first["weights"]) - wanted).max()
+            raise Problem(f"the weights differ from an undisturbed run by {difference:g}")
+    return first["weights"]
+
+
+def is_exact(job: dict[str, Any]) -> bool:
+    """Return whether each sample is trained exactly once (except to fill the last batch)."""
+    if job["kind"] != "keras" or job["update_batch"] or job["checkpoint"]:
+        return True
+    return job["commit"] == 100
+
+
+def _keeps_position(job: dict[str, Any]) -> bool:
+    """Return whether a new number of ranks continues at the same sample."""
+    if job["kind"] == "torch":
+        return True
+    if job["kind"] == "tensorflow":
+        return job["sampler"] == "resumable"
+    return job["data"] == "sampler" and bool(job["checkpoint"])
+
+
+def _check_counts(job: dict[str, Any], weights: list[float], sizes: set[int]) -> None:
+    epochs = job["epochs"] * job["fits"]
+    counts = []
+    for weight in weights:
+        scaled = round(-weight * BASE ** (epochs - 1))
+        if scaled != -weight * BASE ** (epochs - 1) or scaled < 0:
+            raise Problem(f"a weight is {weight}")
+        digits = [scaled // BASE ** (epochs - 1 - e) % BASE for e in range(epochs)]
+        digits[0] = scaled // BASE ** (epochs - 1)
+        counts.append(digits)
+    most = max(sizes) - 1
+    for epoch in range(epochs):
+        numbers = [digits[epoch] for digits in counts]
+        if min(numbers) < 1 and (len(sizes) == 1 or job["kind"] != "tensorflow"):
+            raise Problem(f"epoch {epoch}: samples were not trained: {numbers}")
+        if min(numbers) < 1 and job["sampler"] == "resumable":
+            raise Problem(f"epoch {epoch}: samples were not trained: {numbers}")
+        exact = is_exact(job) and (len(sizes) == 1 or _keeps_position(job))
+        if exact and sum(numbers) - len(numbers) > most:
+            raise Problem(f"epoch {epoch}: samples were repeated: {numbers}")
+
+
+def _check_seen(job: dict[str, Any], seen: list[list[int]], size: int) -> None:
+    batches = math.ceil(math.ceil(job["samples"] / size) / job["batch"])
+    wanted = []
+    for fit in range(job["fits"]):
+        for epoch in range(job["epochs"]):
+            step = job.get("steps_per_execution", 1)
+            numbers = [*range(step - 1, batches, step)]
+            if numbers[-1:] != [batches - 1] and step > 1:
+                numbers.append(numbers[-1] + step if numbers else step - 1)
+            wanted += [[fit, epoch, number] for number in numbers]
+            if job["kind"] == "keras":
+                wanted.append([fit, epoch, -1])
+    if step_differs := job.get("steps_per_execution", 1) > 1:
+        seen = [each for each in seen if each[2] == -1]
+        wanted = [each for each in wanted if each[2] == -1]
+    exact = is_exact(job) or step_differs
+    if not exact:
+        seen = sorted({tuple(each) for each in seen})
+        wanted = sorted({tuple(each) for each in wanted})
+    if seen != wanted:
+        raise Problem(f"callbacks saw {seen}, and not {wanted}")
+
+
+@contextlib.contextmanager
+def preloaded_framework(framework: str, folder: Path) -> Iterator[dict[str, str]]:
+    """Run a process from which ranks are forked. Yields variables for the jobs."""
+    address = folder / "socket"
+    variables = {
+        "KERAS_BACKEND": framework.removeprefix("keras-"),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    program = f"serve({str(address)!r}, {_MODULES[framework]!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.elastic.preloaded import serve; {program}"],
+        env=os.environ | variables,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not address.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield variables | {preloaded.ADDRESS: str(address)}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_job(job: dict[str, Any], folder: Path, variables: dict[str, str]) -> str:
+    """Run a job, and without a change of hosts an undisturbed job before it.
+
+    Returns:
+        What the job printed.
+
+    Raises:
+        Problem: the job did not do what the guide says.
+    """
+    wanted = None
+    if is_exact(job) and not any(each["action"] == "hosts" for each in job["disturbances"]):
+        (folder / "undisturbed").mkdir()
+        undisturbed = {**job, "disturbances": []}
+        _, wanted = _run(undisturbed, folder / "undisturbed", variables, None)
+    return _run(job, folder, variables, wanted)[0]
+
+
+def _run(
+    job: dict[str, Any], folder: Path, variables: dict[str, str], wanted: Any
+) -> tuple[str, list[list[float]]]:
+    (folder / "job.json").write_text(json.dumps(job))
+    options = ("--min-np", "1", "--max-np", "3", "--restarts", "8")
+    command = [sys.executable, "-IS", preloaded.__file__, str(_SCRIPT)]
+    with ElasticJob(folder, job["hosts"], *options, env=variables, command=command) as running:
+        try:
+            status = running.finish(60)
+        except AssertionError as error:
+            raise Problem(str(error)) from None
+        try:
+            return running.text, check(job, folder, running.text, status, wanted)
+        except Problem as problem:
+            raise Problem(f"{problem}\n{running.text}") from None
+
+
+def main() -> None:
+    """Search until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--framework", choices=FRAMEWORKS, action="append")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--jobs", type=int, default=1_000_000)
+    parser.add_argument("--verbose", action="store_true", help="print what the jobs print")
+    parser.add_argument("--keep", type=Path, help="write the output of failed jobs here")
+    options = parser.parse_args()
+    frameworks = options.framework or list(FRAMEWORKS)
+    deadline = time.monotonic() + options.minutes * 60
+    results: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        variables = {}
+        for framework in frameworks:
+            (root / framework).mkdir()
+            context = preloaded_framework(framework, root / framework)
+            variables[framework] = stack.enter_context(context)
+        for number in range(options.jobs):
+            if time.monotonic() > deadline:
+                break
+            seed = options.seed + number
+            framework = frameworks[number % len(frameworks)]
+            folder = root / f"job-{seed}"
+            folder.mkdir()
+            job = draw_job(random.Random(seed), framework)
+            began = time.monotonic()
+            try:
+                text, result = run_job(job, folder, variables[framework]), "good"
+            except Problem as problem:
+                text, result = str(problem), "FAILED"
+            results[f"{framework} {result}"] += 1
+            taken = time.monotonic() - began
+            disturbed = text.count("disturbed ")
+            print(
+                f"{seed} {framework} {result} {taken:.1f} s, {disturbed} disturbances", flush=True
+            )
+            if result == "FAILED" or options.verbose:
+                print(json.dumps(job))
+                print(text if options.verbose else text.partition("\n")[0], flush=True)
+                errors = {
+                    e for e in re.findall(r"\w*(?:Error|Exception).*", text) if "drawn" not in e
+                }
+                print(*sorted(errors), sep="\n", flush=True)
+                if options.keep:
+                    options.keep.mkdir(exist_ok=True)
+                    (options.keep / f"{framework}-{seed}.txt").write_text(f"{job}\n{text}")
+    print(dict(results))
+    sys.exit(any("FAILED" in name for name in results))
+
+
+if __name__ == "__main__":
+    main()
