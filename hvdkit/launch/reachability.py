@@ -137,7 +137,9 @@ def best_connected(
 ) -> tuple[list[Host], list[Host]]:
     """Divide hosts into those that all reach each other, and those to leave out.
 
-    The host with the most broken connections is left out first; of several such hosts, the last.
+    Hosts that do not reach the launcher are left out first. Then follows, again and again, the host
+    with the fewest slots and the most broken connections; of several such hosts, the last. This is
+    the greedy algorithm GWMAX for independent sets: it keeps many slots.
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
@@ -148,9 +150,14 @@ def best_connected(
             for each in broken
             if {each.host, each.target} <= names
         }
-        counts = {host: sum(host.name in pair for pair in pairs) for host in left}
-        if not any(counts.values()):
+        if not pairs:
             return left, without
-        worst = max(reversed(left), key=lambda host: counts[host])
+        counts = {host: sum(host.name in pair for pair in pairs) for host in left}
+        alone = [host for host in left if frozenset((host.name, LAUNCHER)) in pairs]
+        connected = [host for host in left if counts[host]]
+        worst = min(
+            reversed(alone or connected),
+            key=lambda host: host.slots / (counts[host] * (counts[host] + 1)),
+        )
         left.remove(worst)
         without.append(worst)

@@ -421,3 +421,18 @@ def test_hosts_that_do_not_reach_each_other_are_not_used_together(pairs, left):
     assert any("left out, because connections to other hosts fail" in t for t in texts) == bool(
         left
     )
+
+
+@pytest.mark.parametrize(
+    ("slots", "pairs", "left"),
+    [
+        ([1, 2], [("host0", "host1")], ["host1:2"]),
+        # One large host, without the others.
+        ([4, 1, 1], [("host0", "host1"), ("host2", "host0")], ["host0:4"]),
+        ([1, 8, 1], [("host1", "host0"), ("host1", "the launcher")], ["host0:1", "host2:1"]),
+    ],
+)
+def test_hosts_with_many_slots_are_kept(slots, pairs, left):
+    hosts = [Host(f"host{n}", count) for n, count in enumerate(slots)]
+    _, plans, _, _ = supervise([broken(*pairs), Outcome(0)], hosts=hosts, min_size=2)
+    assert plans[-1] == left
