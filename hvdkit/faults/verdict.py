@@ -112,7 +112,8 @@ def judge(
             verdict contains them, unless a rank with a record is missing.
         late: the keys of the calls that have waited for too long. If all ranks have called
             them, the verdict is on these calls: other waits are younger, and may end in a moment.
-            Empty: the verdict is on any call.
+            The same holds if ranks have called only the first of them, and wait in it. Empty: the
+            verdict is on any call.
         hosts: the host of each rank, for ranks without a record; empty if the hosts are not known.
     """
     # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
@@ -122,8 +123,12 @@ def judge(
     }
     waits = find_waits(records, states, size)
     of_late = [wait for wait in waits if wait.call.key in late]
-    if of_late and not any(wait.missing for wait in of_late):
-        waits = of_late
+    stuck = [wait for wait in of_late if not wait.missing]
+    # The ranks that wait in these calls could not make later ones, although the calls may have
+    # ended on other ranks.
+    held = {rank for wait in stuck for rank in wait.waiting}
+    if stuck and all(held.issuperset(wait.missing) for wait in of_late):
+        waits = stuck
     if not waits:
         text = _without_wait(records, states, size, silent)
         return Verdict(text, last_ranks=not {ENDED, LEAVING}.isdisjoint(states.values()))

@@ -86,12 +86,15 @@ def _has_joined(record: Record, call: Call) -> bool:
 
 
 def _waits_for(record: Record, call: Call) -> bool:
-    return any(own.collective == call.collective for own in record.open)
+    # Calls that are not counted have the number 0.
+    return any(
+        own.collective == call.collective
+        and (own.number == call.number or 0 in (own.number, call.number))
+        for own in record.open
+    )
 
 
 def _has_called(record: Record, call: Call) -> bool:
-    for own in record.open:
-        same_call = own.number == call.number or 0 in (own.number, call.number)
-        if own.collective == call.collective and same_call:
-            return True
+    if _waits_for(record, call):
+        return True
     return call.number > 0 and record.calls.get(call.collective, 0) >= call.number

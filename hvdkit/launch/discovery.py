@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import selectors
 import signal
 import subprocess
 import time
@@ -16,6 +17,9 @@ from hvdkit.launch.hosts import Host, parse_hosts
 
 _SCRIPT_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+# The most bytes that a script may print.
+_MOST_BYTES = 10_000_000
+_READ_BYTES = 65536
 
 
 class DiscoveryStopped(HvdkitError):
@@ -44,23 +48,17 @@ def discover(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="backslashreplace",  # an error about the line shows the bytes
             start_new_session=True,
         )
     except OSError as error:
         raise UsageError(f"--host-discovery-script {script}: {error.strerror}") from error
-    deadline = time.monotonic() + _SCRIPT_SECONDS
     with process:
         try:
-            out, errors = _communicate(process, deadline, stopped)
-        except subprocess.TimeoutExpired as error:
-            if stopped():
-                raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
-            raise UsageError(
-                f"--host-discovery-script {script} did not end within {_SCRIPT_SECONDS:g} s. "
-                f"Run it by hand to see where it waits"
-            ) from error
+            out, errors = _output(process, stopped)
+        except _ScriptError as error:
+            raise UsageError(f"--host-discovery-script {script} {error}") from error
+        except DiscoveryStopped as error:
+            raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
         finally:
             # The group, because a shell may have started other programs.
             with contextlib.suppress(ProcessLookupError):
@@ -74,12 +72,46 @@ def discover(
     return parse_hosts(",".join(words), f"--host-discovery-script {script}:") if words else []
 
 
-def _communicate(
-    process: subprocess.Popen[str], deadline: float, stopped: Callable[[], bool]
-) -> tuple[str, str]:
-    while True:
-        try:
-            return process.communicate(timeout=_POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            if stopped() or time.monotonic() > deadline:
-                raise
+class _ScriptError(Exception):
+    """The script did not end, or printed too much."""
+
+
+def _output(process: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> tuple[str, str]:
+    """Return the output and the last errors of a script when it has ended.
+
+    A program that the script has started in the background may still hold the pipes.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, errors = bytearray(), bytearray()
+    deadline = time.monotonic() + _SCRIPT_SECONDS
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, out)
+        selector.register(process.stderr, selectors.EVENT_READ, errors)
+        while True:
+            has_ended = process.poll() is not None
+            ready = selector.select(0 if has_ended else _POLL_SECONDS)
+            for key, _ in ready:
+                if data := os.read(key.fd, _READ_BYTES):
+                    key.data.extend(data)
+                else:
+                    selector.unregister(key.fileobj)
+            del errors[:-_READ_BYTES]
+            if has_ended and not ready:
+                # An error about a line shows bytes that are not UTF-8.
+                return out.decode(errors="backslashreplace"), errors.decode(errors="replace")
+            if len(out) > _MOST_BYTES:
+                raise _ScriptError(
+                    f"printed more than {_MOST_BYTES:,} bytes: expected a line HOST:SLOTS for each "
+                    f"host. Run it by hand to see what it prints"
+                )
+            if stopped():
+                raise DiscoveryStopped
+            if time.monotonic() > deadline:
+                raise _ScriptError(
+                    f"did not end within {_SCRIPT_SECONDS:g} s. Run it by hand to see where it "
+                    f"waits"
+                )
+            if not selector.get_map() and not has_ended:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_POLL_SECONDS)

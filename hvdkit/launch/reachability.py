@@ -143,7 +143,10 @@ def best_connected(
 ) -> tuple[list[Host], list[Host]]:
     """Divide hosts into those that all reach each other, and those to leave out.
 
-    The host with the most broken connections is left out first; of several such hosts, the last.
+    Hosts that do not reach the launcher are left out first. Then follows, again and again, the host
+    with the fewest slots and the most broken connections; of several such hosts, the last. This is
+    the greedy algorithm GWMAX for independent sets (Sakai, Togasaki and Yamazaki, 2003): it keeps
+    many slots.
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
@@ -152,7 +155,12 @@ def best_connected(
     pairs = {pair for pair in pairs if pair <= names}
     while pairs:
         counts = Counter(name for pair in pairs for name in pair)
-        worst = max(reversed(left), key=lambda host: counts[host.name])
+        alone = [host for host in left if frozenset((host.name, LAUNCHER)) in pairs]
+        connected = [host for host in left if counts[host.name]]
+        worst = min(
+            reversed(alone or connected),
+            key=lambda host: host.slots / (counts[host.name] * (counts[host.name] + 1)),
+        )
         left.remove(worst)
         without.append(worst)
         pairs = {pair for pair in pairs if worst.name not in pair}

@@ -157,6 +157,19 @@ def test_a_complete_call_that_is_older_is_not_the_cause():
     assert "allreduce.old" not in verdict.text
 
 
+def test_a_late_call_that_has_ended_on_other_ranks_is_the_cause():
+    """The network between two hosts broke before rank 0 got the result of call 1."""
+    records = simulate(2, ["bucket", "bucket"], {})
+    first, second = call("bucket", 1, 0.0), call("bucket", 2, 1.0)
+    records[0] = replace(records[0], open=[first], calls={first.collective: 1})
+    records[1] = replace(records[1], open=[second])
+    verdict = judge(records, {}, 2, late={first.key, second.key})
+    assert (verdict.waiting, verdict.missing) == ([0], [])
+    assert "All ranks have called it: the network or a rank does not transfer" in verdict.text
+    # Not if rank 0 has not waited long: it may continue in a moment.
+    assert judge(records, {}, 2, late={second.key}).missing == [0]
+
+
 def test_a_rank_in_join_is_not_missing():
     records = simulate(3, ["bucket"], {2: 0})
     join = Call("join.noname", 1, "join", 0, "uint8", 0, 0.5, None)

@@ -32,6 +32,7 @@ def test_a_script_names_the_hosts(tmp_path):
         ("echo ':'", "not a"),
         ("echo a:1; echo a:1", "a is named twice"),
         (r"printf 'a\377:1'", r"'a\\\\xff:1' is not a host"),
+        ("yes host0", "printed more than 10,000,000 bytes: expected a line HOST:SLOTS"),
     ],
 )
 def test_a_script_that_names_none(tmp_path, text, expected):
@@ -54,6 +55,10 @@ def test_hosts_without_slots(tmp_path):
     path = script(tmp_path, "echo a; echo user@b:2; echo [fe80::1]; echo [fe80::2]:3")
     slots = [(host.name, host.slots) for host in discover(path, slots=4)]
     assert slots == [("a", 4), ("user@b", 2), ("[fe80::1]", 4), ("[fe80::2]", 3)]
+
+
+def test_a_script_with_a_program_in_the_background(tmp_path):
+    assert discover(script(tmp_path, "echo host0:2; sleep 60 &")) == [Host("host0", 2)]
 
 
 def test_a_script_that_hangs_is_ended(tmp_path):

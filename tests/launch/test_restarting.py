@@ -430,3 +430,18 @@ def test_a_partition_of_many_hosts_is_found_at_once():
     left, _ = best_connected(hosts, broken(*pairs).broken)
     assert [host.name for host in left] == [f"host{n}" for n in (*range(200), *range(220, 400))]
     assert time.monotonic() < started + 5
+
+
+@pytest.mark.parametrize(
+    ("slots", "pairs", "left"),
+    [
+        ([1, 2], [("host0", "host1")], ["host1:2"]),
+        # One large host, without the others.
+        ([4, 1, 1], [("host0", "host1"), ("host2", "host0")], ["host0:4"]),
+        ([1, 8, 1], [("host1", "host0"), ("host1", "the launcher")], ["host0:1", "host2:1"]),
+    ],
+)
+def test_hosts_with_many_slots_are_kept(slots, pairs, left):
+    hosts = [Host(f"host{n}", count) for n, count in enumerate(slots)]
+    _, plans, _, _ = supervise([broken(*pairs), Outcome(0)], hosts=hosts, min_size=2)
+    assert plans[-1] == left
