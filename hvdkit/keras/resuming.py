@@ -35,10 +35,11 @@ class EpochSize:
     def resumed_after(self, batches: int, before: "EpochSize") -> int:
         """Return how many batches of this epoch to skip, after a restart with another size.
 
-        The result is the same fraction of the epoch. The last batches of an epoch may be smaller
-        than the others, so that the same fraction of the batches may have more samples. The result
-        is then one batch less: samples may be repeated, but not lost. If a number of batches is
-        unknown, the result is a smaller fraction after a decrease of the number of ranks.
+        The result is the same fraction of the epoch, rounded down. If the epochs seem to have more
+        samples than before, the last batches of this epoch may be smaller than the others, or the
+        epochs before have dropped a remainder. The result is then less: samples may be repeated,
+        but not lost. If a number of batches is unknown, the result is a smaller fraction after a
+        decrease of the number of ranks.
 
         Args:
             batches: trained batches of an epoch of the size `before`.
@@ -49,7 +50,7 @@ class EpochSize:
         if self.steps is None or before.steps is None:
             return min(batches, batches * before.ranks // self.ranks)
         may_have_more = self.steps * self.ranks > before.steps * before.ranks
-        return batches * (self.steps - may_have_more) // before.steps
+        return batches * (self.steps - may_have_more) // (before.steps + may_have_more)
 
 
 @dataclass(frozen=True)
