@@ -23,6 +23,7 @@ from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
+from hvdkit.faults.waits import late_calls
 from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes, and
@@ -158,7 +159,8 @@ def _explain(
         yield "\n".join(filter(None, [mismatch(found), *lines]))
     if len(failed) < len(found):
         size = next(iter(found.values())).size
-        yield judge(found, states, size, silent, hosts=hosts).whole_text
+        late = late_calls(found.values())
+        yield judge(found, states, size, silent, late, hosts).whole_text
     by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
     for rank, record in sorted(found.items()):
         if frames := stacks.main_thread(record.stacks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.faults.records import Call, Record
@@ -78,6 +78,16 @@ def seconds_waited(wait: Wait, records: Mapping[int, Record]) -> float:
         ),
         default=0.0,
     )
+
+
+def late_calls(records: Iterable[Record]) -> set[tuple[int, str, int]]:
+    """Return the keys of the calls that wait, without those that a rank has made recently.
+
+    The latter have waited less than half as long as the first call.
+    """
+    waits = [(call, record.time - call.enqueued) for record in records for call in record.open]
+    longest = max((wait for _, wait in waits), default=0.0)
+    return {call.key for call, wait in waits if wait > longest / 2}
 
 
 def _has_joined(record: Record, call: Call) -> bool:

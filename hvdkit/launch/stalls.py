@@ -21,6 +21,7 @@ from hvdkit.faults.outdated import without_outdated
 from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
 from hvdkit.faults.records import Record
 from hvdkit.faults.verdict import Verdict, judge, overdue
+from hvdkit.faults.waits import late_calls
 from hvdkit.record_files import RECORD
 from hvdkit.whole_files import replacing
 
@@ -107,10 +108,7 @@ class Stalls:
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
         )
         if record.reason == "stall":
-            # Not a call that the rank has just made.
-            waits = {call: record.time - call.enqueued for call in record.open}
-            longest = max(waits.values(), default=0.0)
-            late = {call.key for call, wait in waits.items() if wait > longest / 2}
+            late = late_calls([record])
             if not known:
                 self._asked_at = now
                 self._ask()

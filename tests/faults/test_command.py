@@ -153,6 +153,18 @@ def test_the_host_of_a_stopped_rank_is_named(tmp_path, start):
     assert "Rank 1 on b has not called it: the process is stopped" in why(tmp_path)
 
 
+def test_a_rank_that_waits_for_the_network_is_not_blamed(tmp_path, start):
+    """Call 3 has ended on rank 0 only, which has then made call 4."""
+    waits = RECORD | {"time": 160.0, "error": "", "failed": "", "done": []}
+    for rank, number in [(0, 4), (1, 3)]:
+        call = RECORD["done"][0] | {"call": number, "enqueued": 96.0 + number, "ended": None}
+        own = waits | {"rank": rank, "open": [call], "calls": {"allreduce.loss": number}}
+        (start / "records" / f"rank-{rank}.json").write_text(json.dumps(own))
+    text = why(tmp_path)
+    assert "All ranks have called it: the network or a rank does not transfer its data" in text
+    assert "has not called it" not in text
+
+
 def test_inspect_combines_the_folders_of_one_job(tmp_path, monkeypatch):
     """Over MPI and in Slurm, each rank has a folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
