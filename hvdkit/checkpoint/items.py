@@ -81,8 +81,8 @@ class Variables:
         """Do nothing: the variables have been written to."""
 
 
-#: The most bytes of normalization statistics that each rank saves, because the first rank holds all
-#: of them in memory. A model with more statistics saves only the first rank's.
+#: The most bytes of buffers, such as normalization statistics, that each rank saves, because the
+#: first rank holds all of them in memory. A model with more saves only the first rank's.
 LARGEST_STATISTICS = 4_000_000
 
 

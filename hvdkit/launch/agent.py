@@ -314,7 +314,7 @@ class Agent:
     def _answer(self, question: str, arguments: Mapping[str, Any]) -> None:
         from hvdkit.launch import inspection  # slow to import, and rarely needed
 
-        # This blocks. The launcher asks only before it starts ranks.
+        # This blocks. The launcher asks only while no ranks run.
         try:
             self._send("answer", answer=inspection.QUESTIONS[question](**arguments))
         except OSError as error:
