@@ -24,7 +24,7 @@ class ResumableSampler(backend.hvd.ResumableSampler):
     `arrays()` works on both backends. On PyTorch a `DataLoader` can also have the sampler; on
     TensorFlow there is also `dataset()`. A `hvd.callbacks.Checkpoint` with `data=sampler` counts
     the sampler's batches. Without it, `fit` counts the sampler's epochs, and each commit of an
-    elastic job contains the epoch.
+    elastic job contains the epoch. A restart knows equal samplers by the order of their creation.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
