@@ -333,22 +333,46 @@ def outside_of_graphs() -> AbstractContextManager[Any]:
 
 
 def after_backward(gradients: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Return a context whose operations run after the first gradient of the backward pass.
+    """Return a context whose operations run after the first gradient that depends on the batch.
 
     Only in a graph of TensorFlow, operations may otherwise run without a batch. At the end of a
     `tf.data.Dataset` of unknown length, `fit` runs the graph once more, and reading a batch fails.
 
     Args:
-        gradients: the gradients in the order of the layers; None for a missing one.
+        gradients: the gradients in the order of the layers; None for a missing one. The backward
+            pass computes them in the reverse order.
     """
-    found = [gradient for gradient in gradients if gradient is not None]
-    if NAME == "torch" or not found:
+    if NAME == "torch":
         return nullcontext()
     import tensorflow as tf
 
-    last = found[-1].values if isinstance(found[-1], tf.IndexedSlices) else found[-1]
-    dependencies: AbstractContextManager[Any] = tf.control_dependencies([last])
+    if tf.executing_eagerly():
+        return nullcontext()
+    found = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    first = next((gradient for gradient in reversed(found) if _depends_on_batch(gradient)), None)
+    dependencies: AbstractContextManager[Any] = tf.control_dependencies(
+        [] if first is None else [first]
+    )
     return dependencies
+
+
+def _depends_on_batch(gradient: Any) -> bool:
+    """Return whether a tensor of a graph depends on more than variables and constants."""
+    import tensorflow as tf
+
+    if not tf.is_symbolic_tensor(gradient):
+        return False
+    left: list[Any] = [gradient.op]
+    seen: set[Any] = set(left)
+    while left:
+        operation = left.pop()
+        is_argument = operation.type == "Placeholder" and operation.outputs[0].dtype != tf.resource
+        if is_argument or operation.type == "IteratorGetNext":
+            return True
+        new = {tensor.op for tensor in operation.inputs} - seen
+        seen |= new
+        left += new
+    return False
 
 
 def after_assignment(variable: Any) -> AbstractContextManager[Any]:

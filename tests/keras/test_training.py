@@ -134,3 +134,21 @@ def test_the_last_window_of_data_of_unknown_length(hvd):
     model.fit((batch for _ in range(5)), verbose=0)
     assert model.get_weights()[0] == 5
     assert optimizer.iterations == 3
+
+
+def test_the_last_window_if_a_gradient_does_not_depend_on_the_batch(hvd):
+    """The last layer's bias has a gradient of -1. The number of samples in a batch is fixed."""
+    import keras
+    import tensorflow as tf
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.layers[0].kernel.assign([[0.0]])
+    sgd = keras.optimizers.SGD(1.0)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, backward_passes_per_step=2, average_aggregated_gradients=False
+    )
+    model.compile(optimizer, loss=lambda _, output: -output)
+    data = tf.data.Dataset.from_tensor_slices((np.ones((10, 1)), np.ones((10, 1))))
+    data = data.batch(2, drop_remainder=True).filter(lambda *_: True)
+    model.fit(data, verbose=0)
+    assert [float(weight.item()) for weight in model.get_weights()] == [5, 5]
