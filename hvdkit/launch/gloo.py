@@ -123,8 +123,7 @@ def _with_broken(
     launcher_address: tuple[str, int],
 ) -> Outcome:
     """Return the outcome of a job with the connections between its hosts that fail now."""
-    asked = [connection for connection in agents.connections if connection.idle]
-    if len(interfaces) == 1 or len(asked) < len(agents.connections):
+    if len(interfaces) == 1 or not all(connection.idle for connection in agents.connections):
         return outcome
     try:
         broken = broken_connections(agents, interfaces, launcher_address, _CONNECT_SECONDS)

@@ -498,7 +498,7 @@ class Job:
     def _not_failed(self) -> list[str]:
         """Return a sentence about the ranks that the launcher ended because of a failure.
 
-        None if the failure has another possible cause.
+        Empty if the failure has another possible cause.
         """
         others_ended = any(status in (0, *self._orderly) for status in self._statuses.values())
         if not self._ended_by_launcher or self._problem or others_ended or self._stopped_by:

@@ -22,6 +22,7 @@ class Questions:
         self.hosts = [connection.host for connection in agents.connections]
 
     def all(self, question: str, arguments: Mapping[str, Any]) -> dict[Host, Any]:
+        """Return the answers of all hosts to the same question."""
         return self.each(question, dict.fromkeys(self.hosts, arguments))
 
     def each(self, question: str, arguments: Mapping[Host, Mapping[str, Any]]) -> dict[Host, Any]:

@@ -90,6 +90,18 @@ def loss_of(outputs, targets):
     return outputs[:, 0] + 0.02 * (outputs[:, 1] - targets[:, 0]) ** 2
 
 
+def commit(state, sampler, due=True):
+    """Commit, or only look for changed hosts. A `ResumableSampler` gives its position."""
+    if not (due or JOB["checks"]):
+        return
+    if sampler is not None:
+        state.position = sampler.save()
+    if due:
+        state.commit()
+    else:
+        state.check_host_updates()
+
+
 def own_share(hvd):
     """Return this rank's samples in their order; some twice, so that all ranks have as many."""
     padded = -(-SAMPLES // hvd.size()) * hvd.size()
@@ -154,19 +166,9 @@ def torch_job():
         )
         checkpointer.restore()
 
-    def commit(state):
-        if resumable:
-            state.position = sampler.save()
-        state.commit()
-
     def after_batch(state):
         point("before commit")
-        if state.step % JOB["commit"] == 0:
-            commit(state)
-        elif JOB["checks"]:
-            if resumable:
-                state.position = sampler.save()
-            state.check_host_updates()
+        commit(state, sampler if resumable else None, state.step % JOB["commit"] == 0)
         if checkpointer is not None:
             objects.update({name: getattr(state, name) for name in objects})
             checkpointer.maybe_save(state.step)
@@ -199,7 +201,7 @@ def torch_job():
             scheduler.step()
             if not resumable:
                 state.sampler.set_epoch(state.epoch)
-            commit(state)
+            commit(state, sampler if resumable else None)
         point("end")
 
     more = {"position": None} if resumable else {"sampler": sampler}
@@ -393,8 +395,8 @@ def tensorflow_job():
     if wrapped:
         optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
     optimizer.build(model.trainable_variables)
-    resumable = JOB["sampler"] == "resumable"
-    if resumable:
+    sampler = None
+    if JOB["sampler"] == "resumable":
         sampler = hvd.ResumableSampler(SAMPLES, BATCH, seed=3, shuffle=JOB["shuffle"])
         data = sampler.dataset(lambda i: (tf.gather(INPUTS, i), tf.gather(TARGETS, i)))
     else:
@@ -410,36 +412,26 @@ def tensorflow_job():
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
 
-    def commit(state):
-        if resumable:
-            state.position = sampler.save()
-        state.commit()
-
     @hvd.elastic.run
     def train(state):
         point("begin")
-        if resumable and state.position is not None:
+        if sampler is not None and state.position is not None:
             sampler.restore(state.position)
         while state.epoch < EPOCHS:
             optimizer.learning_rate.assign(rate(state.epoch))
-            for x, y in sampler.batches(data) if resumable else data.skip(state.batch):
+            for x, y in sampler.batches(data) if sampler is not None else data.skip(state.batch):
                 point("batch")
                 step(x, y)
                 state.seen.append([0, state.epoch, state.batch])
                 state.step += 1
                 state.batch += 1
                 point("before commit")
-                if state.step % JOB["commit"] == 0:
-                    commit(state)
-                elif JOB["checks"]:
-                    if resumable:
-                        state.position = sampler.save()
-                    state.check_host_updates()
+                commit(state, sampler, state.step % JOB["commit"] == 0)
                 point("after commit")
             point("epoch end")
             state.epoch += 1
             state.batch = 0
-            commit(state)
+            commit(state, sampler)
         point("end")
 
     objects = {"epoch": 0, "batch": 0, "step": 0, "seen": [], "position": None}
