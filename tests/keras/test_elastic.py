@@ -11,6 +11,18 @@ import pytest
 from tests.logs import recorded
 
 
+def state_with_file(hvd, path):
+    """Return a `KerasState` whose commits are written to `path`."""
+
+    class State(hvd.elastic.KerasState):
+        def commit(self):
+            self.save()
+            with path.open("wb") as file:
+                self.write_saved(file)
+
+    return State
+
+
 def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
     """After a restart, all ranks read the same commit, and must not drop the same units."""
     import keras
@@ -241,11 +253,7 @@ def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path,
         def on_epoch_begin(self, epoch, logs=None):
             kill()
 
-    class State(hvd.elastic.KerasState):
-        def commit(self):
-            self.save()
-            with (tmp_path / "commit").open("wb") as file:
-                self.write_saved(file)
+    State = state_with_file(hvd, tmp_path / "commit")
 
     def kill():
         if state.epoch in left:
@@ -291,11 +299,7 @@ def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
     """The commit contains what the callbacks did when the epoch first began."""
     import keras
 
-    class State(hvd.elastic.KerasState):
-        def commit(self):
-            self.save()
-            with (tmp_path / "commit").open("wb") as file:
-                self.write_saved(file)
+    State = state_with_file(hvd, tmp_path / "commit")
 
     class Seen(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -394,11 +398,7 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
     from hvdkit.core.elastic_start import ElasticStart
     from hvdkit.keras import data
 
-    class State(hvd.elastic.KerasState):
-        def commit(self):
-            self.save()
-            with (tmp_path / "commit").open("wb") as file:
-                self.write_saved(file)
+    State = state_with_file(hvd, tmp_path / "commit")
 
     class Kill(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
