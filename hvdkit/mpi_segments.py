@@ -18,7 +18,7 @@ from hvdkit.owned_folders import OwnedFolder
 _PARENT = Path("/dev/shm")
 _PREFIX = "hvdkit-mpi-"
 #: The variables for the folder of the files: of Open MPI 5, and of Open MPI 4.
-_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 # A file of MPICH or Intel MPI in /proc/PID/maps. A deleted one has more text in its line.
 _MAPPED = re.compile(r" (/dev/shm/(?:mpich_shm_|Intel_MPI_)\S*)$", re.MULTILINE)
 
@@ -48,7 +48,7 @@ class SegmentFolder:
             self._folder = OwnedFolder(_PARENT, _PREFIX)
         self.variables: Mapping[str, str] = {}
         if self._folder is not None:
-            self.variables = dict.fromkeys(_VARIABLES, str(self._folder.path))
+            self.variables = dict.fromkeys(VARIABLES, str(self._folder.path))
 
     def remove(self) -> None:
         """Delete the folder and the files. The ranks have ended."""

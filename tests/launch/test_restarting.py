@@ -1,5 +1,6 @@
 """`hvdkit run --restarts`."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.reachability import BrokenConnection, best_connected
 from hvdkit.launch.restarting import Supervisor
+from hvdkit.launch.spares.spare import same_for_imports
+from hvdkit.processes import GROUP_VARIABLE
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 from tests.without_dynamo import WITHOUT_DYNAMO
 
@@ -228,6 +231,29 @@ def train(folder, kills, *options, controller="gloo", flips=-1):
     )
     weights = [line for line in done.stdout.splitlines() if "weights" in line]
     return done, weights
+
+
+def test_a_restart_has_the_variables_that_its_spares_have_read(tmp_path):
+    """A spare is started before the restart, so its variables are those of the first start."""
+    (tmp_path / "fail.py").write_text(
+        "import json, os, sys, time\n"
+        "from pathlib import Path\n"
+        "def draft(n): return Path(f'rank{n}-{len(list(Path().glob(f\"rank{n}-*\")))}')\n"
+        "draft(os.environ['HOROVOD_RANK']).write_text(json.dumps(dict(os.environ)))\n"
+        "while len(list(Path().glob('rank*'))) % 2: time.sleep(0.01)\n"
+        "sys.exit(1)\n"
+    )
+    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--restarts", "1"]
+    command += [sys.executable, "fail.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    for rank in range(2):
+        # The agent sets GROUP_VARIABLE in each process that it starts.
+        first, second = (
+            json.loads((tmp_path / f"rank{rank}-{start}").read_text()) | {GROUP_VARIABLE: ""}
+            for start in range(2)
+        )
+        assert first != second, done.stderr
+        assert same_for_imports(second, first)
 
 
 @pytest.mark.long

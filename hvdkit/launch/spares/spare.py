@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdkit import mpi_segments
 from hvdkit.launch.spares.command import PythonCommand
 from hvdkit.processes import ProcessGroup, without_rank_variables
 
@@ -96,8 +97,7 @@ class Spare:
 
     def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:
         """Return whether the spare can run a rank with this environment."""
-        same = _read_by_imports(environment) == _read_by_imports(self._environment)
-        return same and list(cpus) == self._cpus
+        return list(cpus) == self._cpus and same_for_imports(environment, self._environment)
 
     def poll(self) -> None:
         """Update `ready`."""
@@ -160,8 +160,19 @@ class Spare:
             self._socket.setblocking(False)
 
 
-def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a module may read while it is imported."""
-    # The launcher sets NCCL's network for each start. NCCL reads it only when ranks connect.
-    others = without_rank_variables(environment)
-    return {name: value for name, value in others.items() if not name.startswith("NCCL_")}
+def same_for_imports(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
+    """Return whether two environments have the same variables that imports may read.
+
+    A script's modules may read any variable. The only exceptions are those that hvdkit sets anew
+    for each start: the variables of a rank, NCCL's network, and the folder of Open MPI's files.
+    NCCL and MPI read them only when ranks connect.
+    """
+
+    def read(environment: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in without_rank_variables(environment).items()
+            if not name.startswith("NCCL_") and name not in mpi_segments.VARIABLES
+        }
+
+    return read(first) == read(second)
