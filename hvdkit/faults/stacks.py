@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,14 @@ _AUTOGRAPH = "__autograph_generated_file"
 # The function of TensorFlow in which a thread waits until a graph has run: the end of the file's
 # path, and its name.
 _RUNS_GRAPH = ("tensorflow/python/eager/execute.py", "quick_execute")
+# The functions in which the main thread waits for a backward pass of PyTorch: the end of a file's
+# path, and the functions. On a GPU, another thread computes the pass and calls its hooks.
+_BACKWARD = {
+    "torch/autograd/graph.py": {"_engine_run_backward"},
+    "torch/autograd/__init__.py": {"backward", "grad"},
+}
+# The outermost function of a thread that Python has started.
+_BOOTSTRAP = "_bootstrap"
 #: Functions that wait for a collective: the end of a file's path, and the functions.
 _WAITS = {
     "horovod/torch/mpi_ops.py": None,
@@ -74,21 +82,28 @@ class Frame:
         """Whether the function waits for a collective."""
         if self.file == _GENERATED and self.function.startswith("horovod_"):
             return True
-        for end, functions in _WAITS.items():
-            if self.file.endswith(end) and (functions is None or self.function in functions):
-                return True
-        return False
+        return _is_in(self, _WAITS)
 
     def __str__(self) -> str:
         source = linecache.getline(self.file, self.line).strip()
         return f"{self.file}:{self.line} in {self.function}" + (f": {source}" if source else "")
 
 
+def _is_in(frame: Frame, functions: Mapping[str, Collection[str] | None]) -> bool:
+    """Return whether a frame is in one of the functions of a file; None: in any of them."""
+    return any(
+        frame.file.endswith(end) and (names is None or frame.function in names)
+        for end, names in functions.items()
+    )
+
+
 def main_thread(text: str) -> Sequence[Frame]:
     """Return the frames of the main thread, innermost first; empty if they are not known.
 
-    The kernel prefers the main thread for a signal to the process, so it is the current thread.
+    If the main thread waits for a backward pass that another thread computes, the frames of that
+    thread come first, because the main thread has called them.
     """
+    # The kernel prefers the main thread for a signal to the process, so it is the current thread.
     return next((frames for current, frames in _threads(text) if current), [])
 
 
@@ -119,7 +134,25 @@ def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     # faulthandler writes the current thread last.
     ends = [i for i, (current, _) in enumerate(found) if current]
     begin = ends[-2] + 1 if len(ends) > 1 else 0
-    return found[begin:]
+    return _with_backward(found[begin:])
+
+
+def _with_backward(threads: list[tuple[bool, list[Frame]]]) -> list[tuple[bool, list[Frame]]]:
+    """Add the frames of a thread that computes a backward pass to those of the main thread."""
+    main = next((frames for current, frames in threads if current), [])
+    if not main or not _is_in(main[0], _BACKWARD):
+        return threads
+    passes = [
+        frames
+        for current, frames in threads
+        if not current and frames and frames[-1].function != _BOOTSTRAP
+    ]
+    # Each GPU has a thread. The one that waits for a collective holds up the pass.
+    found = next(filter(waits, passes), next(iter(passes), None))
+    if found is None:
+        return threads
+    others = [each for each in threads if not each[0] and each[1] is not found]
+    return [*others, (True, [*found, *main])]
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:

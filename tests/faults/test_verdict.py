@@ -316,6 +316,41 @@ def test_a_missing_rank_whose_graph_waits_for_another_collective():
     assert "This line has called /venv/site-packages/tensorflow" in judge(records, {}, 2).text
 
 
+# On a GPU, a thread of PyTorch computes the backward pass. Python has not started this thread.
+_BACKWARD = """Thread 0x03 (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 359 in wait
+  File "/usr/lib/python3.12/threading.py", line 1032 in _bootstrap
+
+Thread 0x01 (most recent call first):
+{frames}
+Current thread 0x02 (most recent call first):
+  File "/venv/site-packages/torch/autograd/graph.py", line 865 in _engine_run_backward
+  File "/venv/site-packages/torch/autograd/__init__.py", line 364 in backward
+  File "/home/me/train.py", line 35 in <module>
+"""
+
+
+def test_a_deadlock_with_a_backward_pass_on_a_gpu():
+    records = simulate(2, ["bucket", "loss"], {0: 0, 1: 0}, {0: "bucket", 1: "loss"})
+    waiting = """\
+  File "/venv/site-packages/horovod/torch/mpi_ops.py", line 1324 in synchronize
+  File "/venv/site-packages/hvdkit/torch/passes.py", line 101 in end_pass
+"""
+    records[0] = replace(records[0], stacks=_BACKWARD.format(frames=waiting))
+    verdict = judge(records, {}, 2)
+    assert verdict.deadlock
+    assert "Rank 0 is at /home/me/train.py:35 in <module>." in verdict.text
+
+
+def test_a_hook_in_a_backward_pass_on_a_gpu_is_the_line_of_the_user():
+    records = simulate(2, ["bucket"], {1: 0})
+    hook = """\
+  File "/home/me/hooks.py", line 7 in clip
+"""
+    records[1] = replace(records[1], stacks=_BACKWARD.format(frames=hook))
+    assert judge(records, {}, 2).text.endswith("the rank is at /home/me/hooks.py:7 in clip.")
+
+
 def test_a_generated_file_of_autograph_is_not_the_line_of_the_user():
     records = simulate(2, ["bucket"], {1: 0})
     header, _, frames = WAITING.partition("Current thread 0x02 (most recent call first):\n")
