@@ -43,6 +43,7 @@ EXPECTED = {
     "checkpoint": {
         "one rank, full path: same bytes": {"passed"},
         "two ranks, staged: same bytes": {"passed"},
+        "two ranks, NCCL: same bytes": {"passed"},
         "saved on cpu, resumed on cuda": {"skipped"},
         "saved on cuda, resumed on cpu": {"skipped"},
         # Skipped where the machine is too busy for it. The job passes, its figures are measured.
@@ -51,6 +52,7 @@ EXPECTED = {
     "keras": {
         "Keras on torch, two ranks, staged: fit": {"passed"},
         "Keras on torch, two ranks, staged: mixed_float16": {"passed"},
+        "Keras on torch, two ranks, NCCL: fit": {"passed"},
         "Keras on torch, one rank, full path: fit": {"passed"},
         "Keras on torch, one rank, full path: mixed_float16": {"passed"},
         # Skipped where the machine is too busy for it.

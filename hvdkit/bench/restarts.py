@@ -46,15 +46,20 @@ class Launcher:
     most_kills: int = sys.maxsize
 
 
-def launchers(folder: Path) -> Mapping[str, Launcher]:
-    """Return the installed launchers, by name. Write their files to `folder`."""
-    programs = Path(sys.executable).parent
-    run = [sys.executable, "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
+def launchers(folder: Path, python: str = sys.executable) -> Mapping[str, Launcher]:
+    """Return the installed launchers, by name. Write their files to `folder`.
+
+    Args:
+        folder: a folder that exists while the launchers are used.
+        python: the interpreter of the launchers and ranks.
+    """
+    programs = Path(python).parent
+    run = [python, "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
     found = {
-        "hvdkit run": Launcher([*run, sys.executable], "hvdkit", spares=True),
-        "hvdkit run --no-spares": Launcher([*run, "--no-spares", sys.executable], "hvdkit"),
+        "hvdkit run": Launcher([*run, python], "hvdkit", spares=True),
+        "hvdkit run --no-spares": Launcher([*run, "--no-spares", python], "hvdkit"),
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun = [python, "-m", "torch.distributed.run"]
     torchrun += [f"--nproc-per-node={_RANKS}", "--max-restarts=100"]
     found["torchrun, hvdkit.torch"] = Launcher(torchrun, "hvdkit")
     found["torchrun, DDP"] = Launcher(torchrun, "ddp")
@@ -67,7 +72,7 @@ def launchers(folder: Path) -> Mapping[str, Launcher]:
         command += [str(_RANKS), "--host-discovery-script", str(script)]
         command += ["--network-interfaces", "lo"]
         found["horovodrun --min-np"] = Launcher(
-            [*command, sys.executable], "elastic", most_kills=_RANKS - 1
+            [*command, python], "elastic", most_kills=_RANKS - 1
         )
     return found
 

@@ -20,6 +20,7 @@ from hvdkit.core import loaded_modules
 from hvdkit.core.departure import Departure
 from hvdkit.core.host_collectives import HostCollectives, check_choice
 from hvdkit.core.recorder import Recorder, make_folder_absolute, stall_seconds
+from hvdkit.core.shared_gpus import separate_for_nccl
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
@@ -295,6 +296,7 @@ class Runtime:
                 f"may need --mpi=pmix."
             )
         self._prepare_forks()
+        separate_for_nccl()
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from hvdkit.checkpoint.memory import allocate
+from hvdkit.core.shared_gpus import gpu_of
 
 _log = logging.getLogger(__name__)
 
@@ -15,7 +16,7 @@ _PORTABLE = 1
 
 
 def use_own_gpu(local_rank: int) -> None:
-    """Make the GPU with the local rank's number the current device of this thread.
+    """Make the GPU of the local rank the current device of this thread (`gpu_of`).
 
     Do nothing if CUDA is in use, because the script may have chosen a GPU. Do nothing if this
     process sees no GPU with that number, because then the launcher has chosen a GPU for it. A later
@@ -27,8 +28,9 @@ def use_own_gpu(local_rank: int) -> None:
         return
 
     def choose() -> None:
-        if local_rank < torch.cuda.device_count():
-            torch.cuda.set_device(local_rank)
+        number = gpu_of(local_rank, torch.cuda.device_count())
+        if number is not None:
+            torch.cuda.set_device(number)
 
     # `_lazy_call` is private, but there is no other way to wait for the first use of CUDA.
     # `torch.cuda.manual_seed` uses it, too.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.jobs import FULL_PATH, Clock, Job
+from gpu_checks.jobs import FULL_PATH, SHARED_GPU, Clock, Job
 from gpu_checks.part import Setting, main
 from gpu_checks.report import Report, Skip
 
@@ -55,10 +55,11 @@ class Case:
 
 
 def cases(device: str) -> list[Case]:
-    """Return the cases: two on `device`, and two that move to another device."""
+    """Return the cases: three on `device`, and two that move to another device."""
     return [
         Case("one rank, full path", "nccl", 1, device, device),
         Case("two ranks, staged", "staged", 2, device, device),
+        Case("two ranks, NCCL", "nccl", 2, device, device),
         Case("saved on cpu, resumed on cuda", "staged", 1, "cpu", "cuda"),
         Case("saved on cuda, resumed on cpu", "staged", 1, "cuda", "cpu"),
     ]
@@ -105,7 +106,7 @@ def _train(
                 "folder": str(folder / case.name),
                 "runs": {name: RUNS[name] for name in runs},
             }
-            env = FULL_PATH if case.size == 1 else {}
+            env = FULL_PATH if case.size == 1 else SHARED_GPU
             with _recorded(report, case, runs):
                 job = Job(setting, case.engine, "checkpoint_ranks", told, case.size, env)
                 jobs[case] = stack.enter_context(job)

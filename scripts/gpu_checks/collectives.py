@@ -1,4 +1,4 @@
-"""Every collective on GPU tensors: over NCCL with one rank, through host memory with two."""
+"""Every collective on GPU tensors: over NCCL, and through host memory."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpu_checks.command import environment
-from gpu_checks.jobs import FULL_PATH
+from gpu_checks.jobs import FULL_PATH, SHARED_GPU
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report, Skip
 from hvdkit.engine.toolchain import which
@@ -23,12 +23,14 @@ def run(setting: Setting, report: Report) -> None:
     """Run the collectives in each job that one GPU allows."""
     for engine, controller, size in (
         ("nccl", "gloo", 1),
+        ("nccl", "gloo", 2),
+        ("nccl", "mpi", 2),
         ("staged", "gloo", 2),
         ("staged", "mpi", 2),
     ):
         with report.check(f"collectives, {engine} engine, {controller}, ranks: {size}") as values:
             began = time.monotonic()
-            results = _start(setting, engine, controller, size, "all")
+            results = _start(setting, engine, controller, size, "all", SHARED_GPU)
             answers = [_answer(result) for result in results]
             values["seconds"] = time.monotonic() - began
             values["checks"] = len(answers[0])
@@ -43,7 +45,7 @@ def run(setting: Setting, report: Report) -> None:
     with report.check("two ranks on one GPU with NCCL are refused by hvdkit's error") as values:
         if setting.dry:
             raise Skip("a dry run has no NCCL")
-        for rank, result in enumerate(_start(setting, "nccl", "gloo", 2, "shared")):
+        for rank, result in enumerate(_start(setting, "nccl", "gloo", 2, "refused")):
             message = _answer(result)["allreduce"] or "no error"
             values[f"rank {rank}"] = message
             if _REFUSAL not in message:
@@ -51,7 +53,12 @@ def run(setting: Setting, report: Report) -> None:
 
 
 def _start(
-    setting: Setting, engine: str, controller: str, size: int, task: str
+    setting: Setting,
+    engine: str,
+    controller: str,
+    size: int,
+    task: str,
+    variables: Mapping[str, str] | None = None,
 ) -> Sequence[RankResult]:
     python = setting.pythons[engine]
     command = [python, "-m", "gpu_checks.collectives", "--rank", task, setting.device]
@@ -60,6 +67,7 @@ def _start(
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         **(FULL_PATH if size == 1 else {}),
+        **(variables or {}),
     }
     if controller == "gloo":
         group = start_gloo(command, size, env=env, cwd=REPOSITORY)
@@ -90,7 +98,7 @@ def rank_main(task: str, device: str) -> None:
     import hvdkit.torch as hvd
 
     hvd.init()
-    checks = {"all": _checks, "shared": _shared}[task](hvd, device)
+    checks = {"all": _checks, "refused": _refused}[task](hvd, device)
     answers: dict[str, str | None] = {}
     for name, check in checks.items():
         try:
@@ -105,10 +113,10 @@ def rank_main(task: str, device: str) -> None:
     hvd.shutdown()
 
 
-def _shared(hvd: Any, device: str) -> Mapping[str, Callable[[], None]]:
+def _refused(hvd: Any, device: str) -> Mapping[str, Callable[[], None]]:
     import torch
 
-    return {"allreduce": lambda: hvd.allreduce(torch.ones(4, device=device), name="shared")}
+    return {"allreduce": lambda: hvd.allreduce(torch.ones(4, device=device), name="refused")}
 
 
 def _checks(hvd: Any, device: str) -> Mapping[str, Callable[[], None]]:

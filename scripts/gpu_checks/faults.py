@@ -1,4 +1,4 @@
-"""The part `faults`: tensors are on the device; the launcher names faults, and restarts."""
+"""The part `faults`: the launcher names faults, and restarts jobs, whose ranks share the GPU."""
 
 import os
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from gpu_checks.jobs import Clock
+from gpu_checks.jobs import SHARED_GPU, Clock
 from gpu_checks.part import Setting, main
 from gpu_checks.report import Report, Skip
 from hvdkit.bench import restarts
@@ -35,8 +35,8 @@ NAMES = (
 #: The faults of a dry run.
 DRY = ("has NaN in its data", "raises an exception")
 
-#: Launchers whose restarts are measured, and the number of kills.
-LAUNCHERS = ("hvdkit run", "torchrun, DDP")
+#: Launchers whose restarts are measured, and their engines (DDP uses Gloo); the number of kills.
+LAUNCHERS = {"hvdkit run": "nccl", "torchrun, DDP": "staged"}
 _KILLS, _DRY_KILLS = 2, 1
 
 #: Seconds that a restart's measurement needs at least.
@@ -46,23 +46,28 @@ _RESTART_SECONDS = 25
 def run(setting: Setting, report: Report) -> None:
     """Run the faults, some at a time; then measure restarts on the idle machine."""
     clock = Clock(setting.seconds)
-    os.environ[seeded.DEVICE_VARIABLE] = setting.device
+    os.environ.update({seeded.DEVICE_VARIABLE: setting.device, **SHARED_GPU})
+    python = setting.pythons["nccl"]
     names = DRY if setting.dry else NAMES
     cases = [case for case in seeded.CASES if case.name in names]
     at_once = max(1, len(os.sched_getaffinity(0)) // 4)
     pool = ThreadPoolExecutor(at_once)
-    outcomes = [pool.submit(seeded.run, case, i % case.ranks) for i, case in enumerate(cases)]
+    outcomes = [
+        pool.submit(seeded.run, case, number % case.ranks, python)
+        for number, case in enumerate(cases)
+    ]
     try:
         for case, outcome in zip(cases, outcomes, strict=True):
             with report.check(f"fault: {case.name}") as values:
                 values["detail"] = _named(outcome, clock)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    for name in LAUNCHERS:
+    for name, engine in LAUNCHERS.items():
         with report.check(f"from SIGKILL of a rank to the next step: {name}") as values:
             if clock.left() < _RESTART_SECONDS:
                 raise Skip(f"no time left: {clock.left():.0f} s of {_RESTART_SECONDS} s needed")
-            times = _restarts(name, _DRY_KILLS if setting.dry else _KILLS, setting.device)
+            kills = _DRY_KILLS if setting.dry else _KILLS
+            times = _restarts(name, setting.pythons[engine], kills, setting.device)
             values["seconds"] = statistics.median(times)
             values["detail"] = " ".join(f"{each:.2f} s" for each in times)
 
@@ -73,14 +78,15 @@ def _named(outcome: "Future[seeded.Outcome]", clock: Clock) -> str:
     if not found.named:
         raise AssertionError(
             f"expected {found.case.says!r} about rank {found.rank}; got (exit status "
-            f"{found.status}): {found.text[-1200:]}"
+            f"{found.status}): {found.text[:1500]} ... {found.text[-1200:]}"
         )
     return f"rank {found.rank} is named"
 
 
-def _restarts(name: str, kills: int, device: str) -> Sequence[float]:
+def _restarts(name: str, python: str, kills: int, device: str) -> Sequence[float]:
     with tempfile.TemporaryDirectory(prefix="hvd-") as folder:
-        return restarts.after_kills(restarts.launchers(Path(folder))[name], kills, device)
+        launcher = restarts.launchers(Path(folder), python)[name]
+        return restarts.after_kills(launcher, kills, device)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ _ANSWER = "ANSWER "
 #: Makes a job of one rank take the full path through Horovod.
 FULL_PATH = {"HVDKIT_SINGLE_RANK_COLLECTIVES": "1"}
 
+#: Lets two ranks over NCCL use the same GPU.
+SHARED_GPU = {"HVDKIT_SHARE_GPUS": "1"}
+
 #: The CUDA stream waits for a collective, and the host does not.
 ASYNC = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 

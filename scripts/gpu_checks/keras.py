@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from gpu_checks.jobs import FULL_PATH, Clock, Job
+from gpu_checks.jobs import FULL_PATH, SHARED_GPU, Clock, Job
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report, Skip
 
@@ -20,7 +20,11 @@ BOUND = 1e-5
 BATCHES, OVERFLOWS = 10, 2
 
 #: Name -> engine and number of ranks.
-JOBS = {"two ranks, staged": ("staged", 2), "one rank, full path": ("nccl", 1)}
+JOBS = {
+    "two ranks, staged": ("staged", 2),
+    "two ranks, NCCL": ("nccl", 2),
+    "one rank, full path": ("nccl", 1),
+}
 
 #: Loads TensorFlow, which takes seconds, only to find its GPUs.
 _PROBE = """
@@ -96,7 +100,8 @@ def _backend(
     with ExitStack() as stack:
         started: dict[str, Job] = {}
         for name, (engine, size) in jobs.items():
-            whole = {"KERAS_BACKEND": backend, **env, **(FULL_PATH if size == 1 else {})}
+            path = FULL_PATH if size == 1 else SHARED_GPU
+            whole = {"KERAS_BACKEND": backend, **env, **path}
             try:
                 job = Job(setting, engine, "keras_ranks", told, size, whole)
             except ValueError as error:

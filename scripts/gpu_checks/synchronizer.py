@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.jobs import ASYNC, FULL_PATH, Clock
+from gpu_checks.jobs import ASYNC, FULL_PATH, SHARED_GPU, Clock
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report
 from hvdkit.processes import ProcessGroup
@@ -55,12 +55,12 @@ class Job:
 
 
 JOBS = (
-    Job("staged", "gloo-2", 0.3),
-    Job("nccl", "gloo-1", 0.25, full_path=True, asynchronous=True),
-    Job("nccl", "gloo-1", 0.15, full_path=True, only=FIRST),
-    Job("staged", "mpi-2", 0.2),
-    # Without the full path, tests of the collectives have nothing to test.
-    Job("nccl", "gloo-1", 0.1, only=("device", "exactness", "amp", "accumulation")),
+    # The ranks share the GPU.
+    Job("nccl", "gloo-2", 0.35),
+    Job("nccl", "gloo-2", 0.25, asynchronous=True),
+    Job("staged", "gloo-2", 0.15),
+    Job("nccl", "mpi-2", 0.1, only=FIRST),
+    Job("nccl", "gloo-1", 0.1, full_path=True, asynchronous=True, only=FIRST),
 )
 
 
@@ -95,6 +95,7 @@ def _run(setting: Setting, report: Report, job: Job, seconds: float) -> None:
         # A rank that waits for one that has failed gives up sooner than the test's minute.
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "15",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
+        **SHARED_GPU,
         **(FULL_PATH if job.full_path else {}),
         **(ASYNC if job.asynchronous else {}),
     }

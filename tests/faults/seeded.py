@@ -383,14 +383,20 @@ class Outcome:
     text: str
 
 
-def run(case: Case, rank: int) -> Outcome:
-    """Run a job in which `rank` has the fault."""
+def run(case: Case, rank: int, python: str = sys.executable) -> Outcome:
+    """Run a job in which `rank` has the fault.
+
+    Args:
+        case: the fault.
+        rank: the rank at fault.
+        python: the interpreter of the launcher and the ranks.
+    """
     with tempfile.TemporaryDirectory(prefix="hvdkit-seeded-") as name:
         script = Path(name) / "train.py"
         script.write_text(case.script(rank))
-        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(case.ranks), *case.arguments]
+        command = [python, "-m", "hvdkit", "run", "-np", str(case.ranks), *case.arguments]
         done = subprocess.run(
-            [*command, "--output-dir", f"{name}/runs", sys.executable, str(script)],
+            [*command, "--output-dir", f"{name}/runs", python, str(script)],
             env=dict(os.environ) | _ENV | {"TMPDIR": name} | case.env,
             cwd=name,
             capture_output=True,
