@@ -64,6 +64,8 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     """
     started = time.monotonic()
     install.check_pip()
+    if options.sdist is not None:
+        sdist.check(options.sdist)
     engine = describe.installed(options.target)
     if options.use_cache and options.wheel_dir is None and engine and _matches(engine, plan):
         console.print(f"This engine, {engine.version}, is already installed.")

@@ -18,6 +18,22 @@ SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 _DOWNLOAD_SECONDS = 600
 
 
+def check(given: Path) -> None:
+    """Check the file of `--sdist`.
+
+    Raises:
+        UsageError: `given` is not the expected sdist.
+    """
+    if not given.is_file():
+        raise UsageError(f"--sdist {given}: there is no such file; expected {NAME}.")
+    found = cache.sha256(given)
+    if found != SHA256:
+        raise UsageError(
+            f"--sdist {given} has sha256 {found}; expected {NAME} as on the package index, "
+            f"sha256 {SHA256}. The file was not used."
+        )
+
+
 def obtain(given: Path | None, tools: Path) -> Path:
     """Return the verified sdist: the file `given`, or the cached one, or a download.
 
@@ -30,14 +46,7 @@ def obtain(given: Path | None, tools: Path) -> Path:
         HvdkitError: the sdist could not be downloaded.
     """
     if given is not None:
-        if not given.is_file():
-            raise UsageError(f"--sdist {given}: there is no such file; expected {NAME}.")
-        found = cache.sha256(given)
-        if found != SHA256:
-            raise UsageError(
-                f"--sdist {given} has sha256 {found}; expected {NAME} as on the package index, "
-                f"sha256 {SHA256}. The file was not used."
-            )
+        check(given)
         return given
     kept = cache.folder() / "sdist" / NAME
     if kept.is_file() and cache.sha256(kept) == SHA256:

@@ -22,6 +22,11 @@ from hvdkit.errors import UsageError
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])")
 
 
+# The most slots of a host, which is also the most ranks of a job.
+_MOST_SLOTS = 100_000
+# The most characters of a user's text in an error.
+_SHOWN = 200
+
 _NAME_SECONDS = 10.0
 _NAMES_AT_ONCE = 64
 
@@ -57,7 +62,8 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
         UsageError: a part is not a host, or a host is named twice.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    where = f"{source} {text}"
+    # A script may print a long text that is no list of hosts.
+    where = f"{source} {_shortened(text)}"
     return _checked(
         (_parse(part, where) for part in parts), where, "HOST:SLOTS, separated by commas"
     )
@@ -95,13 +101,25 @@ def _parse(text: str, where: str) -> Host:
     if match is None:
         # A bare IPv6 address cannot be told from an address with slots.
         brackets = ". An IPv6 address needs brackets: [ADDRESS]:SLOTS" if "::" in text else ""
-        raise UsageError(f"{where}: {text!r} is not a host; expected HOST or HOST:SLOTS{brackets}")
-    slots = int(match[2] or 1)
+        raise UsageError(
+            f"{where}: {_shortened(text)!r} is not a host; expected HOST or HOST:SLOTS{brackets}"
+        )
+    digits = (match[2] or "1").lstrip("0")
+    if len(digits) > len(str(_MOST_SLOTS)):
+        raise UsageError(
+            f"{where}: host {match[1]} has {_shortened(digits)} slots; expected at most "
+            f"{_MOST_SLOTS:,}"
+        )
+    slots = int(digits or 0)
     if slots < 1:
         raise UsageError(
             f"{where}: host {match[1]} has 0 slots; expected at least 1. Give it slots or remove it"
         )
     return Host(match[1], slots)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _checked(hosts: Iterable[Host], where: str, expected: str) -> list[Host]:

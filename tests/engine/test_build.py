@@ -96,6 +96,12 @@ def test_installed_engine_finds_mpi_beside_itself(engine):
     assert (engine.path / "torch" / "../../../../.." / "lib").resolve().is_dir()
 
 
+def test_a_missing_sdist_is_an_error_also_if_the_engine_is_installed(engine, tmp_path):
+    answer = run_build("--sdist", str(tmp_path / "gone.tar.gz"), cache_dir=cache.folder())
+    assert answer.returncode == 2
+    assert "there is no such file" in answer.stderr
+
+
 @pytest.mark.long
 def test_the_cache_gives_the_same_engine_into_a_folder(engine, tmp_path):
     made = plan.make_plan(plan.Request())
