@@ -34,8 +34,8 @@ _CONFIRM_SECONDS = 3.0
 #: reports a stall once.
 _PAUSE_SECONDS = 10.0
 #: Seconds for which the launcher waits, after the time limit of a stall, for the engines to end the
-#: job. They do not end it if the engine of one rank does not run, for example because its process
-#: is stopped.
+#: job. They do not end it if all ranks have called the collective, or if the engine of a rank does
+#: not run, for example because its process is stopped.
 _ENGINE_SECONDS = 15.0
 _MARGIN_SECONDS = 1.0
 #: The file with the last verdict.
@@ -241,8 +241,8 @@ class Stalls:
         if verdict.limit:
             left = verdict.limit - verdict.waited
             verdict = replace(verdict, expired=left <= 0)
-            # If a rank is stopped, the engines do not end the job.
-            margin = _MARGIN_SECONDS if STOPPED in states.values() else _ENGINE_SECONDS
+            engines_end = not all_entered and STOPPED not in states.values()
+            margin = _ENGINE_SECONDS if engines_end else _MARGIN_SECONDS
             self._expires_at = now + max(left, 0) + margin
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
         self._judged = {call.key for each in current.values() for call in each.open}

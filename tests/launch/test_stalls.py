@@ -204,6 +204,21 @@ def test_a_record_after_a_final_verdict_is_not_kept(tmp_path):
     assert why(tmp_path) == before
 
 
+def test_a_collective_that_all_ranks_have_called_ends_the_job_at_the_limit():
+    """The engines do not: they have no limit for such a collective."""
+    job, asked = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    assert answer(job, 101.0, second="x") is None
+    job.check(105.0, ())
+    verdict = answer(job, 106.0, second="x")
+    # The ranks have waited 60 s of their limit of 90 s.
+    assert (list(verdict.missing), verdict.limit, verdict.expired) == ([], 90, False)
+    job.check(136.5, ())
+    assert len(asked) == 2
+    job.check(137.5, ())
+    assert len(asked) == 3
+
+
 def test_a_stopped_rank_ends_the_job_at_the_limit():
     """The engines do not: that of the stopped rank does not run."""
     job, asked = stalls()
