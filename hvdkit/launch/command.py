@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> int:
         debug_rank=options.debug_rank,
         bind=options.bind,
         use_agent_environment=options.nodes is not None,
-        restarts=bool(options.restarts) and not options.elastic,
-        spares=not options.no_spares,
+        agents_stay=True,
+        spares=bool(options.restarts) and not options.elastic and not options.no_spares,
     )
     if options.elastic:
         return _run_elastic(options, settings)
@@ -202,13 +202,15 @@ def _launcher(
     for name in ("mpirun", "mpi_args"):
         if getattr(options, name) and (in_slurm or not over_mpi):
             raise UsageError(f"{flag(name)} needs --launcher mpi: add it, or remove {flag(name)}")
-    # srun and mpirun start new agents for each start: `restarts` must not make agents stay.
+    if in_slurm or over_mpi:
+        # srun and mpirun start new agents for each start.
+        settings = replace(settings, agents_stay=False, spares=False)
     if slurm_allocation is not None:
-        return Slurm(plan, replace(settings, restarts=False), slurm_allocation, options.mpi)
+        return Slurm(plan, settings, slurm_allocation, options.mpi)
     if over_mpi:
         return Mpi(
             plan,
-            replace(settings, restarts=False),
+            settings,
             mpi.find(options.mpirun),
             shlex.split(options.mpi_args),
         )

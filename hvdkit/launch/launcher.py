@@ -53,7 +53,8 @@ class Settings:
         use_agent_environment: ranks inherit the environment of their agent, not of the launcher.
         debug_rank: the rank that gets the user's terminal, with unlimited time; None for none.
         bind: bind each rank to cores of one NUMA node.
-        restarts: the job may be started again, so agents stay after their ranks have ended.
+        agents_stay: agents stay after their ranks have ended, until the launcher ends them. So the
+            launcher can ask them why the job has failed, and start it again.
         spares: agents keep spare interpreters for restarts.
         elastic_variables: returns the variables for the ranks of an elastic job on a host; None in
             other jobs.
@@ -70,14 +71,9 @@ class Settings:
     use_agent_environment: bool = False
     debug_rank: int | None = None
     bind: bool = False
-    restarts: bool = False
-    spares: bool = True
+    agents_stay: bool = False
+    spares: bool = False
     elastic_variables: Callable[[Host], Mapping[str, str]] | None = None
-
-    @property
-    def agents_stay(self) -> bool:
-        """Whether agents stay after their ranks have ended, until the launcher ends them."""
-        return self.restarts or self.elastic_variables is not None
 
     @property
     def rank_timeouts(self) -> Timeouts:

@@ -57,7 +57,7 @@ def task(plan: Plan, settings: Settings) -> Message:
         "bind": settings.bind,
         "lost_after": settings.timeouts.lost,
         "stay": settings.agents_stay,
-        "spares": settings.restarts and settings.spares,
+        "spares": settings.spares,
         "command": list(plan.command),
         "directory": plan.directory,
         "path": os.environ.get("PATH"),

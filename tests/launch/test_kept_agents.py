@@ -19,7 +19,7 @@ PLAN = make_plan(["true"], "/", [Host("localhost", 1)], 1)
 
 
 def settings(start):
-    return Settings(Ssh(), sys.executable, timeouts=Timeouts(start), restarts=True)
+    return Settings(Ssh(), sys.executable, timeouts=Timeouts(start), agents_stay=True)
 
 
 def agents():
