@@ -82,8 +82,26 @@ class Variables:
 
 
 #: The most bytes of buffers, such as normalization statistics, that each rank saves, because the
-#: first rank holds all of them in memory. A model with more saves only the first rank's.
+#: first rank holds all of them in memory. Of the other buffers, only the first rank's are saved.
 LARGEST_STATISTICS = 4_000_000
+
+
+def smallest(sizes: Mapping[str, int], most: int = LARGEST_STATISTICS) -> set[str]:
+    """Return the names of the smallest buffers that have at most `most` bytes together.
+
+    Statistics have a value for each channel. So large tables do not displace them.
+
+    Args:
+        sizes: name -> bytes, in the same order on all ranks.
+        most: bytes.
+    """
+    found: set[str] = set()
+    for name in sorted(sizes, key=sizes.__getitem__):
+        most -= sizes[name]
+        if most < 0:
+            break
+        found.add(name)
+    return found
 
 
 def plain(name: str) -> str:

@@ -12,7 +12,7 @@ from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 
 from hvdkit.checkpoint import arrays, h5
-from hvdkit.checkpoint.items import LARGEST_STATISTICS, Plain, Variables, named, plain
+from hvdkit.checkpoint.items import Plain, Variables, named, plain, smallest
 from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
 from hvdkit.core.loss_scaling import innermost
 from hvdkit.errors import UsageError
@@ -254,17 +254,15 @@ def _local(model: Any) -> list[Any]:
     """Return the variables that differ between ranks.
 
     These are the variables of local layers with their optimizer state, and the statistics of layers
-    such as BatchNormalization. Statistics of more than `LARGEST_STATISTICS` bytes in total are left
-    out.
+    such as BatchNormalization, up to a limit (`smallest`).
     """
     statistics = {
-        id(variable): variable
+        str(id(variable)): variable
         for layer in model._flatten_layers()
         for variable in layer._non_trainable_variables
     }
-    if sum(map(backend.bytes_of, statistics.values())) > LARGEST_STATISTICS:
-        statistics = {}
-    own = list(statistics.values())
+    chosen = smallest({key: backend.bytes_of(each) for key, each in statistics.items()})
+    own = [variable for key, variable in statistics.items() if key in chosen]
     for optimizer in all_optimizers(model):
         distribution = distribution_of(optimizer)
         if distribution is not None and optimizer.built:

@@ -15,7 +15,7 @@ from tensorflow.python.ops import stateful_random_ops
 
 from hvdkit.checkpoint import randomness
 from hvdkit.checkpoint.dtypes import code_of
-from hvdkit.checkpoint.items import LARGEST_STATISTICS
+from hvdkit.checkpoint.items import smallest
 from hvdkit.checkpoint.state import TensorSpec, Tree
 from hvdkit.tensorflow.variables import tf_variable
 
@@ -159,8 +159,8 @@ class Randomness:
 class Statistics:
     """A `RankItem`: what layers compute from this rank's batches, such as moving statistics.
 
-    These are the non-trainable variables of layers. If they have more than `LARGEST_STATISTICS`
-    bytes, they are not saved by rank: all ranks get the first rank's values.
+    These are the non-trainable variables of layers, the smallest first, up to a limit (`smallest`).
+    Of the others, all ranks get the first rank's values.
 
     Args:
         models: name -> model. Only Keras models have such layers.
@@ -172,8 +172,10 @@ class Statistics:
     def save(self) -> Tree:
         """Return the statistics of this rank."""
         own = self._variables()
-        size = sum(tf_variable(v).dtype.size * math.prod(v.shape) for v in own.values())
-        return {} if size > LARGEST_STATISTICS else {name: _content(v) for name, v in own.items()}
+        chosen = smallest(
+            {name: tf_variable(v).dtype.size * math.prod(v.shape) for name, v in own.items()}
+        )
+        return {name: _content(v) for name, v in own.items() if name in chosen}
 
     def restore(self, tree: Tree) -> None:
         """Restore the statistics."""

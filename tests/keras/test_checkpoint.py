@@ -545,3 +545,20 @@ def test_a_loader_that_gives_batches_out_of_order_raises(hvd, tmp_path):
     callback = hvd.callbacks.Checkpoint(tmp_path, data=loader.sampler)
     with pytest.raises(UsageError, match="in_order=False and 2 workers: expected in_order=True"):
         model.fit(loader, verbose=0, callbacks=[callback])
+
+
+def test_each_rank_saves_its_statistics_beside_a_large_table(hvd):
+    import keras
+
+    from hvdkit.keras.items import _local
+
+    class Table(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(1100, 1000), name="table", trainable=False)
+
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Table(), keras.layers.BatchNormalization()])
+    model.compile(keras.optimizers.SGD(), loss="mse")
+    assert {each.name for each in _local(model)} == {"moving_mean", "moving_variance"}

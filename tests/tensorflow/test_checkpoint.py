@@ -276,3 +276,19 @@ def test_data_without_a_position_raise(hvd, tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             hvd.Checkpointer(tmp_path, model=[tf.Variable(1.0)], data=data)
+
+
+def test_each_rank_saves_its_statistics_beside_a_large_table(hvd):
+    import keras
+
+    from hvdkit.tensorflow.items import Statistics
+
+    class Table(keras.layers.Layer):
+        def build(self, shape):
+            self.table = self.add_weight(shape=(1100, 1000), name="table", trainable=False)
+
+        def call(self, x):
+            return x
+
+    model = keras.Sequential([keras.Input((3,)), Table(), keras.layers.BatchNormalization()])
+    assert sorted(map(len, Statistics({"m": model}).save().values())) == [12, 12]

@@ -1,0 +1,20 @@
+"""The choice of the buffers that each rank saves."""
+
+import pytest
+
+from hvdkit.checkpoint.items import smallest
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "chosen"),
+    [
+        ({"mean": 4, "variance": 4}, 8, {"mean", "variance"}),
+        # A large table does not displace the statistics.
+        ({"table": 100, "mean": 4, "variance": 4}, 50, {"mean", "variance"}),
+        # Ranks have the variables in the same order, so they choose the same of equal ones.
+        ({"b": 4, "a": 4}, 4, {"b"}),
+        ({"table": 100, "empty": 0}, 50, {"empty"}),
+    ],
+)
+def test_the_smallest_buffers_are_chosen(sizes, most, chosen):
+    assert smallest(sizes, most) == chosen
