@@ -47,7 +47,8 @@ except hvd.HorovodInternalError as error:
     began = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         run(configuration, code, 50, failure_grace=1, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
-    assert time.monotonic() - began < 30
+    # Rank 1 sleeps longer.
+    assert time.monotonic() - began < 45
     assert not caught.value.timed_out
     outputs = [result.output for result in caught.value.results]
     assert "ended: Horovod has been shut down" in outputs[0]
