@@ -89,18 +89,22 @@ LARGEST_STATISTICS = 4_000_000
 def smallest(sizes: Mapping[str, int], most: int = LARGEST_STATISTICS) -> set[str]:
     """Return the names of the smallest buffers that have at most `most` bytes together.
 
-    Statistics have a value for each channel. So large tables do not displace them.
+    Statistics have a value for each channel. So large tables do not displace them. Buffers of the
+    same size are all chosen or none, because a mean belongs to its variance.
 
     Args:
-        sizes: name -> bytes, in the same order on all ranks.
+        sizes: name -> bytes.
         most: bytes.
     """
+    by_size: dict[int, list[str]] = {}
+    for name, size in sizes.items():
+        by_size.setdefault(size, []).append(name)
     found: set[str] = set()
-    for name in sorted(sizes, key=sizes.__getitem__):
-        most -= sizes[name]
+    for size, names in sorted(by_size.items()):
+        most -= size * len(names)
         if most < 0:
             break
-        found.add(name)
+        found.update(names)
     return found
 
 

@@ -276,6 +276,8 @@ class Runtime:
                 "start again in a process. Call hvd.shutdown() only once, import mpi4py.MPI before "
                 "the first hvd.init(), or use Gloo (`hvdkit run --launcher gloo`)."
             )
+        # Before the engine's thread starts, which reads the environment.
+        separate_for_nccl()
         self.departure.remove()
         if whole_world:
             # Otherwise the launcher would wait for ranks that do not take part.
@@ -296,7 +298,6 @@ class Runtime:
                 f"may need --mpi=pmix."
             )
         self._prepare_forks()
-        separate_for_nccl()
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
         self.begin_generation()

@@ -8,11 +8,13 @@ ranks through host memory and sockets.
 from __future__ import annotations
 
 import os
-import socket
+import secrets
 from collections.abc import Mapping, MutableMapping
 
 #: If this environment variable is 1, the ranks of a host may use the same GPU.
 VARIABLE = "HVDKIT_SHARE_GPUS"
+# Containers of one host may have the same name and the same numbers of processes.
+_PROCESS = secrets.token_hex(8)
 
 
 def gpu_of(local_rank: int, count: int, environ: Mapping[str, str] = os.environ) -> int | None:
@@ -39,5 +41,5 @@ def separate_for_nccl(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     if environ.get(VARIABLE) != "1":
         return
-    environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{os.getpid()}"
+    environ["NCCL_HOSTID"] = f"{os.getpid()}-{_PROCESS}"
     environ.setdefault("NCCL_NET", "Socket")

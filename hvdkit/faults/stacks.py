@@ -38,6 +38,10 @@ _BACKWARD = {
 }
 # The outermost function of a thread that Python has started.
 _BOOTSTRAP = "_bootstrap"
+# faulthandler does not write the frames outside of this number.
+_MOST_FRAMES = 100
+# The packages whose hooks a backward pass calls, beside those of the user.
+_OF_PASS = ("/torch/", "/horovod/", "/hvdkit/")
 #: Functions that wait for a collective: the end of a file's path, and the functions.
 _WAITS = {
     "horovod/torch/mpi_ops.py": None,
@@ -142,17 +146,23 @@ def _with_backward(threads: list[tuple[bool, list[Frame]]]) -> list[tuple[bool, 
     main = next((frames for current, frames in threads if current), [])
     if not main or not _is_in(main[0], _BACKWARD):
         return threads
-    passes = [
-        frames
-        for current, frames in threads
-        if not current and frames and frames[-1].function != _BOOTSTRAP
-    ]
+    passes = [frames for current, frames in threads if not current and _is_pass(frames)]
     # Each GPU has a thread. The one that waits for a collective holds up the pass.
-    found = next(filter(waits, passes), next(iter(passes), None))
-    if found is None:
+    found = list(filter(waits, passes)) or passes
+    if len(found) != 1:
         return threads
-    others = [each for each in threads if not each[0] and each[1] is not found]
-    return [*others, (True, [*found, *main])]
+    others = [each for each in threads if not each[0] and each[1] is not found[0]]
+    return [*others, (True, [*found[0], *main])]
+
+
+def _is_pass(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread computes a backward pass: PyTorch has started it, and not Python."""
+    if not frames or len(frames) >= _MOST_FRAMES:
+        return False
+    outermost = frames[-1]
+    return outermost.function != _BOOTSTRAP and (
+        not outermost.is_library or any(name in outermost.file for name in _OF_PASS)
+    )
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:

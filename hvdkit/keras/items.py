@@ -209,6 +209,9 @@ class OwnVariables:
         Raises:
             UsageError: the model has other variables.
         """
+        if not tree:
+            # Earlier versions left out all statistics of a model with large ones.
+            return
         variables = list(self._variables())
         lines = [_line(variable) for variable in variables]
         if lines != [line for line, _ in tree]:

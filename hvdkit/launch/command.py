@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hvdkit.core import shared_gpus
 from hvdkit.diagnostics import Diagnostic
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
@@ -95,6 +96,11 @@ def run(options: argparse.Namespace) -> int:
         config_file.write(options.write_config, options, options.parser)
         return 0
     conflicts.check(options)
+    if options.pin_gpus and os.environ.get(shared_gpus.VARIABLE) == "1":
+        raise UsageError(
+            f"--pin-gpus gives each rank a GPU of its own, but {shared_gpus.VARIABLE}=1 lets ranks "
+            f"share GPUs. Remove one of them"
+        )
     settings = _settings(
         options,
         variables=[

@@ -104,13 +104,14 @@ def _parse(text: str, where: str) -> Host:
         raise UsageError(
             f"{where}: {_shortened(text)!r} is not a host; expected HOST or HOST:SLOTS{brackets}"
         )
-    digits = (match[2] or "1").lstrip("0")
-    if len(digits) > len(str(_MOST_SLOTS)):
+    digits = (match[2] or "1").lstrip("0") or "0"
+    # Python does not convert thousands of digits.
+    slots = int(digits) if len(digits) <= len(str(_MOST_SLOTS)) else _MOST_SLOTS + 1
+    if slots > _MOST_SLOTS:
         raise UsageError(
             f"{where}: host {match[1]} has {_shortened(digits)} slots; expected at most "
             f"{_MOST_SLOTS:,}"
         )
-    slots = int(digits or 0)
     if slots < 1:
         raise UsageError(
             f"{where}: host {match[1]} has 0 slots; expected at least 1. Give it slots or remove it"

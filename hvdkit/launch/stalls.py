@@ -42,6 +42,10 @@ _MARGIN_SECONDS = 1.0
 VERDICT = "verdict.txt"
 
 
+# The calls of a rank (collective -> their number), and the keys of those that wait.
+_Seen = tuple[Mapping[tuple[int, str], int], Collection[tuple[int, str, int]]]
+
+
 class Stalls:
     """The stalls of a job.
 
@@ -77,7 +81,7 @@ class Stalls:
         # The keys of the calls that waited at the last verdict.
         self._judged: set[tuple[int, str, int]] = set()
         # The ranks' states at the first verdict that needs a second one, and the time to ask again.
-        self._unconfirmed: object = None
+        self._unconfirmed: Mapping[int, _Seen] | None = None
         self._confirm_at = float("inf")
         # The time to ask for records because of a stall that was reported in a pause.
         self._next_stall_at = float("inf")
@@ -163,6 +167,13 @@ class Stalls:
             if (record := self._records.get(rank)) is not None
         )
 
+    def _has_waited(self, verdict: Verdict) -> bool:
+        """Return whether the verdict's ranks waited in its call also in the last round."""
+        call, before = verdict.call, self._unconfirmed or {}
+        return call is not None and all(
+            rank in before and call.key in before[rank][1] for rank in verdict.waiting
+        )
+
     def check(
         self,
         now: float,
@@ -232,12 +243,13 @@ class Stalls:
                 # The ranks may fail before the second round.
                 self._verdict = replace(verdict, deadlock=False)
                 return None
-            is_confirmed = self._unconfirmed == seen
-            if all_entered and not is_confirmed:
+            if all_entered and not self._has_waited(verdict):
                 # The last rank called the collective between the records, so it has ended.
                 self._unconfirmed = self._verdict = None
+                # Another late call may still wait.
+                self._confirm_at = now + _CONFIRM_SECONDS
                 return None
-            verdict = replace(verdict, deadlock=verdict.deadlock and is_confirmed)
+            verdict = replace(verdict, deadlock=verdict.deadlock and self._unconfirmed == seen)
         if verdict.limit:
             left = verdict.limit - verdict.waited
             verdict = replace(verdict, expired=left <= 0)

@@ -198,7 +198,7 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
         *filter(None, [inherited.get("PYTHONPATH")]),
     ]
     return {
-        **{k: v for k, v in inherited.items() if not k.startswith("HOROVOD_")},
+        **{k: v for k, v in inherited.items() if not k.startswith(("HOROVOD_", "HVDKIT_"))},
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
         # The user copies the folder between machines. Bytecode would only enlarge it.

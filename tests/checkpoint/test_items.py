@@ -11,8 +11,8 @@ from hvdkit.checkpoint.items import smallest
         ({"mean": 4, "variance": 4}, 8, {"mean", "variance"}),
         # A large table does not displace the statistics.
         ({"table": 100, "mean": 4, "variance": 4}, 50, {"mean", "variance"}),
-        # Ranks have the variables in the same order, so they choose the same of equal ones.
-        ({"b": 4, "a": 4}, 4, {"b"}),
+        # Not the mean without its variance.
+        ({"count": 1, "mean": 4, "variance": 4}, 5, {"count"}),
         ({"table": 100, "empty": 0}, 50, {"empty"}),
     ],
 )

@@ -342,6 +342,15 @@ def test_a_deadlock_with_a_backward_pass_on_a_gpu():
     assert "Rank 0 is at /home/me/train.py:35 in <module>." in verdict.text
 
 
+def test_a_thread_of_a_library_is_no_backward_pass():
+    records = simulate(2, ["bucket"], {1: 0})
+    reads = """\
+  File "/venv/site-packages/grpc/_channel.py", line 7 in poll
+"""
+    records[1] = replace(records[1], stacks=_BACKWARD.format(frames=reads))
+    assert "the rank is at /home/me/train.py:35 in <module>." in judge(records, {}, 2).text
+
+
 def test_a_hook_in_a_backward_pass_on_a_gpu_is_the_line_of_the_user():
     records = simulate(2, ["bucket"], {1: 0})
     hook = """\

@@ -30,6 +30,7 @@ def test_the_address_of_a_host_is_without_its_user():
         ("-oProxyCommand=evil", "is not a host"),
         ("a b", "'a b' is not a host"),
         ("a:0", "host a has 0 slots"),
+        ("a:100001", "host a has 100001 slots; expected at most 100,000$"),
         ("a:" + "9" * 5000, "host a has 9{200}… slots; expected at most 100,000$"),
         ("some text that is no host" * 1000, "is not a host; expected HOST or HOST:SLOTS$"),
         ("a:1,b:1,a:2", "a is named twice"),

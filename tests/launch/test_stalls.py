@@ -219,6 +219,23 @@ def test_a_collective_that_all_ranks_have_called_ends_the_job_at_the_limit():
     assert len(asked) == 3
 
 
+def test_a_collective_of_all_ranks_while_other_collectives_end():
+    """For example, the other collectives are those of another thread."""
+    job, _ = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+
+    def answers(now, steps):
+        for rank in range(2):
+            content = json.loads(record(rank, "x"))
+            content["calls"]["thread"] = steps
+            job.add(json.dumps(content), now)
+        return job.check(now, ())
+
+    assert answers(101.0, 1) is None
+    job.check(105.0, ())
+    assert not answers(106.0, 2).missing
+
+
 def test_a_stopped_rank_ends_the_job_at_the_limit():
     """The engines do not: that of the stopped rank does not run."""
     job, asked = stalls()

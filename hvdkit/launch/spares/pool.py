@@ -80,7 +80,7 @@ class SparePool:
         self._read_reports(folder, now)
         for rank, spare in list(self._spares.items()):
             spare.poll()
-            late = not spare.ready and now > spare.started_at + _IMPORT_SECONDS
+            late = not spare.ready and now > spare.loading_since + _IMPORT_SECONDS
             if spare.process.poll() is not None or late:
                 self._give_up(rank)
         # One after another, so that they take little from the ranks.

@@ -37,6 +37,7 @@ class Spare:
     Attributes:
         ready: whether the spare has imported the modules of all calls of `load`.
         loads: the number of calls of `load`.
+        loading_since: the time of the last call of `load` (`time.monotonic`).
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Spare:
     ) -> None:
         self.ready = False
         self.loads = 0
-        self.started_at = time.monotonic()
+        self.loading_since = time.monotonic()
         self._python = python
         self._environment = dict(environment)
         self._cpus = list(cpus)
@@ -86,6 +87,7 @@ class Spare:
         """
         self.ready = False
         self.loads += 1
+        self.loading_since = time.monotonic()
         self._send(
             "load",
             environment=dict(environment),

@@ -185,6 +185,17 @@ def test_a_spare_ends_if_it_finds_other_modules(group, folder, modules):
     spare.kill()
 
 
+def test_a_spare_that_cannot_start_does_not_run_the_script(group, folder):
+    """Python ignores errors of `sitecustomize`, and would run the script."""
+    spare = spare_of(group, [sys.executable, str(folder / "script.py")], folder, environment())
+    spare._directory = str(folder / "deleted")
+    spare.start(environment())
+    assert not spare.wait_for_start(SECONDS)
+    output, _ = spare.process.communicate(timeout=SECONDS)
+    assert (spare.process.returncode, output) == (1, b"")
+    spare.close()
+
+
 def test_a_spare_ends_with_its_agent(group, folder):
     spare = spare_of(group, [sys.executable, "script.py"], folder, environment())
     spare.close()

@@ -35,7 +35,8 @@ def _wait_as_spare(agent: int) -> None:
         if message["kind"] == "start":
             break
         if message["nice"] is not None:
-            os.setpriority(os.PRIO_PROCESS, 0, message["nice"])
+            # Without root, a process cannot get a higher priority than it has.
+            os.setpriority(os.PRIO_PROCESS, 0, max(nice, message["nice"]))
         _set_environment(message["environment"])
         _import(message["modules"], message["path"], message["file"])
         made.update(
@@ -47,8 +48,11 @@ def _wait_as_spare(agent: int) -> None:
     os.chdir(message["directory"])
     _set_environment({**message["environment"], **made})
     for thread in os.listdir("/proc/self/task"):
-        if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
-            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        try:
+            if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
+                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        except ProcessLookupError:
+            pass  # the thread has ended
     _write("/proc/self/oom_score_adj", adjustment)
     os.write(agent, b"started\n")
     os.close(agent)
@@ -118,7 +122,11 @@ def _run() -> None:
 
         if site.ENABLE_USER_SITE:
             site.execusercustomize()
-        _wait_as_spare(int(descriptor))
+        try:
+            _wait_as_spare(int(descriptor))
+        except BaseException:
+            # Python would ignore an error here, and run the command although no rank needs it.
+            os._exit(1)
     if missing is not None:
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 
