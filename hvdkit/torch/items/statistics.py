@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from horovod.torch import SyncBatchNorm
 
-from hvdkit.checkpoint.items import LARGEST_STATISTICS
+from hvdkit.checkpoint.items import LARGEST_STATISTICS, smallest
 from hvdkit.checkpoint.state import Tree
 from hvdkit.torch.digests import digests
 from hvdkit.torch.items import compiled
@@ -23,9 +23,8 @@ class Statistics:
     buffers of the `state_dict` are saved if they differ between the ranks: for example, a running
     mean of the inputs.
 
-    Above `LARGEST_STATISTICS` bytes, buffers are not saved for each rank: all ranks get the first
-    rank's buffers, which are part of the model. The statistics of normalisation layers are saved
-    even then if they alone do not exceed this limit.
+    The smallest buffers are saved for each rank, up to a limit (`smallest`). Of the others, all
+    ranks get the first rank's, which are part of the model.
 
     Args:
         models: name -> model.
@@ -51,19 +50,20 @@ class Statistics:
         buffers = list(self._buffers())
         norms = {name: buffer for name, buffer, of_norm in buffers if of_norm}
         own = norms | {name: buffer for name, buffer, _ in buffers if name in self._differing}
-        if (size := _bytes(own)) > LARGEST_STATISTICS:
-            if self._differing and self._warns:
-                self._warns = False
-                log.warning(
-                    "The buffers that differ between ranks have %.1f MB (%s, ...), and a "
-                    "checkpoint saves up to %.0f MB for each rank. It has only those of the first "
-                    "rank, so a resumed training may differ from an undisturbed one. Before each "
-                    "save, call hvd.broadcast_parameters(model.named_buffers(), root_rank=0) to "
-                    "make the buffers equal.",
-                    *(size / 1e6, min(self._differing), LARGEST_STATISTICS / 1e6),
-                )
-            own = norms if _bytes(norms) <= LARGEST_STATISTICS else {}
-        return {name: TorchTensor(buffer).content() for name, buffer in own.items()}
+        sizes = {name: buffer.nbytes for name, buffer in own.items()}
+        chosen = smallest(sizes)
+        if (left := own.keys() - chosen) and self._warns:
+            self._warns = False
+            log.warning(
+                "The buffers that differ between ranks have %.1f MB, and a checkpoint saves up to "
+                "%.0f MB for each rank. It has only the first rank's %s%s, so a resumed training "
+                "may differ from an undisturbed one. Before each save, call "
+                "hvd.broadcast_parameters(model.named_buffers(), root_rank=0) to make the buffers "
+                "equal.",
+                *(sum(sizes.values()) / 1e6, LARGEST_STATISTICS / 1e6),
+                *(min(left), ", ..." if len(left) > 1 else ""),
+            )
+        return {name: TorchTensor(own[name]).content() for name in own if name in chosen}
 
     def restore(self, tree: Tree) -> None:
         """Restore the buffers."""
@@ -88,7 +88,3 @@ class Statistics:
                     full = plain(f"{path}.{name}".removeprefix("."))
                     if of_norm or full in in_state:
                         yield f"{model}.{full}", buffer, of_norm
-
-
-def _bytes(buffers: Mapping[str, torch.Tensor]) -> int:
-    return sum(buffer.nbytes for buffer in buffers.values())
