@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import pickle
+import queue
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,9 @@ class CommittedState:
 
     _bcast_object: Callable[[Any], Any]
     _saved_state: dict[str, Any]
-    on_reset: Callable[[], None]
+    _host_messages: queue.Queue[Any]
+    _reset_callbacks: Sequence[Callable[[], None]]
+    reset: Callable[[], None]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -132,6 +135,22 @@ class CommittedState:
             # Commits of earlier versions lack some items.
             if name in self._saved_reduction:
                 item.restore(self._saved_reduction[name])
+
+    def on_reset(self) -> None:
+        """Call the functions of `register_reset_callbacks`. Horovod has started again.
+
+        Horovod's method also discards the messages of `horovodrun` about changed hosts. A message
+        may arrive while Horovod starts again, after `horovodrun` has assigned the ranks: without
+        this message, the job would never use the new hosts. So `discard_host_messages` is called
+        before Horovod is shut down.
+        """
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def discard_host_messages(self) -> None:
+        """Discard the messages of `horovodrun` about changed hosts that have arrived until now."""
+        self._host_messages = queue.Queue()
 
     def save(self) -> None:
         """Copy everything to host memory, except accumulated gradients."""
@@ -321,7 +340,22 @@ _keys = itertools.count()
 
 def run(func: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
     """Return the elastic form of a training function, whose first argument is the state."""
-    in_process = adapter.horovods_run(func)
+
+    @functools.wraps(func)
+    def followed_by_reset(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except adapter.interrupt as interrupt:
+            # Without a `sync`, samplers would keep the number of ranks, and optimizers the
+            # accumulated gradients. Horovod omits it if hosts or slots were only removed.
+            interrupt.skip_sync = False  # type: ignore[attr-defined]
+            raise
+        finally:
+            # The assignment of ranks that follows is newer than these messages.
+            if isinstance(state, CommittedState):
+                state.discard_host_messages()
+
+    in_process = adapter.horovods_run(followed_by_reset)
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
