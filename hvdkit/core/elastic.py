@@ -61,6 +61,8 @@ class CommittedState:
     #: Raised when the hosts have changed: Horovod's `HostsUpdatedInterrupt`.
     _interrupt: type[Exception]
     _committer: Committer | None = None
+    # Whether `run` has called a training function with this state in this process.
+    _began = False
     _saved_reduction: Mapping[str, Any] = {}
     # The windows that were open at the last call of `_must_wait`, and the number of different
     # windows since the last call without an open window.
@@ -392,10 +394,13 @@ def _run_started(
         state.read_saved(path)
         state.restore()
 
-    if committer.resume(load):
+    restored = committer.resume(load)
+    if restored:
         state_replaced()
-    if start.number > 0:
+    # A state that continues from an earlier call in this process was not reset.
+    if start.number > 0 and (restored or not state._began):
         state.on_reset()
+    state._began = True
     state.sync()
     state._committer = committer
     try:
