@@ -65,6 +65,11 @@ class CommitStore:
         """Return the newest commit; None without one."""
         return max(self._all(), key=lambda commit: commit.id, default=None)
 
+    def any_state(self) -> bool:
+        """Return whether this host has a commit of any elastic state of the job."""
+        names = (name for folder in self._folders for name in os.listdir(folder))
+        return any(map(_NAME.fullmatch, names))
+
     def write(self, identity: CommitId, write: Callable[[IO[bytes]], None]) -> None:
         """Store a commit, and delete the older ones.
 

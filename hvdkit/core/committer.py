@@ -127,11 +127,13 @@ class Committer:
             HvdkitError: on every rank, if a host could not read its commits or store the copy, or
                 if `load` failed on a rank.
         """
-        own, problem = attempt(self._store.newest)
-        id_of_rank = self._held(own, problem)
+        found, problem = attempt(lambda: (self._store.newest(), self._store.any_state()))
+        own, others = found or (None, False)
+        id_of_rank, any_state = self._held(own, others, problem)
         best = max((identity for identity in id_of_rank if identity), default=None)
         if best is None:
-            if self._start.committed and self._collectives.rank == 0:
+            # If a host has a commit of another state, this state was never committed.
+            if self._start.committed and not any_state and self._collectives.rank == 0:
                 _log.warning(
                     "every host that held a commit of the elastic state is lost, so the training "
                     "starts from its beginning. To keep a state on disk, use hvd.Checkpointer"
@@ -160,15 +162,22 @@ class Committer:
             raise FileNotFoundError("the commit was deleted after it was found")
         load(newest.path)
 
-    def _held(self, own: Commit | None, problem: Exception | None) -> list[CommitId | None]:
+    def _held(
+        self, own: Commit | None, others: bool, problem: Exception | None
+    ) -> tuple[list[CommitId | None], bool]:
         """Return the newest commit on the host of each rank.
 
         Args:
             own: the newest commit on this host; None without one.
-            problem: the error of reading it.
+            others: whether this host has a commit of any elastic state.
+            problem: the error of reading the commits.
+
+        Returns:
+            The commits, and whether any host has a commit of any elastic state.
         """
         told = {
             "id": None if own is None else [own.id.start, own.id.number],
+            "others": others,
             "problem": error_text(problem),
         }
         gathered = self._collectives.allgather(json.dumps(told).encode(), "hvdkit.elastic.held")
@@ -181,7 +190,8 @@ class Committer:
                 f"the commits of the elastic state cannot be read: {'; '.join(grouped(failed))}. "
                 f"Check {folders} on the hosts of these ranks, or start the job again"
             ) from problem
-        return [None if each["id"] is None else CommitId(*each["id"]) for each in held]
+        ids = [None if each["id"] is None else CommitId(*each["id"]) for each in held]
+        return ids, any(each["others"] for each in held)
 
     def _copy(self, identity: CommitId, root: int, own: Commit | None) -> None:
         """Copy a commit of rank `root` to the hosts that lack it."""

@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import pickle
+import queue
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ class CommittedState:
     #: Raised when the hosts have changed: Horovod's `HostsUpdatedInterrupt`.
     _interrupt: type[Exception]
     _committer: Committer | None = None
+    # Whether `run` has called a training function with this state in this process.
+    _began = False
     _saved_reduction: Mapping[str, Any] = {}
     # The windows that were open at the last call of `_must_wait`, and the number of different
     # windows since the last call without an open window.
@@ -68,7 +71,9 @@ class CommittedState:
 
     _bcast_object: Callable[[Any], Any]
     _saved_state: dict[str, Any]
-    on_reset: Callable[[], None]
+    _host_messages: queue.Queue[Any]
+    _reset_callbacks: Sequence[Callable[[], None]]
+    reset: Callable[[], None]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -132,6 +137,22 @@ class CommittedState:
             # Commits of earlier versions lack some items.
             if name in self._saved_reduction:
                 item.restore(self._saved_reduction[name])
+
+    def on_reset(self) -> None:
+        """Call the functions of `register_reset_callbacks`. Horovod has started again.
+
+        Horovod's method also discards the messages of `horovodrun` about changed hosts. A message
+        may arrive while Horovod starts again, after `horovodrun` has assigned the ranks: without
+        this message, the job would never use the new hosts. So `discard_host_messages` is called
+        before Horovod is shut down.
+        """
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def discard_host_messages(self) -> None:
+        """Discard the messages of `horovodrun` about changed hosts that have arrived until now."""
+        self._host_messages = queue.Queue()
 
     def save(self) -> None:
         """Copy everything to host memory, except accumulated gradients."""
@@ -321,7 +342,22 @@ _keys = itertools.count()
 
 def run(func: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
     """Return the elastic form of a training function, whose first argument is the state."""
-    in_process = adapter.horovods_run(func)
+
+    @functools.wraps(func)
+    def followed_by_reset(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except adapter.interrupt as interrupt:
+            # Without a `sync`, samplers would keep the number of ranks, and optimizers the
+            # accumulated gradients. Horovod omits it if hosts or slots were only removed.
+            interrupt.skip_sync = False  # type: ignore[attr-defined]
+            raise
+        finally:
+            # The assignment of ranks that follows is newer than these messages.
+            if isinstance(state, CommittedState):
+                state.discard_host_messages()
+
+    in_process = adapter.horovods_run(followed_by_reset)
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -358,10 +394,13 @@ def _run_started(
         state.read_saved(path)
         state.restore()
 
-    if committer.resume(load):
+    restored = committer.resume(load)
+    if restored:
         state_replaced()
-    if start.number > 0:
+    # A state that continues from an earlier call in this process was not reset.
+    if start.number > 0 and (restored or not state._began):
         state.on_reset()
+    state._began = True
     state.sync()
     state._committer = committer
     try:

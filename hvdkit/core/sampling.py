@@ -266,10 +266,26 @@ class Epochs:
             _log.info("in every epoch %s", whole.tail)
         self._go_to(Position())
 
+    def _current_place(self) -> tuple[int, int]:
+        """Return the index of this rank and the number of ranks, as they are now."""
+        return self._rank, self._ranks
+
+    def _follow_ranks(self) -> None:
+        """Divide the rest of the epoch again if the number of ranks or this rank has changed.
+
+        In an elastic job of `horovodrun`, Horovod starts again in the same process.
+        """
+        place = self._current_place()
+        if place != (self._rank, self._ranks):
+            position = self.position
+            self._rank, self._ranks = place
+            self._now = (position.epoch, self._share(position.consumed), 0)
+
     def _share(self, begin: int) -> Share:
         return Share(self.samples, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
 
     def _go_to(self, position: Position) -> None:
+        self._rank, self._ranks = self._current_place()
         # A single assignment, because a thread that reads ahead may read this at any time.
         self._now = (position.epoch, self._share(position.consumed), 0)
         self._iterated = False
@@ -288,6 +304,7 @@ class Epochs:
     @property
     def batches_per_epoch(self) -> int:
         """The number of batches of a whole epoch, the same on every rank."""
+        self._follow_ranks()
         return self._share(0).batches
 
     @property
@@ -303,6 +320,7 @@ class Epochs:
 
     def left(self) -> tuple[int, np.ndarray]:
         """Return the epoch, and the numbers of its remaining samples on this rank."""
+        self._follow_ranks()
         epoch, share, batches = self._now
         order = self._order_of(epoch)
         return epoch, order[share.places()][batches * self.batch_size :]
@@ -342,6 +360,7 @@ class Epochs:
             Whether batches are left. If none are left, the job was restored at the end of an epoch,
             and this call has begun the next epoch.
         """
+        self._follow_ranks()
         self._end_loop(
             f"another loop over batches() began before this loop over epoch {self.epoch} was at "
             f"its end: expected one loop at a time. To read several batches per step, call next() "

@@ -66,6 +66,7 @@ class ResumableSampler(Epochs):
             UsageError: an argument is invalid, or no rank would have a batch.
         """
         collectives = TensorFlowCollectives(process_set)
+        self._all_ranks = process_set is mpi_ops.global_process_set
         super().__init__(
             count,
             batch_size,
@@ -77,6 +78,11 @@ class ResumableSampler(Epochs):
             how_to_count="iterate them with `for batch in sampler.batches(dataset)`, or give fit's "
             "hvd.callbacks.Checkpoint data=sampler",
         )
+
+    def _current_place(self) -> tuple[int, int]:
+        if self._all_ranks and mpi_ops.is_initialized():
+            return mpi_ops.rank(), mpi_ops.size()
+        return super()._current_place()
 
     def dataset(
         self, load: Callable[..., Any] | None = None, *, seeds: bool = False

@@ -96,6 +96,7 @@ class ResumableSampler(Epochs, Sampler[int]):
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
         included = process_set.included()
+        self._all_ranks = process_set is mpi_ops.global_process_set
         super().__init__(
             _count_of(data),
             batch_size,
@@ -112,6 +113,11 @@ class ResumableSampler(Epochs, Sampler[int]):
         self._begins = False
         self._seeded = False
         self._restore_random_state: Callable[[], Any] | None = None
+
+    def _current_place(self) -> tuple[int, int]:
+        if self._all_ranks and mpi_ops.is_initialized():
+            return mpi_ops.rank(), mpi_ops.size()
+        return super()._current_place()
 
     def __len__(self) -> int:
         """Return the number of remaining samples of this epoch on this rank.

@@ -1,18 +1,21 @@
 """Commits of elastic states on hosts: folders of their own, and ranks in threads."""
 
 import errno
+import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvdkit import record_files
-from hvdkit.core import progress
+from hvdkit.core import elastic, progress
 from hvdkit.core.commits import CommitId, CommitStore
 from hvdkit.core.committer import Committer
 from hvdkit.core.elastic import Adapter, CommittedState, run
@@ -174,6 +177,11 @@ class RankCollectives:
         buffer[:] = self.world.exchange(self.rank, buffer.copy())[root_rank]
 
 
+class OneRank(RankCollectives):
+    def __init__(self):
+        super().__init__(Ranks([None]), 0)
+
+
 def resumed(committer):
     """Return the path and content of the commit, in a list; [] without a commit."""
     found = []
@@ -239,6 +247,11 @@ def test_no_commit_at_all(world, caplog):
     assert world.run(lambda committer, _: resumed(committer), committed=True) == [[]] * 3
     (record,) = caplog.records
     assert "every host that held a commit of the elastic state is lost" in record.getMessage()
+    caplog.clear()
+    # A script with several states: this one had no commit before the failure.
+    CommitStore([world.folders[1]], 3).write(CommitId(0, 1), writes(CONTENT))
+    assert world.run(lambda committer, _: resumed(committer), committed=True) == [[]] * 3
+    assert not caplog.records
 
 
 def test_a_commit_that_one_host_cannot_store_raises_on_all_ranks(world):
@@ -419,6 +432,58 @@ def test_a_job_that_is_not_elastic_calls_the_function(monkeypatch):
     assert run(lambda s: 1, adapter(size=1))(state) == ("in process", 1)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     assert run(lambda s: 1, adapter())(state) == ("in process", 1)
+
+
+class StartedState(CommittedState):
+    """A state that counts its resets and writes its number of epochs."""
+
+    _interrupt = Interrupt
+    epochs = resets = 0
+
+    def __init__(self):
+        self._saved_state = {}
+
+    def on_reset(self):
+        self.resets += 1
+
+    def sync(self):
+        pass
+
+    def save(self):
+        pass
+
+    def restore(self):
+        pass
+
+    def write_saved(self, file):
+        file.write(b"%d" % self.epochs)
+
+    def read_saved(self, path):
+        self.epochs = int(path.read_bytes())
+
+
+def test_a_state_that_is_trained_in_several_calls(monkeypatch, tmp_path):
+    """The reset callbacks run after a restore, and at the first call of a restarted process."""
+    folder = tmp_path / "host"
+    folder.mkdir()
+
+    @functools.partial(run, adapter=replace(adapter(), collectives=lambda: OneRank()))
+    def train(state):
+        state.epochs += 1
+        state.commit()
+        return state.epochs, state.resets
+
+    def start(number, calls):
+        variables = ElasticStart([folder], number, 0, number > 0).variables()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(elastic, "_keys", itertools.count())
+        state = StartedState()
+        return [train(state) for _ in range(calls)]
+
+    assert start(0, 2) == [(1, 0), (2, 0)]
+    # Each of the first two calls resumes from its own commit.
+    assert start(1, 4) == [(2, 1), (3, 2), (4, 2), (5, 2)]
 
 
 def test_a_state_without_commits(monkeypatch, tmp_path):

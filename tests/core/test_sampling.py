@@ -276,3 +276,38 @@ def test_loops_that_leave_epochs_and_jobs_that_resume(sequence, ranks, size, ran
                 with pytest.raises(UsageError, match="in this loop|another loop"):
                     next(batches)
         assert (job.epoch, job.position.consumed) == (epoch, consumed)
+
+
+class MovingEpochs(Epochs):
+    """A sampler in a process whose rank and number of ranks change."""
+
+    place = (0, 1)
+
+    def _current_place(self):
+        return self.place
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_the_ranks_change_within_a_process(before, after, restores):
+    """As in an elastic job of `horovodrun`, in which rank 0 is lost or new ranks come."""
+    options = {"shuffle": True, "seed": 1, "drop_last": False, "how_to_count": ""}
+    samplers = [MovingEpochs(25, 2, rank=0, ranks=1, **options) for _ in range(max(before, after))]
+    for rank, sampler in enumerate(samplers):
+        sampler.place = rank % before, before
+        sampler.set_epoch(1)
+        sampler.begin_iteration()
+        trained = sampler.left()[1][:4].tolist()
+        sampler.advance(2)
+        if rank < before:
+            samplers[0].trained = getattr(samplers[0], "trained", []) + trained
+    saved = samplers[0].save()
+    for rank, sampler in enumerate(samplers[:after]):
+        sampler.place = after - 1 - rank, after
+        if restores:
+            sampler.restore(saved)
+        samplers[0].trained += sampler.left()[1].tolist()
+        assert sampler.position == samplers[0].position
+        assert sampler.batches_per_epoch == Share(25, 0, 0, after, 2).batches
+    assert set(samplers[0].trained) == set(range(25))
+    assert len(samplers[0].trained) - 25 < after
