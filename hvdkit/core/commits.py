@@ -45,6 +45,18 @@ class Commit:
     path: Path
 
 
+def newest_of_states(folders: Sequence[Path]) -> dict[int, Commit]:
+    """Return the newest commit of each elastic state on this host, by the number of the state."""
+    found: dict[int, Commit] = {}
+    for folder in folders:
+        for name in os.listdir(folder):
+            if match := _NAME.fullmatch(name):
+                commit = Commit(CommitId(int(match[2]), int(match[3])), folder / name)
+                key = int(match[1])
+                found[key] = max(found.get(key, commit), commit, key=lambda each: each.id)
+    return found
+
+
 class CommitStore:
     """The commits of one elastic state on this host.
 
@@ -64,11 +76,6 @@ class CommitStore:
     def newest(self) -> Commit | None:
         """Return the newest commit; None without one."""
         return max(self._all(), key=lambda commit: commit.id, default=None)
-
-    def any_state(self) -> bool:
-        """Return whether this host has a commit of any elastic state of the job."""
-        names = (name for folder in self._folders for name in os.listdir(folder))
-        return any(map(_NAME.fullmatch, names))
 
     def write(self, identity: CommitId, write: Callable[[IO[bytes]], None]) -> None:
         """Store a commit, and delete the older ones.

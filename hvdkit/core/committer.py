@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
 import numpy as np
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.commits import Commit, CommitId, CommitStore
+from hvdkit.core.commits import Commit, CommitId, CommitStore, newest_of_states
 from hvdkit.core.consistency import error_text, grouped
 from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.progress import report_committed, report_saved
@@ -54,6 +54,7 @@ class Committer:
     ) -> None:
         self._start = start
         self._collectives = collectives
+        self._key = key
         self._store = CommitStore(start.folders, key)
         self._writes = writes
         self._number = 0
@@ -115,7 +116,8 @@ class Committer:
     def resume(self, load: Callable[[Path], None]) -> bool:
         """Load the newest complete commit of all hosts.
 
-        Hosts that lack this commit get a copy first.
+        Hosts that lack this commit get a copy first. They also get the commits of other states,
+        because the launcher may end the hosts that hold them before the script uses these states.
 
         Args:
             load: loads the commit from this host's file. It is called on every rank.
@@ -127,23 +129,26 @@ class Committer:
             HvdkitError: on every rank, if a host could not read its commits or store the copy, or
                 if `load` failed on a rank.
         """
-        found, problem = attempt(lambda: (self._store.newest(), self._store.any_state()))
-        own, others = found or (None, False)
-        id_of_rank, any_state = self._held(own, others, problem)
-        best = max((identity for identity in id_of_rank if identity), default=None)
+        own, problem = attempt(newest_of_states, self._start.folders)
+        held = self._held(own or {}, problem)
+        best_of_state: dict[int, CommitId] = {}
+        for key in sorted(set().union(*held)):
+            id_of_rank = [each.get(key) for each in held]
+            newest = max(identity for identity in id_of_rank if identity)
+            best_of_state[key] = newest
+            if any(identity != newest for identity in id_of_rank):
+                root = self._collectives.ranks[id_of_rank.index(newest)]
+                self._copy(key, newest, root, (own or {}).get(key))
+        best = best_of_state.get(self._key)
         if best is None:
             # If a host has a commit of another state, this state was never committed.
-            if self._start.committed and not any_state and self._collectives.rank == 0:
+            if self._start.committed and not best_of_state and self._collectives.rank == 0:
                 _log.warning(
                     "every host that held a commit of the elastic state is lost, so the training "
                     "starts from its beginning. To keep a state on disk, use hvd.Checkpointer"
                 )
             return False
         self._number = best.number
-        if any(identity != best for identity in id_of_rank):
-            self._copy(best, self._collectives.ranks[id_of_rank.index(best)], own)
-            # A copy is no progress.
-            self._store.changed = False
         report_committed()
         # Other ranks wait in the next collective of the script if this rank raises alone.
         _, problem = attempt(self._load, load)
@@ -163,21 +168,16 @@ class Committer:
         load(newest.path)
 
     def _held(
-        self, own: Commit | None, others: bool, problem: Exception | None
-    ) -> tuple[list[CommitId | None], bool]:
-        """Return the newest commit on the host of each rank.
+        self, own: Mapping[int, Commit], problem: Exception | None
+    ) -> list[dict[int, CommitId]]:
+        """Return the newest commit of each state on the host of each rank.
 
         Args:
-            own: the newest commit on this host; None without one.
-            others: whether this host has a commit of any elastic state.
+            own: the newest commits on this host, by the number of the state.
             problem: the error of reading the commits.
-
-        Returns:
-            The commits, and whether any host has a commit of any elastic state.
         """
         told = {
-            "id": None if own is None else [own.id.start, own.id.number],
-            "others": others,
+            "ids": [[key, commit.id.start, commit.id.number] for key, commit in own.items()],
             "problem": error_text(problem),
         }
         gathered = self._collectives.allgather(json.dumps(told).encode(), "hvdkit.elastic.held")
@@ -190,11 +190,10 @@ class Committer:
                 f"the commits of the elastic state cannot be read: {'; '.join(grouped(failed))}. "
                 f"Check {folders} on the hosts of these ranks, or start the job again"
             ) from problem
-        ids = [None if each["id"] is None else CommitId(*each["id"]) for each in held]
-        return ids, any(each["others"] for each in held)
+        return [{key: CommitId(*numbers) for key, *numbers in each["ids"]} for each in held]
 
-    def _copy(self, identity: CommitId, root: int, own: Commit | None) -> None:
-        """Copy a commit of rank `root` to the hosts that lack it."""
+    def _copy(self, key: int, identity: CommitId, root: int, own: Commit | None) -> None:
+        """Copy a commit of state `key` from rank `root` to the hosts that lack it."""
         lacks = own is None or own.id != identity
         content, problem = None, None
         if self._collectives.rank == root:
@@ -208,7 +207,10 @@ class Committer:
             self._raise(problem, what, "Check the memory and the disk of this rank's host")
         chunks = _Chunks(self._collectives, content, root, size)
         if self._writes and lacks:
-            _, problem = attempt(self._store.write, identity, chunks.write)
+            # Not with `self._store`, for which a copy would count as a change.
+            _, problem = attempt(
+                CommitStore(self._start.folders, key).write, identity, chunks.write
+            )
         # A rank that writes nothing, or could not write, takes part in the remaining broadcasts.
         chunks.receive_rest()
         (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)

@@ -211,6 +211,16 @@ def test_the_newest_commit_is_copied_to_the_hosts_that_lack_it(world):
         assert newest(CommitStore([folder], 0)) == (CommitId(2, 4), b"next")
 
 
+def test_the_commits_of_all_states_are_copied(world):
+    """The launcher may end the hosts that have them before the script uses the other states."""
+    for key in (0, 2):
+        CommitStore([world.folders[key]], key).write(CommitId(0, key), writes(CONTENT))
+    assert [len(found) for found in world.run(lambda committer, _: resumed(committer))] == [1] * 3
+    for folder in world.folders:
+        for key in (0, 2):
+            assert newest(CommitStore([folder], key)) == (CommitId(0, key), CONTENT)
+
+
 def test_a_commit_counts_as_progress(world, monkeypatch, tmp_path):
     """After it, the launcher permits all restarts again."""
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
