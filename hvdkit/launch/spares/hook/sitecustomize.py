@@ -19,6 +19,10 @@ def _wait_as_spare(agent: int) -> None:
     """Import modules until the agent sends the environment of a rank."""
     import json  # here, because only a process that waits as a spare needs it
 
+    if _environment_at_start() != {**os.environ, "LC_CTYPE": ""}:
+        # The user's `sitecustomize` or a .pth file has changed variables. The changes may depend on
+        # variables of the rank, which the next start sets anew.
+        os._exit(1)
     nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
     # If the host runs out of memory, the kernel should end spares first.
     _write("/proc/self/oom_score_adj", "1000")
@@ -47,8 +51,11 @@ def _wait_as_spare(agent: int) -> None:
     os.chdir(message["directory"])
     _set_environment({**message["environment"], **made})
     for thread in os.listdir("/proc/self/task"):
-        if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
-            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        try:
+            if os.getpriority(os.PRIO_PROCESS, int(thread)) != nice:
+                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+        except ProcessLookupError:
+            pass  # the thread has ended
     _write("/proc/self/oom_score_adj", adjustment)
     os.write(agent, b"started\n")
     os.close(agent)
@@ -71,6 +78,15 @@ def _import(modules: dict, path: list, file: str) -> None:
         del sys.path[: len(path)]
         if file:
             del main.__file__
+
+
+def _environment_at_start() -> dict:
+    """Return the variables that this process was started with. Python itself sets LC_CTYPE."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    environment.pop(_VARIABLE, None)
+    return {**environment, "LC_CTYPE": ""}
 
 
 def _set_environment(environment: dict) -> None:
@@ -118,7 +134,12 @@ def _run() -> None:
 
         if site.ENABLE_USER_SITE:
             site.execusercustomize()
-        _wait_as_spare(int(descriptor))
+        try:
+            _wait_as_spare(int(descriptor))
+        except BaseException:
+            # Python would print the exception, and run the command, but the agent starts another
+            # process for the rank.
+            os._exit(1)
     if missing is not None:
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 
