@@ -114,12 +114,20 @@ class SparePool:
         """
         started: dict[int, Spare] = {}
         for slot in wanted:
-            for number, spare in list(self._spares.items()):
-                spare.poll()
-                if spare.ready and spare.fits(slot.environment, slot.cpus):
-                    started[slot.rank] = self._spares.pop(number)
-                    spare.start(slot.environment)
-                    break
+            if self._usable(slot, slot.rank):
+                started[slot.rank] = self._spares.pop(slot.rank)
+        # The script may import other modules on each rank, or set other variables before. Only if
+        # it has not, a rank may get the spare of another one.
+        reports = list(self._reports.values())
+        if all(report == reports[0] for report in reports):
+            for slot in wanted:
+                if slot.rank not in started:
+                    found = next((n for n in self._spares if self._usable(slot, n)), None)
+                    if found is not None:
+                        started[slot.rank] = self._spares.pop(found)
+        for slot in wanted:
+            if slot.rank in started:
+                started[slot.rank].start(slot.environment)
         deadline = time.monotonic() + _START_SECONDS
         for rank, spare in list(started.items()):
             if spare.wait_for_start(deadline - time.monotonic(), waiting):
@@ -140,6 +148,14 @@ class SparePool:
             spare.kill()
         self._spares.clear()
         self._slots = []
+
+    def _usable(self, slot: Slot, number: int) -> bool:
+        """Return whether the spare of rank `number` can become the rank of `slot`."""
+        spare = self._spares.get(number)
+        if spare is None:
+            return False
+        spare.poll()
+        return spare.ready and spare.fits(slot.environment, slot.cpus)
 
     def _read_reports(self, folder: Path, now: float) -> None:
         for slot in self._slots:

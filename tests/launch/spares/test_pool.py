@@ -46,6 +46,10 @@ def prepare(pool, tmp_path, report=REPORT, ranks=(0, 1)):
     pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
     for rank in ranks:
         (tmp_path / loaded_modules.file_name(rank)).write_text(json.dumps(report))
+    wait_until_ready(pool, tmp_path, ranks)
+
+
+def wait_until_ready(pool, tmp_path, ranks):
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         pool.step(tmp_path)
@@ -63,6 +67,34 @@ def test_each_rank_gets_a_spare(pool, tmp_path):
     outputs = [started[rank].communicate(timeout=SECONDS)[0] for rank in range(2)]
     assert outputs == [b"0 True\n", b"1 True\n"]
     assert set(group.started) == set(started.values())
+
+
+def kill_first_spare(pool):
+    pool._spares[0].process.kill()
+    pool._spares[0].process.wait(SECONDS)
+
+
+def test_a_rank_gets_the_spare_of_another_one_if_their_reports_are_equal(pool, tmp_path):
+    prepare(pool, tmp_path)
+    kill_first_spare(pool)
+    pool.step(tmp_path)
+    _, started = pool.claim(slots()[:1])
+    assert started[0].communicate(timeout=SECONDS)[0] == b"0 True\n"
+
+
+def test_a_rank_gets_no_spare_that_has_read_the_variables_of_another_one(pool, tmp_path):
+    """The script sets a variable to a value of the rank before it imports modules."""
+    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
+    for rank in range(2):
+        group = GROUP | {"variables": {"TMPDIR": f"/tmp/{rank}"}}
+        report = json.dumps({"imports": [group]})
+        (tmp_path / loaded_modules.file_name(rank)).write_text(report)
+    wait_until_ready(pool, tmp_path, [0, 1])
+    kill_first_spare(pool)
+    pool.step(tmp_path)
+    _, started = pool.claim(slots())
+    assert list(started) == [1]
+    assert started[1].communicate(timeout=SECONDS)[0] == b"1 True\n"
 
 
 def test_a_malformed_report_is_ignored(pool, tmp_path):

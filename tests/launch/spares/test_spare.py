@@ -177,23 +177,40 @@ def test_the_users_sitecustomize_runs(group, folder):
     assert run_spare(spare, env) == (0, "True\n", "")
 
 
+def test_a_spare_ends_if_the_environment_depends_on_the_rank(group, folder):
+    """The next start may give the spare another rank."""
+    (folder / "libraries" / "sitecustomize.py").write_text(
+        "import os; os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['HOROVOD_RANK']"
+    )
+    env = environment(PYTHONPATH=str(folder / "libraries"), HOROVOD_RANK="1")
+    spare = spare_of(group, [sys.executable, "script.py"], folder, env)
+    assert not spare.ready
+    assert spare.process.wait(SECONDS) == 1
+    spare.kill()
+
+
+def test_a_spare_that_cannot_start_does_not_run_the_command(group, folder):
+    """Its agent starts another process, so the script would run twice."""
+    (folder / "script.py").write_text("open(__file__ + '.run', 'w').close()")
+    work = folder / "work"
+    work.mkdir()
+    command = [sys.executable, str(folder / "script.py")]
+    spare = spare_of(group, command, work, environment())
+    assert spare.ready
+    work.rmdir()
+    spare.start(environment())
+    assert not spare.wait_for_start(SECONDS)
+    assert spare.process.wait(SECONDS) == 1
+    assert not (folder / "script.py.run").exists()
+    spare.kill()
+
+
 @pytest.mark.parametrize("modules", [{"numpy": "/other/numpy.py"}, {"no_module": None}])
 def test_a_spare_ends_if_it_finds_other_modules(group, folder, modules):
     spare = spare_of(group, [sys.executable, "script.py"], folder, environment(), modules)
     assert not spare.ready
     assert spare.process.wait(SECONDS) == 1
     spare.kill()
-
-
-def test_a_spare_that_cannot_start_does_not_run_the_script(group, folder):
-    """Python ignores errors of `sitecustomize`, and would run the script."""
-    spare = spare_of(group, [sys.executable, str(folder / "script.py")], folder, environment())
-    spare._directory = str(folder / "deleted")
-    spare.start(environment())
-    assert not spare.wait_for_start(SECONDS)
-    output, _ = spare.process.communicate(timeout=SECONDS)
-    assert (spare.process.returncode, output) == (1, b"")
-    spare.close()
 
 
 def test_a_spare_ends_with_its_agent(group, folder):

@@ -19,6 +19,10 @@ def _wait_as_spare(agent: int) -> None:
     """Import modules until the agent sends the environment of a rank."""
     import json  # here, because only a process that waits as a spare needs it
 
+    if _environment_at_start() != {**os.environ, "LC_CTYPE": ""}:
+        # The user's `sitecustomize` or a .pth file has changed variables. The changes may depend on
+        # variables of the rank, which the next start sets anew.
+        os._exit(1)
     nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
     # If the host runs out of memory, the kernel should end spares first.
     _write("/proc/self/oom_score_adj", "1000")
@@ -77,6 +81,15 @@ def _import(modules: dict, path: list, file: str) -> None:
             del main.__file__
 
 
+def _environment_at_start() -> dict:
+    """Return the variables that this process was started with. Python itself sets LC_CTYPE."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = [pair.partition(b"=") for pair in file.read().split(b"\0") if pair]
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    environment.pop(_VARIABLE, None)
+    return {**environment, "LC_CTYPE": ""}
+
+
 def _set_environment(environment: dict) -> None:
     for name in set(os.environ) - set(environment) - {_GROUP_VARIABLE}:
         del os.environ[name]
@@ -125,7 +138,8 @@ def _run() -> None:
         try:
             _wait_as_spare(int(descriptor))
         except BaseException:
-            # Python would ignore an error here, and run the command although no rank needs it.
+            # Python would ignore an error here, and run the command, but the agent starts another
+            # process for the rank.
             os._exit(1)
     if missing is not None:
         raise ImportError("there is no sitecustomize", name="sitecustomize")
