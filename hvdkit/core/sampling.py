@@ -253,15 +253,10 @@ class Epochs:
         self._seed = _whole("seed", seed, 0)
         self._shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
-        self._rank, self._ranks = rank, ranks
+        self._set_place(rank, ranks)
         self._how_to_count = how_to_count
         self.uncounted = False
         whole = self._share(0)
-        if not whole.batches:
-            raise UsageError(
-                f"{count} samples do not make a batch of {batch_size} on each of {ranks} ranks: "
-                f"expected more data, a smaller batch_size, or drop_last=False"
-            )
         if whole.tail and rank == 0:
             _log.info("in every epoch %s", whole.tail)
         self._go_to(Position())
@@ -278,14 +273,28 @@ class Epochs:
         place = self._current_place()
         if place != (self._rank, self._ranks):
             position = self.position
-            self._rank, self._ranks = place
+            self._set_place(*place)
             self._now = (position.epoch, self._share(position.consumed), 0)
+
+    def _set_place(self, rank: int, ranks: int) -> None:
+        """Set the index of this rank and the number of ranks.
+
+        Raises:
+            UsageError: no rank would have a batch.
+        """
+        whole = Share(self.samples, 0, rank, ranks, self.batch_size, self.drop_last)
+        if not whole.batches:
+            raise UsageError(
+                f"{self.samples} samples do not make a batch of {self.batch_size} on each of "
+                f"{ranks} ranks: expected more data, a smaller batch_size, or drop_last=False"
+            )
+        self._rank, self._ranks = rank, ranks
 
     def _share(self, begin: int) -> Share:
         return Share(self.samples, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
 
     def _go_to(self, position: Position) -> None:
-        self._rank, self._ranks = self._current_place()
+        self._set_place(*self._current_place())
         # A single assignment, because a thread that reads ahead may read this at any time.
         self._now = (position.epoch, self._share(position.consumed), 0)
         self._iterated = False

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import environment, network, preflight, prepare
@@ -110,9 +110,8 @@ def run_with(
         if settings.agents_stay and outcome.restartable and not outcome.shows_host(plan):
             try:
                 outcome = _with_broken(outcome, agents, interfaces, launcher_address)
-            except KeyboardInterrupt:  # a stop signal
-                say(outcome.report)
-                raise
+            except KeyboardInterrupt as stop:  # a stop signal
+                outcome = replace(outcome, interrupted=stop)
         return outcome
 
 

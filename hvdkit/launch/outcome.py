@@ -31,6 +31,8 @@ class Outcome:
             the report begins; empty for others.
         broken: the connections between hosts that failed after the end of the ranks. They were only
             tried if the failure does not show its host.
+        interrupted: the stop signal that arrived while these connections were tried; None for none.
+            It forbids a restart, but the failure stays the end of this start.
     """
 
     status: int
@@ -45,6 +47,7 @@ class Outcome:
     is_verdict: bool = False
     possible_causes: str = ""
     broken: tuple[BrokenConnection, ...] = ()
+    interrupted: KeyboardInterrupt | None = None
 
     def failing_host(self, plan: Plan) -> str | None:
         """Return the host on which the failure began; None if this is not known."""

@@ -173,7 +173,10 @@ class Checkpointer(Manager):
             # Restore `random` after `data`, because restoring a loader may draw random numbers.
             rank_parts={
                 **own,
-                "statistics": Statistics(models, warns=collectives.rank == collectives.ranks[0]),
+                "statistics": Statistics(
+                    models,
+                    warns=len(collectives.ranks) > 1 and collectives.rank == collectives.ranks[0],
+                ),
                 "random": Randomness(generators),
             },
             alike=list(shared),

@@ -311,3 +311,17 @@ def test_the_ranks_change_within_a_process(before, after, restores):
         assert sampler.batches_per_epoch == Share(25, 0, 0, after, 2).batches
     assert set(samplers[0].trained) == set(range(25))
     assert len(samplers[0].trained) - 25 < after
+
+
+def test_ranks_that_become_too_many_for_the_data_raise():
+    """Otherwise each epoch would end without a batch."""
+    options = {"shuffle": True, "seed": 1, "drop_last": True, "how_to_count": ""}
+    sampler = MovingEpochs(10, 4, rank=0, ranks=1, **options)
+    saved = sampler.save()
+    sampler.place = (0, 3)
+    problem = "10 samples do not make a batch of 4 on each of 3 ranks"
+    for call in (sampler.begin_iteration, sampler.left, lambda: sampler.restore(saved)):
+        with pytest.raises(UsageError, match=problem):
+            call()
+    sampler.place = (0, 2)
+    assert sampler.begin_iteration()

@@ -1,8 +1,14 @@
 import contextlib
 import http.client
+import json
+import signal
+import socket
+import sys
 
 import pytest
 
+from hvdkit import cli
+from hvdkit.errors import RESUMABLE
 from hvdkit.launch import gloo
 from hvdkit.rendezvous import RendezvousServer
 
@@ -36,3 +42,23 @@ def test_an_engine_that_is_slow_to_start_many_ranks_is_named_once():
     assert [text.partition(":")[0] for text in said] == [
         "the engine of rank 3 asks for the addresses of 32 ranks one by one, which takes long"
     ]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_stop_signal_while_connections_are_tried(tmp_path, monkeypatch, restarts):
+    """The failure stays the outcome of a job that would not start again."""
+
+    def stop(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(gloo, "broken_connections", stop)
+    hosts = f"localhost:1,{socket.gethostname()}:1"
+    # Both ranks fail as over a lost connection, so the failure does not show its host.
+    fails = "raise OSError('gloo/transport/tcp/pair.cc:1: Read timeout')"
+    arguments = ["--no-preflight", "-H", hosts, "--restarts", str(restarts)]
+    command = ["run", *arguments, "--output-dir", str(tmp_path), sys.executable, "-c", fails]
+    assert cli.main(command) == (RESUMABLE if restarts else 1)
+    folder = tmp_path / "latest"
+    assert (folder / "error.json").is_file()
+    start = json.loads((folder / "start.json").read_text())
+    assert (start["status"], start["failed"]) == (1, True)

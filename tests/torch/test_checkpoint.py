@@ -1,6 +1,7 @@
 """Values of all kinds in a checkpoint of a job of one rank."""
 
 import itertools
+import logging.handlers
 import random
 
 import numpy as np
@@ -1157,3 +1158,13 @@ def test_statistics_of_compiled_submodules(hvd, compiled):
     for model in (Block.model("no"), Block.model(compiled)):
         Statistics({"model": model}).restore(earlier)
         assert model.block.norm.running_mean.tolist() == [3] * 4
+
+
+def test_one_rank_has_no_buffers_that_differ(hvd, tmp_path):
+    import torch
+
+    handler = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("hvdkit.torch").addHandler(handler)
+    saved_and_restored(hvd, tmp_path, lambda: torch.nn.BatchNorm1d(600_000), lambda model: None)
+    logging.getLogger("hvdkit.torch").removeHandler(handler)
+    assert not [record for record in handler.buffer if record.levelno >= logging.WARNING]
