@@ -122,7 +122,9 @@ def _with_broken(
     launcher_address: tuple[str, int],
 ) -> Outcome:
     """Return the outcome of a job with the connections between its hosts that fail now."""
-    if len(interfaces) == 1 or not all(connection.idle for connection in agents.connections):
+    # An agent may also be lost after its ranks have ended.
+    answering = all(each.idle and not each.ended for each in agents.connections)
+    if len(interfaces) == 1 or not answering:
         return outcome
     try:
         broken = broken_connections(agents, interfaces, launcher_address, _CONNECT_SECONDS)

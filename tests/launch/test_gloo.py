@@ -4,12 +4,15 @@ import json
 import signal
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from hvdkit import cli
 from hvdkit.errors import RESUMABLE
 from hvdkit.launch import gloo
+from hvdkit.launch.network import LOOPBACK
+from hvdkit.launch.outcome import Outcome
 from hvdkit.rendezvous import RendezvousServer
 
 
@@ -62,3 +65,14 @@ def test_a_stop_signal_while_connections_are_tried(tmp_path, monkeypatch, restar
     assert (folder / "error.json").is_file()
     start = json.loads((folder / "start.json").read_text())
     assert (start["status"], start["failed"]) == (1, True)
+
+
+def test_connections_are_not_tried_without_an_agent(monkeypatch):
+    """Its questions would wait for their whole time."""
+    monkeypatch.setattr(gloo, "broken_connections", lambda *arguments: pytest.fail("tried"))
+    agents = SimpleNamespace(
+        connections=[SimpleNamespace(idle=True, ended=ended) for ended in (False, True)]
+    )
+    outcome = Outcome(1, "failed", restartable=True)
+    interfaces = dict.fromkeys(("host1", "host2"), LOOPBACK)
+    assert gloo._with_broken(outcome, agents, interfaces, ("127.0.0.1", 1)) is outcome
