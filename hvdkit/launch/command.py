@@ -96,17 +96,15 @@ def run(options: argparse.Namespace) -> int:
         config_file.write(options.write_config, options, options.parser)
         return 0
     conflicts.check(options)
-    if options.pin_gpus and os.environ.get(shared_gpus.VARIABLE) == "1":
-        raise UsageError(
-            f"--pin-gpus gives each rank a GPU of its own, but {shared_gpus.VARIABLE}=1 lets ranks "
-            f"share GPUs. Remove one of them"
-        )
+    variables = [
+        *(line for path in options.env_file for line in environment.read_file(path)),
+        *options.variables,
+    ]
+    if options.pin_gpus:
+        _check_pinning(variables)
     settings = _settings(
         options,
-        variables=[
-            *(line for path in options.env_file for line in environment.read_file(path)),
-            *options.variables,
-        ],
+        variables=variables,
         pin_gpus=options.pin_gpus,
         preflight=not options.no_preflight,
         torch_env=not options.no_torch_env,
@@ -147,6 +145,15 @@ def run(options: argparse.Namespace) -> int:
             (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])
         )
         return supervised.run(plan, options, settings, kept, start, job_hosts, in_slurm).status
+
+
+def _check_pinning(variables: Sequence[str]) -> None:
+    given = os.environ | environment.explicit(os.environ, variables)
+    if given.get(shared_gpus.VARIABLE) == "1":
+        raise UsageError(
+            f"--pin-gpus gives each rank a GPU of its own, but {shared_gpus.VARIABLE}=1 lets ranks "
+            f"share GPUs. Remove one of them"
+        )
 
 
 def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit import cli
 from hvdkit.engine.describe import installed
 from hvdkit.engine.toolchain import which
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
@@ -572,3 +573,18 @@ def test_the_commands_of_a_dry_run_work(tmp_path):
     for line in ranks:
         subprocess.run(line.removesuffix("&"), shell=True, timeout=30, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made.0", "made.1"]
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "refused"),
+    [
+        ("1", [], True),
+        ("0", ["-x", "HVDKIT_SHARE_GPUS=1"], True),
+        ("1", ["-x", "HVDKIT_SHARE_GPUS=0"], False),
+    ],
+)
+def test_pinned_gpus_cannot_be_shared(value, arguments, refused, monkeypatch, capsys):
+    monkeypatch.setenv("HVDKIT_SHARE_GPUS", value)
+    status = cli.main(["run", "--pin-gpus", *arguments, "--dry-run", "-np", "1", "true"])
+    assert status == (2 if refused else 0)
+    assert ("Remove one of them" in capsys.readouterr().err) == refused
