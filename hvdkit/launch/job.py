@@ -305,7 +305,8 @@ class Job:
         if self._pause and now < self._resumed_at + _SILENT_SECONDS:
             sentences.append(
                 f"This launcher did not run for {self._pause:.0f} s, until "
-                f"{now - self._resumed_at:.0f} s ago (SIGSTOP, or a suspended job or machine)."
+                f"{now - self._resumed_at:.0f} s ago (SIGSTOP, a suspended job or "
+                f"machine, or a program that did not read its output)."
             )
         for host in list(dict.fromkeys(host.name for host in self._lost))[:_SILENT_SHOWN]:
             found.pop(host, None)
