@@ -116,10 +116,7 @@ class SparePool:
         for slot in wanted:
             if self._usable(slot, slot.rank):
                 started[slot.rank] = self._spares.pop(slot.rank)
-        # The script may import other modules on each rank, or set other variables before. Only if
-        # it has not, a rank may get the spare of another one.
-        reports = list(self._reports.values())
-        if all(report == reports[0] for report in reports):
+        if self._are_alike():
             for slot in wanted:
                 if slot.rank not in started:
                     found = next((n for n in self._spares if self._usable(slot, n)), None)
@@ -148,6 +145,21 @@ class SparePool:
             spare.kill()
         self._spares.clear()
         self._slots = []
+
+    def _are_alike(self) -> bool:
+        """Return whether a rank may get the spare of another one.
+
+        The script may import other modules on each rank, or set other variables before.
+        """
+        reports = list(self._reports.values())
+        if len(reports) > 1:
+            return all(report == reports[0] for report in reports)
+        # A host with one rank: the script may have set variables to a value of this rank.
+        return not any(
+            group["variables"] != {n: v for n, v in slot.environment.items() if read_by_imports(n)}
+            for slot in self._slots
+            for group in self._reports.get(slot.rank, ())
+        )
 
     def _usable(self, slot: Slot, number: int) -> bool:
         """Return whether the spare of rank `number` can become the rank of `slot`."""

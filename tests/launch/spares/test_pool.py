@@ -97,6 +97,21 @@ def test_a_rank_gets_no_spare_that_has_read_the_variables_of_another_one(pool, t
     assert started[1].communicate(timeout=SECONDS)[0] == b"1 True\n"
 
 
+@pytest.mark.parametrize("variables", [{}, {"TMPDIR": "/tmp/1"}])
+def test_the_only_spare_of_a_host_for_another_rank(pool, tmp_path, variables):
+    """The script may have set a variable to a value of the rank."""
+    pool.watch([sys.executable, "script.py"], str(tmp_path), slots()[1:])
+    given = {n: v for n, v in slots()[1].environment.items() if loaded_modules.read_by_imports(n)}
+    group = GROUP | {"variables": given | variables}
+    report = json.dumps({"imports": [group]})
+    (tmp_path / loaded_modules.file_name(1)).write_text(report)
+    wait_until_ready(pool, tmp_path, [1])
+    _, started = pool.claim(slots()[:1])
+    assert list(started) == ([] if variables else [0])
+    for process in started.values():
+        assert process.communicate(timeout=SECONDS)[0] == b"0 True\n"
+
+
 def test_a_malformed_report_is_ignored(pool, tmp_path):
     pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
     (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps({"imports": [{"modules": {}}]}))
