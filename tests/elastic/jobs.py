@@ -23,6 +23,9 @@ from tests.parallel.rank_pool import REPOSITORY
 SECONDS = 90.0
 #: Seconds between two batches, so that a job does not end before the event of a test.
 PAUSE = 0.7
+#: Launchers.
+HVDKIT = (sys.executable, "-m", "hvdkit", "run", "--elastic")
+HOROVODRUN = (sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interfaces", "lo")
 _SCRIPT = "#!/bin/sh\ncat hosts.txt\n"
 
 
@@ -41,13 +44,16 @@ def abandoned_folders() -> set[Path]:
 class ElasticJob:
     """A job of `hvdkit run --elastic` in a folder. A context manager that ends it.
 
+    With the launcher `HOROVODRUN`, it is an elastic job of `horovodrun`.
+
     Args:
         folder: the working directory, with the script `train.py`.
         hosts: what the discovery script prints.
-        options: further options of `hvdkit run`.
+        options: further options of the launcher.
         prefix: a command that runs `hvdkit run` somewhere else.
         env: variables for the job.
         command: the command of a rank; default: the script `train.py`.
+        launcher: the command of the launcher.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class ElasticJob:
         prefix: Sequence[str] = (),
         env: dict[str, str] | None = None,
         command: Sequence[str] = (sys.executable, "train.py"),
+        launcher: Sequence[str] = HVDKIT,
     ) -> None:
         self.folder = folder
         self.lines: list[str] = []
@@ -68,10 +75,9 @@ class ElasticJob:
         script = folder / "hosts.sh"
         script.write_text(_SCRIPT)
         script.chmod(0o755)
-        run = [sys.executable, "-m", "hvdkit", "run", "--elastic", "--host-discovery-script"]
         variables = {name: value for name, value in os.environ.items() if name != "PWD"}
         self.process = subprocess.Popen(
-            [*prefix, *run, "./hosts.sh", *options, *command],
+            [*prefix, *launcher, "--host-discovery-script", "./hosts.sh", *options, *command],
             cwd=folder,
             env=variables | {"PYTHONPATH": str(REPOSITORY)} | (env or {}),
             stdout=subprocess.PIPE,
