@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -29,6 +30,12 @@ def rate(epoch):
     return float(BASE) ** -epoch
 
 
+def set_hosts(hosts):
+    with open("hosts.draft", "w") as file:
+        file.write(hosts.replace(",", "\n") + "\n")
+    os.replace("hosts.draft", "hosts.txt")
+
+
 class Disturbances:
     """Cause the drawn disturbances. `point` is called at many points of the training.
 
@@ -40,6 +47,7 @@ class Disturbances:
         self.points = 0
         self.start = self.first = -1
         self.drawn = []
+        self.threads = []
         if not IN_PROCESS:
             rank = int(os.environ.get("HOROVOD_RANK", 0))
             self.set_start(int(os.environ.get("HVDKIT_ELASTIC_START", 0)), rank)
@@ -59,6 +67,7 @@ class Disturbances:
         if IN_PROCESS:
             # A new rank has not counted the starts.
             self.set_start(hvd.broadcast_object(self.start) + 1, hvd.rank())
+            self.hvd = hvd
             self.first = self.start if self.first < 0 else self.first
         if hvd.rank() == 0:
             print(f"begin on {hvd.size()} ranks", flush=True)
@@ -79,7 +88,14 @@ class Disturbances:
                 print("disturbed", self.start, self.points, name, json.dumps(each), flush=True)
                 self.cause(**each)
 
-    def cause(self, action, hosts="", wait=0.0, before=0.0, **_):
+    def settle(self):
+        """Wait until the launcher has noticed the last change of hosts."""
+        for thread in self.threads:
+            thread.join()
+        time.sleep(max(0.0, os.stat("hosts.txt").st_mtime + 6 - time.time()))
+        self.hvd.broadcast_object(None)
+
+    def cause(self, action, hosts="", wait=0.0, before=0.0, then=None, **_):
         from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
         if action == "kill":
@@ -92,9 +108,10 @@ class Disturbances:
             raise ValueError("drawn")
         elif action == "hosts":
             time.sleep(before)
-            with open("hosts.draft", "w") as file:
-                file.write(hosts.replace(",", "\n") + "\n")
-            os.replace("hosts.draft", "hosts.txt")
+            set_hosts(hosts)
+            if then is not None:
+                self.threads.append(threading.Timer(then["after"], set_hosts, [then["hosts"]]))
+                self.threads[-1].start()
             time.sleep(wait)
 
 
@@ -142,6 +159,8 @@ def commit(state, sampler, due=True):
         return
     if sampler is not None:
         state.position = sampler.save()
+    if IN_PROCESS and state.epoch == EPOCHS:
+        disturbances.settle()
     if due:
         state.commit()
     else:

@@ -25,7 +25,14 @@ SECONDS = 90.0
 PAUSE = 0.7
 #: Launchers.
 HVDKIT = (sys.executable, "-m", "hvdkit", "run", "--elastic")
-HOROVODRUN = (sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interfaces", "lo")
+#: Without the imports of all frameworks, which only tell what Horovod was built for: 10 s.
+_HOROVODRUN = """
+from horovod.common import util
+util._check_extension_lambda = lambda *_: True
+from horovod.runner.launch import run_commandline
+run_commandline()
+"""
+HOROVODRUN = (sys.executable, "-c", _HOROVODRUN, "--gloo", "--network-interfaces", "lo")
 _SCRIPT = "#!/bin/sh\ncat hosts.txt\n"
 
 
@@ -69,6 +76,7 @@ class ElasticJob:
         self.folder = folder
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
+        self._stores_commits = launcher is not HOROVODRUN
         self._folders = abandoned_folders()
         self.set_hosts(hosts)
         self.set_pause(PAUSE)
@@ -154,5 +162,6 @@ class ElasticJob:
                 break
             self.lines.append(line)
         status = self.process.wait(timeout=20)
-        assert not abandoned_folders() - self._folders
+        if self._stores_commits:
+            assert not abandoned_folders() - self._folders
         return status

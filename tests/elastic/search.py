@@ -39,9 +39,10 @@ _MODULES = {
     "keras-tensorflow": ["keras", "hvdkit.keras"],
     "tensorflow": ["keras", "hvdkit.tensorflow"],
 }
-LAUNCHERS = {
-    "hvdkit": (*HVDKIT, "--min-np", "1", "--max-np", "3", "--restarts", "8"),
-    "horovodrun": (*HOROVODRUN, "-np", "2", "--min-np", "1", "--max-np", "3"),
+LAUNCHERS = {"hvdkit": HVDKIT, "horovodrun": HOROVODRUN}
+_OPTIONS = {
+    "hvdkit": ("--min-np", "1", "--max-np", "3", "--restarts", "8"),
+    "horovodrun": ("-np", "2", "--min-np", "1", "--max-np", "3"),
 }
 _HOSTS = ("localhost:1", "localhost:2", "localhost:3", "localhost:1,127.0.0.1:1")
 #: For a job of `horovodrun` that loses a rank: it never uses the host of this rank again.
@@ -137,7 +138,7 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
     job["disturbances"] = drawn = []
     starts = draw.randint(1, 5)
     ending_start = draw.randrange(starts) if ending else None
-    slots, removed = _slots(job["hosts"]), False
+    earlier, removed = [job["hosts"]], False
     for start in range(starts):
         actions = [draw.choice(["internal", "interrupt", "hosts", "hosts"])]
         actions += draw.choice([[], [], ["internal"]])
@@ -150,17 +151,30 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
                 "action": action,
             }
             if action == "hosts":
-                each["hosts"] = draw.choice(choices)
-                each["wait"] = draw.choice([0.0, 2.5, 2.5])
+                hosts = draw.choice(choices)
                 # horovodrun takes the end of a removed rank for that of its successor.
-                each["before"] = 12.0 if removed else 0.0
-                before, slots = slots, _slots(each["hosts"])
-                removed = removed or any(slots.get(host, 0) < before[host] for host in before)
+                waits = removed and any(_adds(hosts, other) for other in earlier)
+                each |= {"hosts": hosts, "before": 12.0 if waits else 0.0}
+                each["wait"] = draw.choice([0.0, 2.5, 2.5])
+                removed = removed or _adds(earlier[-1], hosts)
+                earlier.append(hosts)
+                if not removed and draw.random() < 0.5:
+                    # While Horovod starts again, if this rank then waits for a new process.
+                    hosts = draw.choice(choices)
+                    each["then"] = {"hosts": hosts, "after": draw.uniform(0.5, 4)}
+                    removed = _adds(earlier[-1], hosts)
+                    earlier.append(hosts)
             drawn.append(each)
 
 
 def _slots(hosts: str) -> dict[str, int]:
-    return {host: int(number) for host, number in (h.split(":") for h in hosts.split(","))}
+    return {host: int(number) for host, _, number in (h.partition(":") for h in hosts.split(","))}
+
+
+def _adds(hosts: str, other: str) -> bool:
+    """Return whether a host has more slots than in another list of hosts."""
+    before = _slots(other)
+    return any(slots > before.get(host, 0) for host, slots in _slots(hosts).items())
 
 
 class Problem(AssertionError):
@@ -200,6 +214,11 @@ def check(
             raise Problem(f"{each['iterations']} iterations in {each['step']} steps")
         if job["kind"] == "torch" and each["rate"] != BASE ** -job["epochs"]:
             raise Problem(f"the rate is {each['rate']}")
+    if job["launcher"] == "horovodrun" and not _loses_ranks(job):
+        # The scripts wait for the last change of hosts before their last commit.
+        hosts = (folder / "hosts.txt").read_text().strip().replace("\n", ",")
+        if first["size"] != min(3, sum(_slots(hosts).values())):
+            raise Problem(f"{first['size']} ranks at the end on {hosts}")
     sizes = {int(n) for n in re.findall(r"begin on (\d) ranks", text)}
     counting = [row[0] for row in first["weights"][:-1]]
     _check_counts(job, counting, sizes)
@@ -209,6 +228,10 @@ def check(
             difference = np.abs(np.array(first["weights"]) - wanted).max()
             raise Problem(f"the weights differ from an undisturbed run by {difference:g}")
     return first["weights"]
+
+
+def _loses_ranks(job: dict[str, Any]) -> bool:
+    return any(each["action"] in ("kill", "error") for each in job["disturbances"])
 
 
 def _check_resets(job: dict[str, Any], result: dict[str, Any]) -> None:
@@ -333,9 +356,9 @@ def _run(
 ) -> tuple[str, list[list[float]]]:
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-IS", preloaded.__file__, str(_SCRIPT)]
-    launcher = LAUNCHERS[job["launcher"]]
+    launcher, options = LAUNCHERS[job["launcher"]], _OPTIONS[job["launcher"]]
     with ElasticJob(
-        folder, job["hosts"], env=variables, command=command, launcher=launcher
+        folder, job["hosts"], *options, env=variables, command=command, launcher=launcher
     ) as running:
         try:
             status = running.finish(60 if job["launcher"] == "hvdkit" else 120)
