@@ -62,13 +62,15 @@ class Disturbances:
             and (d["rank"] == rank or (IN_PROCESS and d["action"] == "interrupt"))
         ]
 
-    def begin(self, hvd):
+    def begin(self, hvd, state):
         """Call this at the beginning of the training function."""
         if IN_PROCESS:
             # A new rank has not counted the starts.
             self.set_start(hvd.broadcast_object(self.start) + 1, hvd.rank())
             self.hvd = hvd
             self.first = self.start if self.first < 0 else self.first
+            if state.epoch == EPOCHS:
+                self.drawn = []  # No commit follows.
         if hvd.rank() == 0:
             print(f"begin on {hvd.size()} ranks", flush=True)
         self.point("begin")
@@ -89,7 +91,8 @@ class Disturbances:
                 self.cause(**each)
 
     def settle(self):
-        """Wait until the launcher has noticed the last change of hosts."""
+        """Wait until the launcher has noticed the last change of hosts. None follows."""
+        self.drawn = [each for each in self.drawn if each["action"] != "hosts"]
         for thread in self.threads:
             thread.join()
         time.sleep(max(0.0, os.stat("hosts.txt").st_mtime + 6 - time.time()))
@@ -245,7 +248,7 @@ def torch_job():
 
     @hvd.elastic.run
     def train(state):
-        disturbances.begin(hvd)
+        disturbances.begin(hvd, state)
         if resumable:
             sampler.restore(state.position)
         while state.epoch < EPOCHS:
@@ -407,7 +410,7 @@ def keras_job():
 
     @hvd.elastic.run
     def train(state):
-        disturbances.begin(hvd)
+        disturbances.begin(hvd, state)
         while state.fit < FITS:
             callbacks = [Seen()]
             others = [hvd.elastic.CommitStateCallback(state, JOB["commit"])]
@@ -486,7 +489,7 @@ def tensorflow_job():
 
     @hvd.elastic.run
     def train(state):
-        disturbances.begin(hvd)
+        disturbances.begin(hvd, state)
         if sampler is not None:
             sampler.restore(state.position)
         data = dataset()

@@ -151,7 +151,7 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
                 "action": action,
             }
             if action == "hosts":
-                hosts = draw.choice(choices)
+                hosts = draw.choice([other for other in choices if other != earlier[-1]])
                 # horovodrun takes the end of a removed rank for that of its successor.
                 waits = removed and any(_adds(hosts, other) for other in earlier)
                 each |= {"hosts": hosts, "before": 12.0 if waits else 0.0}
@@ -160,7 +160,7 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
                 earlier.append(hosts)
                 if not removed and draw.random() < 0.5:
                     # While Horovod starts again, if this rank then waits for a new process.
-                    hosts = draw.choice(choices)
+                    hosts = draw.choice([other for other in choices if other != earlier[-1]])
                     each["then"] = {"hosts": hosts, "after": draw.uniform(0.5, 4)}
                     removed = _adds(earlier[-1], hosts)
                     earlier.append(hosts)
