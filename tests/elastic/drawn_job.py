@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 
 import numpy as np
@@ -47,7 +46,7 @@ class Disturbances:
         self.points = 0
         self.start = self.first = -1
         self.drawn = []
-        self.threads = []
+        self.next_hosts = None
         if not IN_PROCESS:
             rank = int(os.environ.get("HOROVOD_RANK", 0))
             self.set_start(int(os.environ.get("HVDKIT_ELASTIC_START", 0)), rank)
@@ -90,11 +89,15 @@ class Disturbances:
                 print("disturbed", self.start, self.points, name, json.dumps(each), flush=True)
                 self.cause(**each)
 
+    def interrupted(self):
+        """Change the hosts again while Horovod starts again and waits for a new rank."""
+        if self.next_hosts is not None:
+            set_hosts(self.next_hosts)
+            self.next_hosts = None
+
     def settle(self):
         """Wait until the launcher has noticed the last change of hosts. None follows."""
         self.drawn = [each for each in self.drawn if each["action"] != "hosts"]
-        for thread in self.threads:
-            thread.join()
         time.sleep(max(0.0, os.stat("hosts.txt").st_mtime + 6 - time.time()))
         self.hvd.broadcast_object(None)
 
@@ -112,9 +115,7 @@ class Disturbances:
         elif action == "hosts":
             time.sleep(before)
             set_hosts(hosts)
-            if then is not None:
-                self.threads.append(threading.Timer(then["after"], set_hosts, [then["hosts"]]))
-                self.threads[-1].start()
+            self.next_hosts = then
             time.sleep(wait)
 
 
@@ -146,6 +147,8 @@ def watch_commits():
         point("saved")
 
     if IN_PROCESS:
+        if any("then" in each for each in JOB["disturbances"]):
+            time.sleep(2)  # As if this process had imported a framework.
         elastic.CommittedState.save = watched_save
     else:
         commits.CommitStore.write = watched
@@ -164,10 +167,11 @@ def commit(state, sampler, due=True):
         state.position = sampler.save()
     if IN_PROCESS and state.epoch == EPOCHS:
         disturbances.settle()
-    if due:
-        state.commit()
-    else:
-        state.check_host_updates()
+    try:
+        state.commit() if due else state.check_host_updates()
+    except state._interrupt:
+        disturbances.interrupted()
+        raise
     if IN_PROCESS and state.epoch < EPOCHS:
         point("checked")
 

@@ -159,11 +159,10 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
                 removed = removed or _adds(earlier[-1], hosts)
                 earlier.append(hosts)
                 if not removed and draw.random() < 0.5:
-                    # While Horovod starts again, if this rank then waits for a new process.
-                    hosts = draw.choice([other for other in choices if other != earlier[-1]])
-                    each["then"] = {"hosts": hosts, "after": draw.uniform(0.5, 4)}
-                    removed = _adds(earlier[-1], hosts)
-                    earlier.append(hosts)
+                    # While Horovod starts again with these hosts.
+                    each["then"] = draw.choice([other for other in choices if other != hosts])
+                    removed = _adds(hosts, each["then"])
+                    earlier.append(each["then"])
             drawn.append(each)
 
 

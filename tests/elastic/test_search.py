@@ -24,8 +24,8 @@ def test_drawn_jobs(tmp_path, framework):
 @pytest.mark.parametrize(
     ("framework", "seeds"),
     [
-        # Ranks that are removed: with an ElasticSampler, and with a ResumableSampler.
-        ("torch", (551, 569)),
+        # Ranks that are removed, with both samplers; and hosts that change during a reset.
+        ("torch", (551, 569, 805)),
         ("tensorflow", (552,)),
     ],
 )
