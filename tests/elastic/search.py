@@ -164,6 +164,8 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
                     removed = _adds(hosts, each["then"])
                     earlier.append(each["then"])
             drawn.append(each)
+            if "then" in each:
+                return  # A later reset would hide that these hosts were not noticed.
 
 
 def _slots(hosts: str) -> dict[str, int]:
