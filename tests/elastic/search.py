@@ -161,8 +161,6 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
                 if not removed and draw.random() < 0.5:
                     # While Horovod starts again with these hosts.
                     each["then"] = draw.choice([other for other in choices if other != hosts])
-                    removed = _adds(hosts, each["then"])
-                    earlier.append(each["then"])
             drawn.append(each)
             if "then" in each:
                 return  # A later reset would hide that these hosts were not noticed.
