@@ -20,7 +20,7 @@ with open("job.json") as file:
     JOB = json.load(file)
 SAMPLES, BATCH, EPOCHS, FITS = JOB["samples"], JOB["batch"], JOB["epochs"], JOB["fits"]
 BASE = JOB["base"]
-START = int(os.environ.get("HVDKIT_ELASTIC_START", 0))
+IN_PROCESS = JOB["launcher"] == "horovodrun"
 INPUTS = np.concatenate([np.eye(SAMPLES), np.ones((SAMPLES, 1))], 1).astype("float32")
 TARGETS = np.arange(SAMPLES, dtype="float32")[:, None]
 
@@ -29,22 +29,79 @@ def rate(epoch):
     return float(BASE) ** -epoch
 
 
+def set_hosts(hosts):
+    with open("hosts.draft", "w") as file:
+        file.write(hosts.replace(",", "\n") + "\n")
+    os.replace("hosts.draft", "hosts.txt")
+
+
 class Disturbances:
-    """Cause the drawn disturbances. `point` is called at many points of the training."""
+    """Cause the drawn disturbances. `point` is called at many points of the training.
+
+    `hvdkit run` starts the script again after a disturbance. With `horovodrun`, a start is a call
+    of the training function, and points outside of the training function are not counted.
+    """
 
     def __init__(self):
         self.points = 0
-        self.rank = int(os.environ.get("HOROVOD_RANK", 0))
-        self.drawn = [d for d in JOB["disturbances"] if d["start"] == START]
+        self.start = self.first = -1
+        self.drawn = []
+        self.next_hosts = None
+        if not IN_PROCESS:
+            rank = int(os.environ.get("HOROVOD_RANK", 0))
+            self.set_start(int(os.environ.get("HVDKIT_ELASTIC_START", 0)), rank)
+
+    def set_start(self, start, rank):
+        self.start, self.points = start, 0
+        self.drawn = [
+            d
+            for d in JOB["disturbances"]
+            # Without the launcher, only all ranks together can change to other hosts.
+            if d["start"] == start
+            and (d["rank"] == rank or (IN_PROCESS and d["action"] == "interrupt"))
+        ]
+
+    def begin(self, hvd, state):
+        """Call this at the beginning of the training function."""
+        if IN_PROCESS:
+            # A new rank has not counted the starts.
+            self.set_start(hvd.broadcast_object(self.start) + 1, hvd.rank())
+            self.hvd = hvd
+            self.first = self.start if self.first < 0 else self.first
+            if state.epoch == EPOCHS:
+                self.drawn = []  # No commit follows.
+        if hvd.rank() == 0:
+            print(f"begin on {hvd.size()} ranks", flush=True)
+        self.point("begin")
 
     def point(self, name):
+        # The first rank that ends ends the job: `horovodrun` ends all others.
+        if IN_PROCESS and name in ("end", "trained"):
+            return
         self.points += 1
-        for each in self.drawn:
-            if each["point"] == self.points and each["rank"] == self.rank:
-                print("disturbed", START, self.points, name, json.dumps(each), flush=True)
+        for each in list(self.drawn):
+            if IN_PROCESS and each["action"] == "interrupt":
+                due = each["point"] <= self.points and name == "checked"
+            else:
+                due = each["point"] == self.points
+            if due:
+                self.drawn.remove(each)
+                print("disturbed", self.start, self.points, name, json.dumps(each), flush=True)
                 self.cause(**each)
 
-    def cause(self, action, hosts="", wait=0.0, **_):
+    def interrupted(self):
+        """Change the hosts again while Horovod starts again and waits for a new rank."""
+        if self.next_hosts is not None:
+            set_hosts(self.next_hosts)
+            self.next_hosts = None
+
+    def settle(self):
+        """Wait until the launcher has noticed the last change of hosts. None follows."""
+        self.drawn = [each for each in self.drawn if each["action"] != "hosts"]
+        time.sleep(max(0.0, os.stat("hosts.txt").st_mtime + 6 - time.time()))
+        self.hvd.broadcast_object(None)
+
+    def cause(self, action, hosts="", wait=0.0, before=0.0, then=None, **_):
         from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
         if action == "kill":
@@ -56,9 +113,9 @@ class Disturbances:
         elif action == "error":
             raise ValueError("drawn")
         elif action == "hosts":
-            with open("hosts.draft", "w") as file:
-                file.write(hosts.replace(",", "\n") + "\n")
-            os.replace("hosts.draft", "hosts.txt")
+            time.sleep(before)
+            set_hosts(hosts)
+            self.next_hosts = then
             time.sleep(wait)
 
 
@@ -67,10 +124,13 @@ point = disturbances.point
 
 
 def watch_commits():
-    """Make points within commits: before, between and after the writing of the hosts."""
-    from hvdkit.core import commits
+    """Make points within commits: before, between and after the writing of the hosts.
 
-    write = commits.CommitStore.write
+    With `horovodrun`, make a point between the saving and the search for changed hosts.
+    """
+    from hvdkit.core import commits, elastic
+
+    write, save = commits.CommitStore.write, elastic.CommittedState.save
 
     def watched(self, identity, content):
         point("before write")
@@ -82,7 +142,16 @@ def watch_commits():
         write(self, identity, with_point)
         point("after write")
 
-    commits.CommitStore.write = watched
+    def watched_save(self):
+        save(self)
+        point("saved")
+
+    if IN_PROCESS:
+        if any("then" in each for each in JOB["disturbances"]):
+            time.sleep(2)  # As if this process had imported a framework.
+        elastic.CommittedState.save = watched_save
+    else:
+        commits.CommitStore.write = watched
 
 
 def loss_of(outputs, targets):
@@ -96,10 +165,15 @@ def commit(state, sampler, due=True):
         return
     if sampler is not None:
         state.position = sampler.save()
-    if due:
-        state.commit()
-    else:
-        state.check_host_updates()
+    if IN_PROCESS and state.epoch == EPOCHS:
+        disturbances.settle()
+    try:
+        state.commit() if due else state.check_host_updates()
+    except state._interrupt:
+        disturbances.interrupted()
+        raise
+    if IN_PROCESS and state.epoch < EPOCHS:
+        point("checked")
 
 
 def own_share(hvd):
@@ -115,12 +189,14 @@ def report(hvd, weights, state, **more):
         "weights": np.asarray(weights, "float64").tolist(),
         "seen": state.seen,
         "resets": resets,
-        "start": START,
+        "start": disturbances.start,
+        "first": disturbances.first,
         **more,
     }
-    with open(f"result-{START}-{hvd.rank()}.draft", "w") as file:
+    name = f"result-{disturbances.start}-{hvd.rank()}"
+    with open(f"{name}.draft", "w") as file:
         json.dump(values, file)
-    os.replace(f"result-{START}-{hvd.rank()}.draft", f"result-{START}-{hvd.rank()}.json")
+    os.replace(f"{name}.draft", f"{name}.json")
     print("reported", flush=True)
 
 
@@ -176,8 +252,8 @@ def torch_job():
 
     @hvd.elastic.run
     def train(state):
-        point("begin")
-        if resumable and state.position is not None:
+        disturbances.begin(hvd, state)
+        if resumable:
             sampler.restore(state.position)
         while state.epoch < EPOCHS:
             batches = sampler.batches(loader) if resumable else loader
@@ -204,12 +280,13 @@ def torch_job():
             commit(state, sampler if resumable else None)
         point("end")
 
-    more = {"position": None} if resumable else {"sampler": sampler}
+    more = {"position": sampler.save()} if resumable else {"sampler": sampler}
     state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, **objects, **more)
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     train(state)
     point("trained")
-    report(hvd, model.weight.detach().T, state, rate=optimizer.param_groups[0]["lr"])
+    rate = optimizer.param_groups[0]["lr"]
+    report(hvd, model.weight.detach().T, state, rate=rate, step=state.step)
 
 
 def scheduled(fit):
@@ -337,7 +414,7 @@ def keras_job():
 
     @hvd.elastic.run
     def train(state):
-        point("begin")
+        disturbances.begin(hvd, state)
         while state.fit < FITS:
             callbacks = [Seen()]
             others = [hvd.elastic.CommitStateCallback(state, JOB["commit"])]
@@ -398,10 +475,12 @@ def tensorflow_job():
     sampler = None
     if JOB["sampler"] == "resumable":
         sampler = hvd.ResumableSampler(SAMPLES, BATCH, seed=3, shuffle=JOB["shuffle"])
-        data = sampler.dataset(lambda i: (tf.gather(INPUTS, i), tf.gather(TARGETS, i)))
-    else:
+
+    def dataset():
+        if sampler is not None:
+            return sampler.dataset(lambda i: (tf.gather(INPUTS, i), tf.gather(TARGETS, i)))
         own = own_share(hvd)
-        data = tf.data.Dataset.from_tensor_slices((INPUTS[own], TARGETS[own])).batch(BATCH)
+        return tf.data.Dataset.from_tensor_slices((INPUTS[own], TARGETS[own])).batch(BATCH)
 
     @tf.function
     def step(x, y):
@@ -414,9 +493,10 @@ def tensorflow_job():
 
     @hvd.elastic.run
     def train(state):
-        point("begin")
-        if sampler is not None and state.position is not None:
+        disturbances.begin(hvd, state)
+        if sampler is not None:
             sampler.restore(state.position)
+        data = dataset()
         while state.epoch < EPOCHS:
             optimizer.learning_rate.assign(rate(state.epoch))
             for x, y in sampler.batches(data) if sampler is not None else data.skip(state.batch):
@@ -434,7 +514,9 @@ def tensorflow_job():
             commit(state, sampler)
         point("end")
 
-    objects = {"epoch": 0, "batch": 0, "step": 0, "seen": [], "position": None}
+    objects = {"epoch": 0, "batch": 0, "step": 0, "seen": []}
+    if sampler is not None:
+        objects["position"] = sampler.save()
     if JOB["state"] == "keras":
         state = hvd.elastic.TensorFlowKerasState(model, optimizer, **objects)
     else:
@@ -442,7 +524,9 @@ def tensorflow_job():
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     train(state)
     point("trained")
-    report(hvd, model.get_weights()[0], state, iterations=int(optimizer.iterations))
+    report(
+        hvd, model.get_weights()[0], state, iterations=int(optimizer.iterations), step=state.step
+    )
 
 
 if __name__ == "__main__":

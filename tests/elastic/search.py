@@ -1,6 +1,7 @@
 """Draw elastic jobs and disturbances, run them, and compare what they train with the guide.
 
-python -m tests.elastic.search --minutes 10 [--framework torch] [--seed N --jobs 1 --verbose]
+python -m tests.elastic.search --minutes 10 [--framework torch] [--launcher horovodrun]
+                               [--seed N --jobs 1 --verbose]
 """
 
 from __future__ import annotations
@@ -24,28 +25,38 @@ from typing import Any
 import numpy as np
 
 from tests.elastic import preloaded
-from tests.elastic.jobs import ElasticJob
+from tests.elastic.jobs import HOROVODRUN, HVDKIT, ElasticJob
 from tests.parallel.rank_pool import REPOSITORY
 
 #: More than the number of times that a sample is trained in an epoch.
 BASE = 16
 FRAMEWORKS = ("torch", "keras-torch", "keras-tensorflow", "tensorflow")
+#: With custom loops: those that `horovodrun` runs too.
+IN_PROCESS_FRAMEWORKS = ("torch", "tensorflow")
 _MODULES = {
     "torch": ["hvdkit.torch", "hvdkit.checkpoint"],
     "keras-torch": ["keras", "hvdkit.keras"],
     "keras-tensorflow": ["keras", "hvdkit.keras"],
     "tensorflow": ["keras", "hvdkit.tensorflow"],
 }
+LAUNCHERS = {"hvdkit": HVDKIT, "horovodrun": HOROVODRUN}
+_OPTIONS = {
+    "hvdkit": ("--min-np", "1", "--max-np", "3", "--restarts", "8"),
+    "horovodrun": ("-np", "2", "--min-np", "1", "--max-np", "3"),
+}
 _HOSTS = ("localhost:1", "localhost:2", "localhost:3", "localhost:1,127.0.0.1:1")
+#: For a job of `horovodrun` that loses a rank: it never uses the host of this rank again.
+_TWO_HOSTS = ("localhost:1,127.0.0.1:1", "localhost:2,127.0.0.1:1")
 _SCRIPT = Path(__file__).with_name("drawn_job.py")
 
 
-def draw_job(draw: random.Random, framework: str) -> dict[str, Any]:
+def draw_job(draw: random.Random, framework: str, launcher: str = "hvdkit") -> dict[str, Any]:
     """Return a job and its disturbances."""
     kind = framework.partition("-")[0]
     job: dict[str, Any] = {
         "kind": kind,
         "framework": framework,
+        "launcher": launcher,
         "base": BASE,
         "samples": draw.randint(8, 26),
         "batch": draw.randint(1, 4),
@@ -63,7 +74,12 @@ def draw_job(draw: random.Random, framework: str) -> dict[str, Any]:
     }
     if kind == "keras":
         _draw_fit(draw, job)
-    job["disturbances"] = _draw_disturbances(draw, job)
+    if launcher == "horovodrun":
+        # Checkpoints and accumulated gradients do not survive a reset: see the guide.
+        job |= {"checkpoint": 0, "window": 1}
+        _draw_in_process(draw, job)
+    else:
+        job["disturbances"] = _draw_disturbances(draw, job)
     return job
 
 
@@ -88,10 +104,14 @@ def _draw_fit(draw: random.Random, job: dict[str, Any]) -> None:
     job["epochs"] = min(job["epochs"], 4 // job["fits"])
 
 
+def _points(job: dict[str, Any]) -> int:
+    steps = -(-job["samples"] // (2 * job["batch"])) * job["epochs"] * job["fits"]
+    return 10 + 5 * steps
+
+
 def _draw_disturbances(draw: random.Random, job: dict[str, Any]) -> list[dict[str, Any]]:
     changes_hosts = draw.random() < 0.5
-    steps = -(-job["samples"] // (2 * job["batch"])) * job["epochs"] * job["fits"]
-    points = 10 + 5 * steps
+    points = _points(job)
     actions = ["kill", "kill", "kill", "internal", "interrupt", "error"]
     drawn = []
     # A point of the first third of a start is more probable: later starts have less to do.
@@ -108,6 +128,52 @@ def _draw_disturbances(draw: random.Random, job: dict[str, Any]) -> list[dict[st
                 each |= {"action": "hosts", "hosts": hosts, "wait": wait}
             drawn.append(each)
     return drawn
+
+
+def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
+    """Draw hosts and disturbances of a job of `horovodrun`."""
+    ending = draw.choice(["kill", "error", None])
+    choices = _TWO_HOSTS if ending else (*_HOSTS, _TWO_HOSTS[1])
+    job["hosts"] = draw.choice([hosts for hosts in choices if hosts != "localhost:1"])
+    job["disturbances"] = drawn = []
+    starts = draw.randint(1, 5)
+    ending_start = draw.randrange(starts) if ending else None
+    earlier, removed = [job["hosts"]], False
+    for start in range(starts):
+        actions = [draw.choice(["internal", "interrupt", "hosts", "hosts"])]
+        actions += draw.choice([[], [], ["internal"]])
+        actions += [ending] if start == ending_start else []
+        for action in actions:
+            each = {
+                "start": start,
+                "point": 1 + int(draw.random() ** 2 * _points(job) / starts),
+                "rank": draw.randrange(2),
+                "action": action,
+            }
+            if action == "hosts":
+                hosts = draw.choice([other for other in choices if other != earlier[-1]])
+                # horovodrun takes the end of a removed rank for that of its successor.
+                waits = removed and any(_adds(hosts, other) for other in earlier)
+                each |= {"hosts": hosts, "before": 12.0 if waits else 0.0}
+                each["wait"] = draw.choice([0.0, 2.5, 2.5])
+                removed = removed or _adds(earlier[-1], hosts)
+                earlier.append(hosts)
+                if not removed and draw.random() < 0.5:
+                    # While Horovod starts again with these hosts.
+                    each["then"] = draw.choice([other for other in choices if other != hosts])
+            drawn.append(each)
+            if "then" in each:
+                return  # A later reset would hide that these hosts were not noticed.
+
+
+def _slots(hosts: str) -> dict[str, int]:
+    return {host: int(number) for host, _, number in (h.partition(":") for h in hosts.split(","))}
+
+
+def _adds(hosts: str, other: str) -> bool:
+    """Return whether a host has more slots than in another list of hosts."""
+    before = _slots(other)
+    return any(slots > before.get(host, 0) for host, slots in _slots(hosts).items())
 
 
 class Problem(AssertionError):
@@ -140,9 +206,19 @@ def check(
     for each in results:
         if each["weights"] != first["weights"] or each["seen"] != first["seen"]:
             raise Problem("the ranks differ")
-        if each["resets"] != [each["size"]] * (last > 0):
-            raise Problem(f"resets {each['resets']}")
-    sizes = {int(n) for n in re.findall(r"hvdkit run: (\d) ranks? on", text)}
+        _check_resets(job, each)
+        if any(each.get(name) != first.get(name) for name in ("rate", "step", "iterations")):
+            raise Problem("the ranks differ in their rates or steps")
+        if job["kind"] == "tensorflow" and each["iterations"] != each["step"]:
+            raise Problem(f"{each['iterations']} iterations in {each['step']} steps")
+        if job["kind"] == "torch" and each["rate"] != BASE ** -job["epochs"]:
+            raise Problem(f"the rate is {each['rate']}")
+    if job["launcher"] == "horovodrun" and not _loses_ranks(job):
+        # The scripts wait for the last change of hosts before their last commit.
+        hosts = (folder / "hosts.txt").read_text().strip().replace("\n", ",")
+        if first["size"] != min(3, sum(_slots(hosts).values())):
+            raise Problem(f"{first['size']} ranks at the end on {hosts}")
+    sizes = {int(n) for n in re.findall(r"begin on (\d) ranks", text)}
     counting = [row[0] for row in first["weights"][:-1]]
     _check_counts(job, counting, sizes)
     if len(sizes) == 1:
@@ -151,6 +227,22 @@ def check(
             difference = np.abs(np.array(first["weights"]) - wanted).max()
             raise Problem(f"the weights differ from an undisturbed run by {difference:g}")
     return first["weights"]
+
+
+def _loses_ranks(job: dict[str, Any]) -> bool:
+    return any(each["action"] in ("kill", "error") for each in job["disturbances"])
+
+
+def _check_resets(job: dict[str, Any], result: dict[str, Any]) -> None:
+    resets, size = result["resets"], result["size"]
+    if job["launcher"] == "hvdkit":
+        good = resets == [size] * (result["start"] > 0)
+    elif result["first"] == result["start"]:
+        good = not resets
+    else:
+        good = resets[-1:] == [size]
+    if not good:
+        raise Problem(f"resets {resets}")
 
 
 def is_exact(job: dict[str, Any]) -> bool:
@@ -262,11 +354,13 @@ def _run(
     job: dict[str, Any], folder: Path, variables: dict[str, str], wanted: Any
 ) -> tuple[str, list[list[float]]]:
     (folder / "job.json").write_text(json.dumps(job))
-    options = ("--min-np", "1", "--max-np", "3", "--restarts", "8")
     command = [sys.executable, "-IS", preloaded.__file__, str(_SCRIPT)]
-    with ElasticJob(folder, job["hosts"], *options, env=variables, command=command) as running:
+    launcher, options = LAUNCHERS[job["launcher"]], _OPTIONS[job["launcher"]]
+    with ElasticJob(
+        folder, job["hosts"], *options, env=variables, command=command, launcher=launcher
+    ) as running:
         try:
-            status = running.finish(60)
+            status = running.finish(60 if job["launcher"] == "hvdkit" else 120)
         except AssertionError as error:
             raise Problem(str(error)) from None
         try:
@@ -280,18 +374,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--framework", choices=FRAMEWORKS, action="append")
+    parser.add_argument("--launcher", choices=LAUNCHERS, action="append")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--jobs", type=int, default=1_000_000)
     parser.add_argument("--verbose", action="store_true", help="print what the jobs print")
     parser.add_argument("--keep", type=Path, help="write the output of failed jobs here")
     options = parser.parse_args()
-    frameworks = options.framework or list(FRAMEWORKS)
+    launchers = options.launcher or list(LAUNCHERS)
+    jobs = [
+        (framework, launcher)
+        for launcher in launchers
+        for framework in options.framework or FRAMEWORKS
+        if launcher == "hvdkit" or framework in IN_PROCESS_FRAMEWORKS
+    ]
     deadline = time.monotonic() + options.minutes * 60
     results: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         variables = {}
-        for framework in frameworks:
+        for framework in dict(jobs):
             (root / framework).mkdir()
             context = preloaded_framework(framework, root / framework)
             variables[framework] = stack.enter_context(context)
@@ -299,20 +400,21 @@ def main() -> None:
             if time.monotonic() > deadline:
                 break
             seed = options.seed + number
-            framework = frameworks[number % len(frameworks)]
+            framework, launcher = jobs[number % len(jobs)]
             folder = root / f"job-{seed}"
             folder.mkdir()
-            job = draw_job(random.Random(seed), framework)
+            job = draw_job(random.Random(seed), framework, launcher)
             began = time.monotonic()
             try:
                 text, result = run_job(job, folder, variables[framework]), "good"
             except Problem as problem:
                 text, result = str(problem), "FAILED"
-            results[f"{framework} {result}"] += 1
+            results[f"{launcher} {framework} {result}"] += 1
             taken = time.monotonic() - began
             disturbed = text.count("disturbed ")
             print(
-                f"{seed} {framework} {result} {taken:.1f} s, {disturbed} disturbances", flush=True
+                f"{seed} {launcher} {framework} {result} {taken:.1f} s, {disturbed} disturbances",
+                flush=True,
             )
             if result == "FAILED" or options.verbose:
                 print(json.dumps(job))

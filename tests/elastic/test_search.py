@@ -18,3 +18,22 @@ def test_drawn_jobs(tmp_path, framework):
             folder = tmp_path / str(seed)
             folder.mkdir()
             search.run_job(search.draw_job(random.Random(seed), framework), folder, variables)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("framework", "seeds"),
+    [
+        # Ranks that are removed, with both samplers; and hosts that change during a reset.
+        ("torch", (551, 569, 805)),
+        ("tensorflow", (552,)),
+    ],
+)
+def test_drawn_jobs_of_horovodrun(tmp_path, framework, seeds):
+    skip_where_unsupported(Configuration(framework, "gloo", 2))
+    with search.preloaded_framework(framework, tmp_path) as variables:
+        for seed in seeds:
+            folder = tmp_path / str(seed)
+            folder.mkdir()
+            job = search.draw_job(random.Random(seed), framework, "horovodrun")
+            search.run_job(job, folder, variables)
