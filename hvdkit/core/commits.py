@@ -48,13 +48,17 @@ class Commit:
 def newest_of_states(folders: Sequence[Path]) -> dict[int, Commit]:
     """Return the newest commit of each elastic state on this host, by the number of the state."""
     found: dict[int, Commit] = {}
+    for key, commit in _commits(folders):
+        found[key] = max(found.get(key, commit), commit, key=lambda each: each.id)
+    return found
+
+
+def _commits(folders: Sequence[Path]) -> Iterator[tuple[int, Commit]]:
+    """Yield the number of the state and the commit, for each commit in the folders."""
     for folder in folders:
         for name in os.listdir(folder):
             if match := _NAME.fullmatch(name):
-                commit = Commit(CommitId(int(match[2]), int(match[3])), folder / name)
-                key = int(match[1])
-                found[key] = max(found.get(key, commit), commit, key=lambda each: each.id)
-    return found
+                yield int(match[1]), Commit(CommitId(int(match[2]), int(match[3])), folder / name)
 
 
 class CommitStore:
@@ -114,8 +118,4 @@ class CommitStore:
             self.changed = before is None or not filecmp.cmp(before.path, draft, shallow=False)
 
     def _all(self) -> Iterator[Commit]:
-        for folder in self._folders:
-            for name in os.listdir(folder):
-                match = _NAME.fullmatch(name)
-                if match is not None and int(match[1]) == self._key:
-                    yield Commit(CommitId(int(match[2]), int(match[3])), folder / name)
+        return (commit for key, commit in _commits(self._folders) if key == self._key)

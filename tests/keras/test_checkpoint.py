@@ -7,6 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from tests.large_table import with_large_table
+
 
 def values(count=12):
     random = np.random.default_rng(2)
@@ -552,13 +554,6 @@ def test_each_rank_saves_its_statistics_beside_a_large_table(hvd):
 
     from hvdkit.keras.items import _local
 
-    class Table(keras.layers.Layer):
-        def build(self, shape):
-            self.table = self.add_weight(shape=(1100, 1000), name="table", trainable=False)
-
-        def call(self, x):
-            return x
-
-    model = keras.Sequential([keras.Input((3,)), Table(), keras.layers.BatchNormalization()])
+    model = with_large_table()
     model.compile(keras.optimizers.SGD(), loss="mse")
     assert {each.name for each in _local(model)} == {"moving_mean", "moving_variance"}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.alone import run_alone
+from tests.large_table import with_large_table
 
 
 def test_tensors_of_every_dtype_are_restored_in_pieces(hvd):
@@ -279,16 +280,6 @@ def test_data_without_a_position_raise(hvd, tmp_path):
 
 
 def test_each_rank_saves_its_statistics_beside_a_large_table(hvd):
-    import keras
-
     from hvdkit.tensorflow.items import Statistics
 
-    class Table(keras.layers.Layer):
-        def build(self, shape):
-            self.table = self.add_weight(shape=(1100, 1000), name="table", trainable=False)
-
-        def call(self, x):
-            return x
-
-    model = keras.Sequential([keras.Input((3,)), Table(), keras.layers.BatchNormalization()])
-    assert sorted(map(len, Statistics({"m": model}).save().values())) == [12, 12]
+    assert sorted(map(len, Statistics({"m": with_large_table()}).save().values())) == [12, 12]

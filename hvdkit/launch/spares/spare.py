@@ -165,9 +165,9 @@ class Spare:
 def same_for_imports(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
     """Return whether two environments have the same variables that imports may read.
 
-    A script's modules may read any variable. The only exceptions are those that hvdkit sets anew
-    for each start: the variables of a rank, NCCL's network, and the folder of Open MPI's files.
-    NCCL and MPI read them only when ranks connect.
+    A script's modules may read any variable. The only exceptions are those to which hvdkit gives
+    other values in each start: the variables of a rank, NCCL's network, and the folder of Open
+    MPI's files. NCCL and MPI read them only when ranks connect.
     """
 
     def read(environment: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ def _wait_as_spare(agent: int) -> None:
 
     if _environment_at_start() != {**os.environ, "LC_CTYPE": ""}:
         # The user's `sitecustomize` or a .pth file has changed variables. The changes may depend on
-        # variables of the rank, which the next start sets anew.
+        # variables of the rank, which have other values in the next start.
         os._exit(1)
     nice, adjustment = os.getpriority(os.PRIO_PROCESS, 0), _read("/proc/self/oom_score_adj")
     # If the host runs out of memory, the kernel should end spares first.
