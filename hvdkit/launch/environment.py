@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.core.recorder import stall_seconds
 from hvdkit.errors import UsageError
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.processes import GROUP_VARIABLE, without_rank_variables
@@ -110,6 +111,20 @@ DEBUG_DEFAULTS: dict[str, str] = {
     "HOROVOD_STALL_CHECK_DISABLE": "1",
     _GLOO_TIMEOUT: str(7 * 24 * 3600),
 }
+
+
+def rank_stall_seconds(env: Mapping[str, str], extra: Sequence[str], debug: bool) -> float:
+    """Return the seconds without progress after which ranks write a record; 0 for never.
+
+    Args:
+        env: the environment of the launcher.
+        extra: the user's `-x` arguments.
+        debug: whether the ranks get `DEBUG_DEFAULTS`.
+
+    Raises:
+        UsageError: HVDKIT_STALL_TIMEOUT is not a number of seconds, or an argument is not valid.
+    """
+    return stall_seconds((DEBUG_DEFAULTS if debug else {}) | dict(env) | explicit(env, extra))
 
 
 def defaults(place: Place, cores: int, start_timeout: float) -> dict[str, str]:

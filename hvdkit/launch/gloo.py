@@ -226,7 +226,8 @@ def manual_commands(
     )
     # Variables from -x, and variables of unknown use, may be secrets.
     asked = environment.explicit(os.environ, settings.variables)
-    hidden = {*asked, *environment.forwarded(os.environ)} - environment.known(os.environ).keys()
+    forwarded = environment.forwarded(os.environ).keys() - environment.known(os.environ).keys()
+    hidden = {*asked, *forwarded}
     for host in plan.hosts:
         for rank in ranks[host]:
             shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}

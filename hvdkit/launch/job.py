@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
 
-from hvdkit.core.recorder import STALL_SECONDS, stall_seconds
-from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, UsageError
+from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
 from hvdkit.faults.verdict import Verdict
 from hvdkit.launch import readers
 from hvdkit.launch.agent_pool import AgentPool
@@ -77,9 +75,9 @@ class Job:
         self._exited: dict[int, tuple[Connection, int]] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
-        directory, patience = output.directory, _patience(os.environ)
+        directory = output.directory
         hosts = [place.host.name for place in plan.places]
-        self._stalls = Stalls(plan.size, directory, self._ask_for_records, patience, hosts)
+        self._stalls = Stalls(plan.size, directory, self._ask_for_records, timeouts.stall, hosts)
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
@@ -515,11 +513,3 @@ class Job:
 
     def _with_problem(self, report: str) -> str:
         return "\n".join(filter(None, [report, self._problem]))
-
-
-def _patience(environ: Mapping[str, str]) -> float:
-    """Return HVDKIT_STALL_TIMEOUT in seconds. The ranks report an invalid value."""
-    try:
-        return stall_seconds(environ)
-    except UsageError:
-        return STALL_SECONDS

@@ -1,8 +1,8 @@
 """Restart a job that has failed: `hvdkit run --restarts N`.
 
 The ranks resume from their last checkpoint by themselves. A job that fails again and again without
-a new checkpoint ends. With `--min-np`, a restart leaves out hosts that are lost, cannot be reached,
-or have failed twice.
+a new checkpoint ends. A restart leaves out hosts that are lost, cannot be reached, or have failed
+twice, if the other hosts have enough slots (`--min-np`).
 """
 
 from __future__ import annotations
@@ -109,10 +109,12 @@ class Supervisor:
         except UsageError as error:  # someone may be writing the file at this moment
             self.say(f"the hosts stay the same: {error}")
             hosts = plan.hosts
-        if self.min_size < self.size:
-            hosts = self._without_lost(hosts, outcome.lost)
-            hosts = self._without_broken(hosts, outcome.broken)
-            hosts = self.answering(self._without_failing(hosts))
+        if not self.requeue:
+            left = self._without_lost(hosts, outcome.lost)
+            left = self._without_failing(self._without_broken(left, outcome.broken))
+            # Starting an agent on an unused host takes time: only if the host may be needed.
+            needed = self.min_size < self.size or len(left) < len(hosts)
+            hosts = self.answering(left) if needed else left
         size = min(self.size, total_slots(hosts))
         if size < self.min_size:
             raise HvdkitError(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hvdkit.core.recorder import STALL_SECONDS
 from hvdkit.launch.messages import LOST_SECONDS
 
 
@@ -14,9 +15,12 @@ class Timeouts:
         stop: for an orderly stop (a checkpoint) after it was requested.
         end: between SIGTERM and SIGKILL, for ranks that still run after a failure.
         lost: the time without a message after which the launcher and an agent give each other up.
+        stall: for running ranks after other ranks have ended or called `hvd.shutdown()`, until the
+            launcher reports what they do: the ranks' HVDKIT_STALL_TIMEOUT. 0 for no report.
     """
 
     start: float = 60.0
     stop: float = 120.0
     end: float = 10.0
     lost: float = LOST_SECONDS
+    stall: float = STALL_SECONDS

@@ -105,3 +105,17 @@ def test_hosts_with_different_numbers_of_ranks_have_no_nnodes():
         for plan in (even, uneven)
     ]
     assert nodes == ["2", None]
+
+
+@pytest.mark.parametrize(
+    ("env", "extra", "debug", "expected"),
+    [
+        ({}, [], False, 60.0),
+        ({"HVDKIT_STALL_TIMEOUT": "5"}, [], False, 5.0),
+        ({"HVDKIT_STALL_TIMEOUT": "5"}, ["HVDKIT_STALL_TIMEOUT=3"], False, 3.0),
+        ({}, [], True, 0.0),
+        ({}, ["HOROVOD_STALL_CHECK_DISABLE=0"], True, 60.0),
+    ],
+)
+def test_the_launcher_has_the_stall_limit_of_the_ranks(env, extra, debug, expected):
+    assert environment.rank_stall_seconds(env, extra, debug) == expected

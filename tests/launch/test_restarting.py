@@ -97,6 +97,25 @@ def test_a_host_that_does_not_answer_is_left_out():
     assert "2 ranks instead of 4" in texts
 
 
+@pytest.mark.parametrize(
+    "failures",
+    [[replace(FAILED, lost=(HOSTS[1],))], [failed(3), failed(3)]],
+    ids=["lost", "fails twice"],
+)
+def test_a_host_that_was_idle_takes_the_place_of_another_host(failures):
+    hosts = [*HOSTS, Host("host2", 2)]
+    _, plans, texts, _ = supervise([*failures, Outcome(0)], hosts=hosts)
+    assert plans[-2:] == [["host0:2", "host1:2"], ["host0:2", "host2:2"]]
+    assert texts[-1].startswith("left out")
+
+
+def test_an_idle_host_is_not_examined_without_need():
+    hosts = [*HOSTS, Host("host2", 2)]
+    _, plans, texts, _ = supervise([FAILED, Outcome(0)], hosts=hosts, lost=["host1"])
+    assert plans == [["host0:2", "host1:2"]] * 2
+    assert texts == ["restart 1 of 2"]
+
+
 def test_a_host_where_ranks_fail_twice_is_left_out():
     failure = failed(3)
     _, plans, texts, _ = supervise([failure, failure, Outcome(0)], min_size=2)
