@@ -51,16 +51,8 @@ class Recorder {
   uint64_t begin(const std::string& name, int operation, int set, int dtype, uint64_t bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     const uint64_t number = ++last_;
-    uint64_t call = 0;
-    auto& calls = calls_[set];
-    auto known = calls.find(name);
-    if (known != calls.end()) {
-      call = ++known->second;
-    } else if (names_ < kNames) {
-      call = calls[name] = 1;
-      ++names_;
-    }
-    open_.emplace(number, Entry{name, call, operation, set, dtype, bytes, Clock::now(), {}, line_of_thread()});
+    open_.emplace(number, Entry{name, count(set, name), operation, set, dtype, bytes, Clock::now(), {},
+                                line_of_thread()});
     return number;
   }
 
@@ -72,9 +64,14 @@ class Recorder {
       return;
     }
     found->second.ended = progress_ = Clock::now();
-    if (!error.empty() && error_.empty()) {
+    if (error.empty() && found->second.enqueued > failed_at_) {
+      // The script has caught the error, and the ranks have continued.
+      error_.clear();
+      failed_.clear();
+    } else if (!error.empty() && error_.empty()) {
       error_ = error;
       failed_ = found->second.name;
+      failed_at_ = progress_;
       // Now, because the process may end before the thread wakes up.
       if (!path_.empty()) {
         write(path_, json("error"));
@@ -87,6 +84,18 @@ class Recorder {
       next_ = (next_ + 1) % kEntries;
     }
     open_.erase(found);
+  }
+
+  // Counts a collective of the other ranks that begins while this rank is in `join`. Otherwise the numbers of
+  // later calls would differ between the ranks.
+  void count_in_join(const std::string& name, int set) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (auto& entry : open_) {
+      if (entry.second.set == set && entry.second.name == name) {
+        return;  // this rank has enqueued it before `join`
+      }
+    }
+    count(set, name);
   }
 
   // Records progress: an operation of some ranks begins.
@@ -106,6 +115,12 @@ class Recorder {
   void set_group(int id, const std::vector<int>& ranks) {
     std::lock_guard<std::mutex> guard(mutex_);
     groups_[id] = ranks;
+    if (id == 0) {
+      // Horovod has started again. Other ranks may be new processes, which count from 1.
+      forget_calls(id);
+      ring_.clear();
+      next_ = 0;
+    }
   }
 
   // Forgets a process set.
@@ -113,11 +128,7 @@ class Recorder {
     std::lock_guard<std::mutex> guard(mutex_);
     groups_.erase(id);
     // A new process set may get the same id.
-    auto calls = calls_.find(id);
-    if (calls != calls_.end()) {
-      names_ -= calls->second.size();
-      calls_.erase(calls);
-    }
+    forget_calls(id);
   }
 
   // Starts to write records to `directory`. A second call replaces the settings of the first.
@@ -161,6 +172,28 @@ class Recorder {
   }
 
  private:
+  // Returns the number of this call of the name in the process set; 0 if there are too many names.
+  uint64_t count(int set, const std::string& name) {
+    auto& calls = calls_[set];
+    auto known = calls.find(name);
+    if (known != calls.end()) {
+      return ++known->second;
+    }
+    if (names_ == kNames) {
+      return 0;
+    }
+    ++names_;
+    return calls[name] = 1;
+  }
+
+  void forget_calls(int set) {
+    auto calls = calls_.find(set);
+    if (calls != calls_.end()) {
+      names_ -= calls->second.size();
+      calls_.erase(calls);
+    }
+  }
+
   struct Entry {
     std::string name;
     // The number of calls of this name in this process set up to this one; 0 if it was not counted.
@@ -393,13 +426,14 @@ class Recorder {
     return text;
   }
 
+  // A string of JSON. Names and paths are in UTF-8.
   static std::string quoted(const std::string& text) {
     std::string result = "\"";
     for (unsigned char c : text) {
       if (c == '"' || c == '\\') {
         result += '\\';
         result += (char)c;
-      } else if (c < 0x20 || c >= 0x7f) {
+      } else if (c < 0x20 || c == 0x7f) {
         char code[8];
         std::snprintf(code, sizeof code, "\\u%04x", c);
         result += code;
@@ -420,7 +454,7 @@ class Recorder {
   size_t names_ = 0;
   std::map<std::string, std::string> labels_;
   std::map<int, std::vector<int>> groups_;
-  Clock::time_point progress_, told_;
+  Clock::time_point progress_, told_, failed_at_;
   std::string path_, request_, host_, error_, failed_;
   int rank_ = 0, size_ = 0, stacks_ = -1, signal_ = 0;
   pid_t process_ = 0;
