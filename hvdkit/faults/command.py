@@ -155,9 +155,8 @@ def _explain(
     found = records.with_all_groups(aligned(found))
     failed = sorted((r for r in found.values() if r.error), key=lambda record: record.time)
     if failed:
-        lines = [_failed_line(record) for record in failed]
-        yield "\n".join(filter(None, [mismatch(found), *lines]))
-    if len(failed) < len(found):
+        yield "\n".join(filter(None, [mismatch(found), *_failed_lines(failed)]))
+    if len(failed) < len(found) or any(_waits_after_error(record) for record in failed):
         size = next(iter(found.values())).size
         late = late_calls(found.values())
         yield judge(found, states, size, silent, late, hosts).whole_text
@@ -178,11 +177,25 @@ def _explain(
         )
 
 
-def _failed_line(record: Record) -> str:
-    call = record.failed_call
-    name = describe_call(call, record) if call is not None else record.failed
-    text = record.error.removeprefix("failed: ").splitlines()
-    return f"Rank {record.rank} on {record.host}: {name} failed: {text[0] if text else ''}"
+def _failed_lines(failed: Sequence[Record]) -> list[str]:
+    """Return a line for each error, with the ranks that have it."""
+    ranks: dict[str, list[Record]] = {}
+    for record in failed:
+        call = record.failed_call
+        name = describe_call(call, record) if call is not None else record.failed
+        text = record.error.removeprefix("failed: ").splitlines()
+        ranks.setdefault(f"{name} failed: {text[0] if text else ''}", []).append(record)
+    return [
+        f"Rank {alike[0].rank} on {alike[0].host}: {text}"
+        if len(alike) == 1
+        else f"{name_ranks(sorted(record.rank for record in alike))}: {text}"
+        for text, alike in ranks.items()
+    ]
+
+
+def _waits_after_error(record: Record) -> bool:
+    """Return whether the script of a rank has caught an error, and waits for another collective."""
+    return record.reason != "error" and any(call.ended is None for call in record.open)
 
 
 def _failure(path: Path) -> str | None:

@@ -6,11 +6,12 @@ import linecache
 import re
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     "site-packages",
@@ -22,6 +23,8 @@ _LIBRARIES = (
 _PACKAGE = Path(__file__).parents[1]
 # Folders of installed packages.
 _INSTALLED = ("site-packages/", "dist-packages/")
+# The folder of an installed package, at the beginning of the path of a file in it.
+_PACKAGE_FOLDER = re.compile(r"(.*/(?:site|dist)-packages/[^/]+)/")
 # The file of TensorFlow's generated functions, and of `python -c`.
 _GENERATED = "<string>"
 # The names of the files that AutoGraph makes of the functions that TensorFlow traces. They are
@@ -36,6 +39,11 @@ _BACKWARD = {
     "torch/autograd/graph.py": {"_engine_run_backward"},
     "torch/autograd/__init__.py": {"backward", "grad"},
 }
+# Installed packages in whose functions a main thread is at the end of the process, or that run only
+# the training of others.
+_NEVER_TRAIN = {"horovod", "hvdkit", "torch", "tensorflow", "keras"}
+# The script of an installed program, such as /venv/bin/train.
+_PROGRAM = re.compile(r".*/bin/[^/.]+")
 # The outermost function of a thread that Python has started.
 _BOOTSTRAP = "_bootstrap"
 # faulthandler does not write the frames outside of this number.
@@ -61,15 +69,20 @@ class Frame:
         file: the path of the source file.
         line: the line, from 1.
         function: the name of the function.
+        trains: whether the file is part of the installed package that is the user's training
+            program (`python -m PACKAGE.train`).
     """
 
     file: str
     line: int
     function: str
+    trains: bool = field(default=False, compare=False)
 
     @property
     def is_library(self) -> bool:
         """Whether the file belongs to Python, hvdkit or an installed package, or is generated."""
+        if self.trains:
+            return False
         if self.file == _GENERATED:
             return self.function.startswith("horovod_")
         if _AUTOGRAPH in self.file:
@@ -111,6 +124,16 @@ def main_thread(text: str) -> Sequence[Frame]:
     return next((frames for current, frames in _threads(text) if current), [])
 
 
+def waiting_thread(text: str) -> Sequence[Frame]:
+    """Return the frames of the thread that waits for a collective: if it can be, the main thread.
+
+    Without such a thread, return those of the main thread.
+    """
+    main = main_thread(text)
+    others = (frames for current, frames in _threads(text) if not current and waits(frames))
+    return main if waits(main) else next(others, main)
+
+
 def has_other_thread(text: str) -> bool:
     """Return whether a thread other than the main thread runs the user's code."""
     others = (frames for current, frames in _threads(text) if not current)
@@ -134,11 +157,36 @@ def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
         if thread := _THREAD.match(line):
             found.append((thread[1] == "Current thread", []))
         elif found and (frame := _FRAME.fullmatch(line)):
-            found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+            names = (_unescaped(frame[1]), int(frame[2]), _unescaped(frame[3]))
+            found[-1][1].append(Frame(*names))
     # faulthandler writes the current thread last.
     ends = [i for i, (current, _) in enumerate(found) if current]
     begin = ends[-2] + 1 if len(ends) > 1 else 0
-    return _with_backward(found[begin:])
+    return _with_training_package(_with_backward(found[begin:]))
+
+
+def _unescaped(name: str) -> str:
+    """Return a name from faulthandler, which writes other characters than ASCII as `\\xfc`."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), name)
+
+
+def _with_training_package(
+    threads: list[tuple[bool, list[Frame]]],
+) -> list[tuple[bool, list[Frame]]]:
+    """Mark the frames of the installed package that is the user's training program.
+
+    The main thread then has no frame outside of libraries, but that of the program's script.
+    """
+    main = next((frames for current, frames in threads if current), [])
+    own = [frame for frame in main if not frame.is_library and not _PROGRAM.fullmatch(frame.file)]
+    packages = (found[1] for f in reversed(main) if (found := _PACKAGE_FOLDER.match(f.file)))
+    folder = next(packages, None)
+    if own or folder is None or Path(folder).name in _NEVER_TRAIN:
+        return threads
+    return [
+        (current, [replace(f, trains=f.file.startswith(f"{folder}/")) for f in frames])
+        for current, frames in threads
+    ]
 
 
 def _with_backward(threads: list[tuple[bool, list[Frame]]]) -> list[tuple[bool, list[Frame]]]:

@@ -121,7 +121,7 @@ def judge(
         rank: replace(r, open=[]) if states.get(rank) == ENDED and not r.error else r
         for rank, r in with_all_groups(aligned(records)).items()
     }
-    waits = find_waits(records, states, size)
+    waits = find_waits(records, size)
     of_late = [wait for wait in waits if wait.call.key in late]
     stuck = [wait for wait in of_late if not wait.missing]
     # The ranks that wait in these calls could not make later ones, although the calls may have
@@ -138,7 +138,9 @@ def judge(
     may_be_deadlock = all(wait.missing for wait in waits) and _all_wait(records, states, size)
     cycles = in_cycles(incomplete) if may_be_deadlock else ()
     deadlock = bool(cycles)
-    causes = cycles or incomplete or waits
+    # A rank in `join` waits for all others, as long as any of them trains or hangs.
+    of_training = [wait for wait in incomplete if wait.call.operation != "join"]
+    causes = cycles or of_training or incomplete or waits
     oldest = min(causes, key=lambda wait: wait.call.enqueued)
     if deadlock and len(oldest.missing) > len(oldest.waiting):
         # Most ranks wait elsewhere: probably a few ranks have made an additional call.
@@ -149,7 +151,7 @@ def judge(
     alike = [w for w in causes if w.missing == oldest.missing]
     wait = min(alike, key=lambda w: (is_internal(w.call), w.call.enqueued))
     lines = [first_line(wait, records)]
-    first = stacks.own_frame(stacks.main_thread(records[wait.waiting[0]].stacks))
+    first = stacks.own_frame(stacks.waiting_thread(records[wait.waiting[0]].stacks))
     if first is not None:
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:

@@ -17,12 +17,11 @@ class Wait:
     missing: Sequence[int]
 
 
-def find_waits(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> list[Wait]:
+def find_waits(records: Mapping[int, Record], size: int) -> list[Wait]:
     """Return the collectives for which ranks wait, also those that all ranks have called.
 
     Args:
         records: the records, by rank, each with all process sets (`with_all_groups`).
-        states: rank -> the state of its process, if it does not run.
         size: the number of ranks of the job.
     """
     found: dict[tuple[int, str, int], Call] = {}
@@ -37,14 +36,10 @@ def find_waits(records: Mapping[int, Record], states: Mapping[int, str], size: i
         entered = [
             r
             for r in members
-            if r in records and (_has_called(records[r], call) or _has_joined(records[r], call))
+            if r in records and (has_called(records[r], call) or _has_joined(records[r], call))
         ]
         waiting = [r for r in entered if _waits_for(records[r], call)]
-        missing = [
-            r
-            for r in members
-            if r not in entered and (r in records or r in states or len(records) < len(members))
-        ]
+        missing = [r for r in members if r not in entered]
         # There may be no waiting member if the records are from several starts of a job, with
         # different process sets.
         if waiting:
@@ -104,7 +99,8 @@ def _waits_for(record: Record, call: Call) -> bool:
     )
 
 
-def _has_called(record: Record, call: Call) -> bool:
+def has_called(record: Record, call: Call) -> bool:
+    """Return whether the rank of a record has made a call, as far as calls are counted."""
     if _waits_for(record, call):
         return True
     return call.number > 0 and record.calls.get(call.collective, 0) >= call.number

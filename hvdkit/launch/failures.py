@@ -58,6 +58,8 @@ TRACEBACK = "Traceback (most recent call last)"
 # Before each line of an exception group, and before those of the exceptions within it.
 _GROUP, _WITHIN_GROUP = re.compile(r"^  [+|] "), re.compile(r"^ {4,}\|")
 _GROUP_HEADING = "Exception Group Traceback"
+# Before the traceback of an error that does not end the rank: of a destructor, and of a thread.
+_DOES_NOT_END = re.compile(r"^Exception (?:ignored |in thread )")
 # torch.distributed writes this before each line of a traceback, after `init_process_group()`.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _CHAINED = re.compile(r"direct cause of the following|During handling of the above")
@@ -85,11 +87,18 @@ class Failure:
 
     @property
     def traceback(self) -> list[str]:
-        """The lines from the last traceback on, including chained exceptions; may be empty."""
+        """The lines from the last traceback on, including chained exceptions; may be empty.
+
+        The traceback of a destructor or a thread counts only if there is no other one.
+        """
         lines = [_RANK_PREFIX.sub("", line) for line in self.tail]
         starts = [
             i for i, line in enumerate(lines) if TRACEBACK in line and not _WITHIN_GROUP.match(line)
         ]
+        others = [i for i in starts if i > 0 and _DOES_NOT_END.match(lines[i - 1])]
+        if ending := [i for i in starts if i not in others]:
+            after = next((i for i in others if i > ending[-1]), len(lines) + 1)
+            starts, lines = ending, lines[: after - 1]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
             starts.pop()
         return lines[starts[-1] :] if starts else []
@@ -101,15 +110,18 @@ class Failure:
 
     @property
     def exception(self) -> str | None:
-        """The line with the last exception; None without a traceback."""
+        """The first line of the last exception; None without a traceback."""
         found = None
         before = ""
         lines = self.traceback
         if lines and _GROUP_HEADING in lines[0]:
             lines = [_GROUP.sub("", line) for line in lines]
         for line in lines:
-            # All lines of a traceback but the first are indented.
-            if before.startswith("  ") and line[:1].strip():
+            if TRACEBACK in line and not _WITHIN_GROUP.match(line):
+                found = None
+            # All lines of a traceback but the first are indented. The text of the exception may
+            # have several lines, and warnings may follow.
+            elif found is None and before.startswith("  ") and line[:1].strip():
                 found = line
             # TensorFlow writes an empty line after each frame.
             before = line if line.strip() else before

@@ -73,6 +73,29 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     assert why(start) == text
 
 
+def test_an_error_of_many_ranks_is_one_line(start):
+    for rank in range(20):
+        record = json.dumps(RECORD | {"rank": rank, "size": 20})
+        (start / "records" / f"rank-{rank}.json").write_text(record)
+    text = why(start)
+    line = "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more: the allreduce 'loss', 4 bytes of float32"
+    assert line in text
+    assert text.count("Connection closed by peer") == 1
+
+
+def test_a_hang_after_an_error_that_the_script_has_caught(start):
+    call = {"name": "allreduce.loss", "operation": 0, "set": 0, "dtype": 7, "bytes": 4}
+    waits = [call | {"call": 4, "enqueued": 100.2, "ended": None}]
+    calls = {"0": {"allreduce.loss": 4}}
+    records = [
+        RECORD | {"reason": "stall", "open": waits, "calls": calls},
+        RECORD | {"reason": "request", "rank": 1},
+    ]
+    for rank, record in enumerate(records):
+        (start / "records" / f"rank-{rank}.json").write_text(json.dumps(record))
+    assert "Rank 1 on host0 has not called it" in why(start)
+
+
 def test_possible_causes_instead_of_a_lost_peer(start):
     content = ERROR | {"possible_causes": "Rank 0 had ended without an error"}
     (start / "error.json").write_text(json.dumps(content | {"exception": "HorovodInternalError"}))

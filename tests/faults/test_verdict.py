@@ -170,12 +170,34 @@ def test_a_late_call_that_has_ended_on_other_ranks_is_the_cause():
     assert judge(records, {}, 2, late={second.key}).missing == [0]
 
 
-def test_a_rank_in_join_is_not_missing():
+@pytest.mark.parametrize("joined_at", [0.5, -600.0], ids=["later", "earlier"])
+def test_a_rank_in_join_is_not_missing(joined_at):
     records = simulate(3, ["bucket"], {2: 0})
-    join = Call("join.noname", 1, "join", 0, "uint8", 0, 0.5, None)
+    join = Call("join.noname", 1, "join", 0, "uint8", 0, joined_at, None)
     records[1] = replace(records[1], open=[join], calls={(0, "join.noname"): 1})
+    records = {rank: replace(record, limit=1800.0) for rank, record in records.items()}
     verdict = judge(records, {}, 3)
-    assert verdict.missing == [2]
+    assert (verdict.waiting, verdict.missing, verdict.limit) == ([0], [2], 1800.0)
+    assert "join" not in verdict.text
+
+
+def test_calls_that_a_rank_in_join_counts_are_complete():
+    records = simulate(2, ["bucket"] * 3, {1: 2})
+    # Call 1 ended while rank 1 was in `join`, and rank 1 has called number 2.
+    records[1] = replace(records[1], done=records[1].done[1:])
+    _, *lines = timeline(records)
+    assert [line.endswith("(not complete)") for line in lines] == [False, False, True]
+
+
+def test_a_member_of_a_small_process_set_without_a_record_is_missing():
+    waits = call("loss", 1, 0.0, group=1)
+    records = {
+        rank: Record(rank, 8, f"host{rank}", 1, "stall", 60.0, groups={1: [0, 1]})
+        for rank in range(8)
+        if rank != 1
+    }
+    records[0] = replace(records[0], open=[waits], calls={waits.collective: 1})
+    assert "Rank 1 has not called it, and did not report" in judge(records, {}, 8).text
 
 
 def test_only_ranks_of_the_process_set_are_missing():
@@ -230,6 +252,13 @@ def test_the_timeline_shows_who_came_when():
     assert "+0 ms …" in second
     assert "-" in second
     assert second.endswith("(not complete)")
+
+
+def test_the_timeline_of_many_ranks_names_the_first_the_last_and_the_missing_ones():
+    title, first, second = timeline(simulate(100, ["bucket", "loss"], {7: 1, 70: 1}))
+    assert "rank 1" not in title
+    assert "rank 0   rank 99     +0 ms" in first
+    assert second.endswith("(not complete: ranks 7, 70)")
 
 
 @pytest.mark.parametrize(
@@ -294,6 +323,38 @@ def test_the_call_of_a_package_that_runs_the_training_is_named():
     stacks = f'{header}\n  File "/home/me/data.py", line 7 in load\n{frames}'
     records[1] = replace(records[1], stacks=stacks)
     assert judge(records, {}, 2).text.endswith("the rank is at /home/me/data.py:7 in load.")
+
+
+# `python -m mine.train` and `train`, with an installed package `mine`.
+OWN_PACKAGE = """Thread 0x03 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/venv/site-packages/mine/data.py", line 6 in read_ahead
+
+Current thread 0x02 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 5 in recv
+  File "/venv/site-packages/mine/gr\\xf6\\xdfe.py", line 7 in load
+  File "/venv/site-packages/mine/train.py", line 23 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    "outermost", ['"<frozen runpy>", line 88 in _run_code', '"/venv/bin/train", line 8 in <module>']
+)
+def test_an_installed_package_that_is_the_training_program(outermost):
+    records = simulate(2, ["bucket"], {1: 0})
+    stacks = f"{OWN_PACKAGE}  File {outermost}\n"
+    records[1] = replace(records[1], stacks=stacks)
+    text = judge(records, {}, 2).text
+    assert "the rank is at /venv/site-packages/mine/größe.py:7 in load." in text
+    assert "Another thread is at /venv/site-packages/mine/data.py:6 in read_ahead." in text
+
+
+def test_the_line_of_a_thread_that_waits_for_the_collective():
+    records = simulate(2, ["bucket"], {1: 0})
+    thread = WAITING.partition("Current")[2].replace("thread 0x02", "Thread 0x09", 1).strip()
+    main = SLEEPING.replace("loader.py", "main.py")
+    records[0] = replace(records[0], stacks=f"{thread}\n\n{main}")
+    assert "Rank 0 is at /home/me/train.py:23 in <module>." in judge(records, {}, 2).text
 
 
 def test_a_missing_rank_whose_graph_waits_for_another_collective():
@@ -418,7 +479,7 @@ def test_process_sets_that_use_the_same_name():
     # The other ranks are not in the process set.
     complete = {line for line in timeline(records) if not line.endswith("(not complete)")}
     assert len([line for line in complete if "set 2 (ranks 2, 3)" in line]) == 1
-    assert not any("set 1" in line for line in complete)
+    assert not any("set 1" in line and "call 3" in line for line in complete)
 
 
 def test_two_process_sets_that_wait():

@@ -266,6 +266,47 @@ def test_an_exception_group():
     assert failure.last_line == "    | ValueError: bad sample"
 
 
+DESTRUCTOR = [
+    "Exception ignored in: <function Loader.__del__ at 0x7f>",
+    "Traceback (most recent call last):",
+    '  File "loader.py", line 3, in __del__',
+    "AttributeError: socket",
+]
+THREAD = [
+    "Exception in thread Thread-1 (read):",
+    "Traceback (most recent call last):",
+    '  File "loader.py", line 9, in read',
+    "OSError: closed",
+]
+
+
+@pytest.mark.parametrize("others", [DESTRUCTOR, THREAD, [*THREAD, *DESTRUCTOR]])
+def test_the_error_of_a_destructor_or_a_thread_is_not_that_of_the_rank(others):
+    lost = [LOST[0], '  File "train.py", line 9, in <module>', LOST[1]]
+    failure = Failure(0, 1, [*lost, *others])
+    assert failure.is_lost_peer
+    assert failure.traceback == lost
+    assert Failure(0, 1, [*others, *lost]).traceback == lost
+    assert Failure(0, 1, others).exception in ("AttributeError: socket", "OSError: closed")
+
+
+def test_an_exception_whose_text_has_several_lines():
+    lines = [
+        LOST[0],
+        '  File "train.py", line 9, in <module>',
+        "pydantic_core.ValidationError: 2 validation errors for Config",
+        "rate",
+        "  Input should be a valid number",
+        "batch",
+        "  Input should be a valid integer",
+        "resource_tracker.py:254: UserWarning: leaked",
+        "  warnings.warn(",
+        "bye",
+    ]
+    failure = Failure(0, 1, lines)
+    assert failure.exception == "pydantic_core.ValidationError: 2 validation errors for Config"
+
+
 def test_the_prefix_of_torch_distributed_is_not_part_of_a_traceback():
     lines = [BAD[1], '  File "train.py", line 3, in <module>', "    step()", "", BAD[2]]
     failure = Failure(1, 1, ["step 7", *(f"[rank1]: {line}" for line in lines), "leaked 1 file"])

@@ -123,6 +123,55 @@ def test_an_additional_call_without_a_name(tmp_path):
     assert "wrong" in lines[int(found[2]) - 1]
 
 
+UNEVEN = """
+import time
+import torch
+import hvdkit.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+def step():
+    optimizer.zero_grad()
+    model(torch.rand(8, 8)).sum().backward()
+    optimizer.step()
+    hvd.allreduce(torch.ones(1), name="größe")
+
+for batch in range(2 + 3 * hvd.rank()):
+    step()
+hvd.join()
+try:
+    hvd.allreduce(torch.ones(1 + hvd.rank()), name="wrong")
+except RuntimeError:
+    print("caught", flush=True)
+step()
+if hvd.rank() == {rank}:
+    {fault}
+step()
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops_after_uneven_epochs_and_a_caught_error(tmp_path, rank):
+    done = run(tmp_path, "time.sleep(5)", rank, 2, script=UNEVEN)
+    assert done.stdout.count("caught") == done.stdout.count("trained") == 2, done.stderr
+    assert re.search(rf"Rank {1 - rank} has waited \d+ s for bucket 1 of 1", done.stderr)
+    text = why(tmp_path / "runs")
+    for verdict in (done.stderr, text):
+        assert re.search(rf"Rank {rank} on \S+ has not called it: the rank is at", verdict), text
+        assert re.search(
+            r"Its last collective, the allreduce 'größe', .*, ended \d+ s ago", verdict
+        )
+        assert "wrong" not in verdict.partition("The last collectives")[0]
+    # Two calls with both ranks, three while rank 0 was in `join`, and one after it.
+    rows = [line for line in text.splitlines() if "'größe'" in line]
+    assert [("not complete" in row) for row in rows] == [False] * 6
+
+
 SETS = """
 import os, signal, time
 import torch
