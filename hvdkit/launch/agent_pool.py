@@ -46,7 +46,7 @@ class AgentPool:
     Attributes:
         connections: the connections to the agents.
         unused: the connections to agents of hosts without ranks in this start (`KeptAgents`). Their
-            messages are ignored.
+            messages are ignored, except signals.
         events: the queue of the agents' messages.
         explained: whether the outcome explains the end of the job by something other than the loss
             of an agent.
@@ -139,8 +139,9 @@ class AgentPool:
                 event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None
-            if event.connection.disconnected or event.connection in self.unused:
-                continue  # not of this start
+            if event.connection.disconnected:
+                continue
+            # Also from a node without ranks: a signal on any node stops the job.
             if event.message["kind"] == "signal":
                 number = event.message["number"]
                 # This process may ignore SIGINT and SIGHUP, as in the background of a script.
@@ -148,6 +149,8 @@ class AgentPool:
                     number = signal.SIGTERM
                 signal.raise_signal(number)
                 continue
+            if event.connection in self.unused:
+                continue  # not of this start
             return event
 
     def require_facts(self, task: Message, timeout: float) -> dict[Connection, Message]:

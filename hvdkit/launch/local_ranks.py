@@ -157,7 +157,9 @@ class LocalRanks:
         """
         for rank in self.all:
             if rank.process.poll() is None:
-                rank.process.send_signal(number)
+                # With sudo as the command, this user may not signal the rank.
+                with contextlib.suppress(PermissionError):
+                    rank.process.send_signal(number)
 
     def find_mpich_files(self) -> None:
         """Find the files that MPICH leaves if ranks are killed. Call it after MPI's start."""

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,8 +60,13 @@ class Launched:
         self.send("start", ranks=[rank], size=6)
 
 
-@pytest.fixture
-def agent():
+@contextmanager
+def launched(**options):
+    """Context with a running agent.
+
+    Args:
+        options: further arguments of `subprocess.Popen`.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "hvdkit.launch.agent"],
         stdin=subprocess.PIPE,
@@ -68,13 +74,22 @@ def agent():
         stderr=subprocess.PIPE,
         env=os.environ | {"HOROVOD_RANK": "99", "OWN": "mine"},
         start_new_session=True,
+        **options,
     )
-    yield Launched(process)
-    process.kill()
-    process.wait(timeout=10)
-    process.stdin.close()
-    process.stdout.close()
-    process.stderr.close()
+    try:
+        yield Launched(process)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdin.close()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture
+def agent():
+    with launched() as started:
+        yield started
 
 
 def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent):
@@ -259,12 +274,15 @@ def test_a_second_request_shortens_the_grace(agent):
     assert time.monotonic() - began < 15
 
 
-def test_an_agent_that_has_ended_has_no_guard(agent):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_agent_that_has_ended_has_no_guard(agent, stopped):
     agent.start("import time; print('up', flush=True); time.sleep(0.2)")
     agent.line()
     (guard,) = (
         c for c in psutil.Process(agent.process.pid).children() if "time" not in c.cmdline()[-1]
     )
+    if stopped:
+        guard.suspend()
     agent.receive("done")
     agent.process.wait(timeout=10)
     wait_until_gone(guard.pid)
