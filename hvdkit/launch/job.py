@@ -224,7 +224,8 @@ class Job:
     def _on_rank_ended(self, rank: int, status: int) -> None:
         self._output.finish(rank)
         self._statuses[rank] = status
-        if self._ending:
+        # After a failure, a rank that a stop signal has ended is not the cause.
+        if self._ending or (self._failed_first and -status in self._fatal):
             return
         tail, raised_at = self._output.tail(rank), self._output.raised_at(rank)
         if status == 0:
@@ -234,6 +235,11 @@ class Job:
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
+
+    @property
+    def _fatal(self) -> tuple[int, ...]:
+        """The signals that end a rank because of a stop signal; empty without one."""
+        return () if self._stopped_by is None else (self._stopped_by, signal.SIGTERM)
 
     @property
     def _ending(self) -> bool:
@@ -516,7 +522,7 @@ class Job:
         cause = self._failures.cause
         status = cause.status
         code = 128 - status if status < 0 else status
-        if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
+        if self._stopped_by is not None and -status in self._fatal:
             return self._ended_by(self._stopped_by)
         if status == -signal.SIGTERM and self._lost_agent:
             # If an agent of mpirun ends, mpirun sends SIGTERM to the other ranks.

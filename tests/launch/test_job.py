@@ -197,6 +197,7 @@ def test_an_agent_that_ends_because_the_launcher_was_stopped_does_not_count(outc
     [
         # The other ranks have 0.5 s to 5 s to fail by themselves.
         ((ended(0, 3), signal.SIGTERM, ended(1, 75)), 3, signal.SIGTERM),
+        ((ended(0, 3), signal.SIGTERM, ended(1, -15)), 3, signal.SIGTERM),
         ((ended(0, 3), 3.0, END, signal.SIGUSR1, ended(1, -9)), 3, signal.SIGUSR1),
         ((failed(0), signal.SIGTERM, ended(0, -9), ended(1, -9)), 1, signal.SIGTERM),
         # The answers to the signal: no restart would follow.
