@@ -202,7 +202,9 @@ class AgentPool:
                 facts[connection] = message | {"reached_at": reached_at}
             elif message["kind"] not in ("lost", "failed"):
                 continue  # a kept agent's message of the start before this one
-            elif connection not in facts and not retries.add(connection):
+            elif connection not in problems and not retries.add(connection):
+                # Also after its facts: nobody else reads this message.
+                facts.pop(connection, None)
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]
         # In threads, because each explanation may wait a moment for ssh's last output.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ class Outcome:
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
         suspects: the ranks that may have caused it, see `Failures.suspects`.
+        failed_agents: the names of the hosts whose agents have failed. Not those of lost hosts.
         restartable: whether the job failed by itself; False after a stop on request.
         saved: whether a new checkpoint or a new commit was saved.
         committed: whether the hosts have the newest commit of an elastic job.
@@ -31,8 +33,9 @@ class Outcome:
             the report begins; empty for others.
         broken: the connections between hosts that failed after the end of the ranks. They were only
             tried if the failure does not show its host.
-        interrupted: the stop signal that arrived while these connections were tried; None for none.
-            It forbids a restart, but the failure stays the end of this start.
+        interrupted: the stop signal that arrived after the failure, for example while these
+            connections were tried; None for none. It forbids a restart, but the failure stays the
+            end of this start.
     """
 
     status: int
@@ -47,11 +50,12 @@ class Outcome:
     is_verdict: bool = False
     possible_causes: str = ""
     broken: tuple[BrokenConnection, ...] = ()
-    interrupted: KeyboardInterrupt | None = None
+    interrupted: signal.Signals | None = None
+    failed_agents: tuple[str, ...] = ()
 
     def failing_host(self, plan: Plan) -> str | None:
         """Return the host on which the failure began; None if this is not known."""
-        names = {plan.places[rank].host.name for rank in self.suspects}
+        names = {plan.places[rank].host.name for rank in self.suspects} or {*self.failed_agents}
         return names.pop() if len(names) == 1 else None
 
     def shows_host(self, plan: Plan) -> bool:

@@ -18,10 +18,11 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import BrokenConnection, best_connected
+from hvdkit.signals import status_before_start
 
 #: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-#: Failures of ranks on one host after which a restart leaves the host out.
+#: Failures of ranks or the agent on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
 
 
@@ -32,6 +33,18 @@ def resumable(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
         f"new allocation"
     )
     return replace(outcome, status=RESUMABLE)
+
+
+def not_restarted(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
+    """Return the outcome of a job that would start again, but has got a stop signal.
+
+    The status is that of a signal in the pause before a restart.
+    """
+    assert outcome.interrupted is not None
+    status = status_before_start(outcome.interrupted)
+    resume = ": start the job again to resume it" if status == RESUMABLE else ""
+    say(f"no restart after {outcome.interrupted.name}. The job ends with status {status}{resume}")
+    return replace(outcome, status=status, restartable=False)
 
 
 @dataclass
@@ -87,6 +100,8 @@ class Supervisor:
                     f"The first failure: {first.reason}"
                 )
                 return outcome
+            if outcome.interrupted is not None:
+                return not_restarted(outcome, self.say)
             if used:
                 self.pause(min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE))
             used += 1
@@ -153,5 +168,5 @@ class Supervisor:
         if len(good) == len(hosts) or total_slots(good) < self.min_size:
             return hosts
         names = ", ".join(host.name for host in hosts if host not in good)
-        self.say(f"left out, because ranks failed there {_MOST_FAILURES} times: {names}")
+        self.say(f"left out, because the job failed there {_MOST_FAILURES} times: {names}")
         return good

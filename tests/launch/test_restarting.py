@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,20 @@ def test_a_job_that_was_stopped_is_not_restarted(outcome):
     assert supervise([outcome])[0] == outcome
 
 
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_stop_signal_that_prevents_a_restart(number, status):
+    """The status is that of the same signal in the pause before a restart."""
+    stopped = replace(FAILED, interrupted=number)
+    outcome, _, texts, pauses = supervise([FAILED, stopped])
+    assert (outcome.status, outcome.restartable) == (status, False)
+    assert texts[-1].startswith(f"no restart after {number.name}. The job ends with status")
+    assert pauses == []
+    # Without the signal, the job would have ended, too.
+    assert supervise([FAILED, FAILED, stopped])[0].status == 1
+
+
 def test_a_host_that_does_not_answer_is_left_out():
     outcome, plans, texts, _ = supervise([FAILED, Outcome(0)], min_size=2, lost=["host0"])
     assert outcome.status == 0
@@ -116,11 +131,11 @@ def test_an_idle_host_is_not_examined_without_need():
     assert texts == ["restart 1 of 2"]
 
 
-def test_a_host_where_ranks_fail_twice_is_left_out():
-    failure = failed(3)
+@pytest.mark.parametrize("failure", [failed(3), replace(FAILED, failed_agents=("host1",))])
+def test_a_host_where_ranks_or_the_agent_fail_twice_is_left_out(failure):
     _, plans, texts, _ = supervise([failure, failure, Outcome(0)], min_size=2)
     assert plans == [["host0:2", "host1:2"]] * 2 + [["host0:2"]]
-    assert "left out, because ranks failed there 2 times: host1" in texts
+    assert "left out, because the job failed there 2 times: host1" in texts
 
 
 def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():

@@ -15,11 +15,12 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
+from hvdkit.launch.restarting import not_restarted
 
 #: Seconds before a restart, after a failure without a new commit or checkpoint: the first,
 #: and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-#: Failures of ranks on one host after which a restart leaves the host out.
+#: Failures of ranks or the agent on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
 #: Seconds for which a host is left out whose connections to other hosts fail.
 _UNCONNECTED_SECONDS = 600.0
@@ -51,7 +52,7 @@ class ElasticLimits:
 
 @dataclass
 class Exclusions:
-    """The hosts that are left out, because ranks have failed there.
+    """The hosts that are left out, because ranks or the agent have failed there.
 
     Attributes:
         cooldown: as in `ElasticLimits`.
@@ -70,8 +71,8 @@ class Exclusions:
         if beyond < 0:
             return ""
         text = (
-            f"ranks failed {self._failures[name]} times on {name}, which is left out if the other "
-            f"hosts are enough"
+            f"the job failed {self._failures[name]} times on {name}, which is left out if the "
+            f"other hosts are enough"
         )
         if self.cooldown is None:
             self._until[name] = float("inf")
@@ -136,6 +137,9 @@ class ElasticSupervisor:
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last
+            if outcome.interrupted is not None:
+                return not_restarted(outcome, self.say)
+            self._begin_restart(outcome)
             self.members.confirm(outcome.committed)
             try:
                 hosts = self.members.wait_for(self.limits.min_size, self.limits.timeout)
@@ -168,7 +172,7 @@ class ElasticSupervisor:
             return Outcome(1, str(error), restartable=True)
 
     def _may_restart(self, plan: Plan, outcome: Outcome) -> bool:
-        """Count a restart, and return whether the limits permit it."""
+        """Count a failure, and return whether the limits permit a restart."""
         self._used = 0 if outcome.saved else self._used
         if not outcome.hosts_changed:
             if not self._used or self._first is None:
@@ -190,19 +194,22 @@ class ElasticSupervisor:
                     f"(--restarts). The first failure: {self._first.reason}"
                 )
                 return False
-            if self._used:
-                self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
-            self._used += 1
         if self._resets == self.limits.resets:
             times = "once" if self._resets == 1 else f"{self._resets} times"
             self.say(f"the job was restarted {times}, and ends (--reset-limit)")
             return False
+        return True
+
+    def _begin_restart(self, outcome: Outcome) -> None:
+        """Count a restart, and wait before it if the job has made no progress."""
         self._resets += 1
         if outcome.hosts_changed:
             self.say("the hosts have changed: the ranks start again")
-        else:
-            self.say(
-                f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
-                "commit or checkpoint)"
-            )
-        return True
+            return
+        if self._used:
+            self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
+        self._used += 1
+        self.say(
+            f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
+            "commit or checkpoint)"
+        )

@@ -1,5 +1,8 @@
 """The restarts of an elastic job, without ranks."""
 
+import signal
+from dataclasses import replace
+
 import pytest
 
 from hvdkit.core.elastic_start import ElasticStart
@@ -142,6 +145,16 @@ def test_too_few_hosts_end_the_job_with_its_failure():
     assert texts[-1] == "after 5 s: 0 slots"
 
 
+@pytest.mark.parametrize("interrupted", [FAILED, CHANGED], ids=["failed", "hosts changed"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stop_signal_that_prevents_a_restart(interrupted, number, status):
+    stopped = replace(interrupted, interrupted=number)
+    outcome, *_, texts, pauses = supervise([FAILED, stopped])
+    assert (outcome.status, outcome.restartable) == (status, False)
+    assert texts[-1].startswith(f"no restart after {number.name}. The job ends with status")
+    assert pauses == []
+
+
 def test_the_largest_size():
     limits = ElasticLimits(1, 1, 3, restarts=2, resets=None, timeout=5.0)
     hosts = [Host("host0", 2), Host("host1", 4)]
@@ -159,7 +172,9 @@ def test_a_start_that_fails_is_tried_again_but_not_the_first():
 def test_a_host_is_left_out_after_two_failures():
     failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True, suspects=(1,))
     *_, texts, _ = supervise([failure, failure, Outcome(0)], hosts=[TWO])
-    assert "ranks failed 2 times on host1, which is left out if the other hosts are enough" in texts
+    assert "the job failed 2 times on host1, which is left out if the other hosts are enough" in (
+        texts
+    )
 
 
 def test_a_host_that_cannot_connect_to_the_others_is_left_out():
