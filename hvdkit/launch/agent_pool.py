@@ -19,12 +19,12 @@ from operator import methodcaller
 from typing import Any, Self
 
 import hvdkit
-from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.connection import Connection, Event, Events, ProcessConnection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.start_error import StartError
 
 #: With more messages than this in the queue, the launcher stops reading from agents.
 _QUEUED = 1000
@@ -161,14 +161,15 @@ class AgentPool:
             timeout: seconds for all agents together.
 
         Raises:
-            HvdkitError: hosts do not answer or cannot run the task, with a line for each.
+            StartError: hosts do not answer or cannot run the task, with a line for each.
         """
         facts, problems = self.collect_facts(task, timeout)
         for connection, found in facts.items():
             if unfit := unfitness(found):
                 problems[connection] = "; ".join(unfit)
         if problems:
-            raise HvdkitError(_report(problems, len(self.connections)))
+            hosts = [connection.host.name for connection in problems]
+            raise StartError(_report(problems, len(self.connections)), hosts)
         return facts
 
     def collect_facts(
@@ -225,7 +226,7 @@ class AgentPool:
         No other question may be pending.
 
         Raises:
-            HvdkitError: the agent does not answer.
+            StartError: the agent does not answer.
         """
         connection.send("ask", question=question, arguments=dict(arguments))
         deadline = time.monotonic() + timeout
@@ -234,10 +235,12 @@ class AgentPool:
                 return event.message["answer"]
             if event.message["kind"] in ("lost", "failed"):
                 why = event.message.get("reason") or event.connection.explain()
-                raise HvdkitError(f"{event.connection.host.name}: {why}")
-        raise HvdkitError(
+                host = event.connection.host.name
+                raise StartError(f"{host}: {why}", [host])
+        raise StartError(
             f"{connection.host.name} did not answer the question `{question}` within {timeout:g} s "
-            "(--start-timeout)"
+            "(--start-timeout)",
+            [connection.host.name],
         )
 
     def _send_heartbeats(self) -> None:

@@ -23,6 +23,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import SocketConnection
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import HOST_SECONDS
+from hvdkit.launch.start_error import StartError
 from hvdkit.processes import ProcessGroup, exit_text
 
 _LINE_SECONDS = 5.0
@@ -355,10 +356,11 @@ def agents_started_by(
                     names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
                     queued = name == "srun" and not connected
                     also = ", and that no other step uses the allocation (`squeue --steps`)"
-                    raise HvdkitError(
+                    raise StartError(
                         f"rank {names} did not connect within {timeout:g} s (--start-timeout). "
                         f"Check that its host can connect to {listener.address[0]}"
-                        f"{also if queued else ''}"
+                        f"{also if queued else ''}",
+                        [place.host.name for place in missing],
                     )
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted

@@ -12,6 +12,7 @@ from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.listener import AgentListener, Listener, agents_started_by
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.start_error import StartError
 
 
 @pytest.fixture
@@ -177,10 +178,13 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
 def test_a_step_that_waits_for_another_step_of_the_allocation(listener):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
     with (
-        pytest.raises(HvdkitError, match=r"no other step uses the allocation \(`squeue --steps`"),
+        pytest.raises(
+            StartError, match=r"no other step uses the allocation \(`squeue --steps`"
+        ) as caught,
         agents_started_by("srun", ["sleep", "3"], dict(os.environ), listener, plan, 0.5, print),
     ):
         pytest.fail("no agent is connected")
+    assert caught.value.hosts == ["localhost"]
 
 
 @pytest.mark.parametrize(

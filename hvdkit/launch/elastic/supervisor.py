@@ -22,8 +22,9 @@ from hvdkit.launch.restarting import not_restarted
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 #: Failures of ranks or the agent on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
-#: Seconds for which a host is left out whose connections to other hosts fail.
-_UNCONNECTED_SECONDS = 600.0
+#: Seconds for which a host is left out whose connections to other hosts fail, or that made a start
+#: fail. They double with each further time.
+_UNFIT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ElasticLimits:
 
 @dataclass
 class Exclusions:
-    """The hosts that are left out, because ranks or the agent have failed there.
+    """The hosts that are left out, because ranks, the agent or a start with them have failed.
 
     Attributes:
         cooldown: as in `ElasticLimits`.
@@ -63,6 +64,8 @@ class Exclusions:
     now: Callable[[], float] = time.monotonic
     _failures: Counter[str] = field(default_factory=Counter)
     _until: dict[str, float] = field(default_factory=dict)
+    # How often a host was left out by `leave_out`.
+    _times: Counter[str] = field(default_factory=Counter)
 
     def add(self, name: str) -> str:
         """Add a failure on a host. Return a message if the host is left out from now on."""
@@ -82,9 +85,12 @@ class Exclusions:
         self._until[name] = self.now() + seconds
         return f"{text}, for {seconds:g} s (--blacklist-cooldown-range)"
 
-    def leave_out(self, name: str, seconds: float) -> None:
-        """Leave a host out for at least some seconds."""
+    def leave_out(self, name: str) -> float:
+        """Leave a host out at once, and return for how many seconds. They double each time."""
+        seconds = _UNFIT_SECONDS * 2 ** self._times[name]
+        self._times[name] += 1
         self._until[name] = max(self.now() + seconds, self._until.get(name, 0.0))
+        return seconds
 
     def __contains__(self, name: str) -> bool:
         return self.now() < self._until.get(name, float("-inf"))
@@ -117,6 +123,8 @@ class ElasticSupervisor:
     _used: int = 0
     _committed: bool = False
     _first: Outcome | None = None
+    # The hosts on which ranks have been started.
+    _proven: set[str] = field(default_factory=set)
 
     def run(self) -> Outcome:
         """Run the job until it succeeds, is stopped, or fails too often.
@@ -163,13 +171,15 @@ class ElasticSupervisor:
             return ElasticStart(folders, self._starts, version, self._committed).variables()
 
         try:
-            return self.start(plan, variables)
+            outcome = self.start(plan, variables)
         except HvdkitError as error:
             if self._starts == 0:
                 raise
             # A host may just have been lost: a restart can succeed without it.
             self.say(str(error))
-            return Outcome(1, str(error), restartable=True)
+            return Outcome.not_started(error)
+        self._proven |= {host.name for host in plan.hosts}
+        return outcome
 
     def _may_restart(self, plan: Plan, outcome: Outcome) -> bool:
         """Count a failure, and return whether the limits permit a restart."""
@@ -180,13 +190,11 @@ class ElasticSupervisor:
             name = outcome.failing_host(plan)
             if name is not None and (message := self.exclusions.add(name)):
                 self.say(message)
-            if without := best_connected(plan.hosts, outcome.broken)[1]:
-                for host in without:
-                    self.exclusions.leave_out(host.name, _UNCONNECTED_SECONDS)
-                self.say(
-                    f"left out for {_UNCONNECTED_SECONDS:g} s if the other hosts are enough, "
-                    f"because connections to other hosts fail: {named(without)}"
-                )
+            without = best_connected(plan.hosts, outcome.broken)[1]
+            self._leave_out(without, "because connections to other hosts fail")
+            self._leave_out(self._unfit(plan, outcome), "because of a failed start")
+            if outcome.start_error and (undecided := outcome.start_error.undecided(self._proven)):
+                self.say(undecided)
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
                 self.say(
@@ -213,3 +221,19 @@ class ElasticSupervisor:
             f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
             "commit or checkpoint)"
         )
+
+    def _unfit(self, plan: Plan, outcome: Outcome) -> Sequence[Host]:
+        """Return the hosts because of which the start failed, and that can be left out."""
+        unfit = outcome.unfit(plan.hosts, self._proven)
+        holders = self.members.holders() & {host.name for host in plan.hosts}
+        # Without the newest commit, the training would begin again.
+        return [] if holders and holders <= {host.name for host in unfit} else unfit
+
+    def _leave_out(self, hosts: Sequence[Host], why: str) -> None:
+        by_seconds: dict[float, list[Host]] = {}
+        for host in hosts:
+            by_seconds.setdefault(self.exclusions.leave_out(host.name), []).append(host)
+        for seconds, group in by_seconds.items():
+            self.say(
+                f"left out for {seconds:g} s if the other hosts are enough, {why}: {named(group)}"
+            )
