@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -40,6 +41,8 @@ class ReductionItem(Protocol):
         """Restore a result of `save`, possibly of another process. Not a collective."""
 
 
+_log = logging.getLogger("hvdkit.elastic")
+
 #: After commits within this number of accumulation windows in a row, commits no longer wait.
 _MOST_WINDOWS = 8
 
@@ -51,7 +54,8 @@ class CommittedState:
     state.
 
     A subclass that keeps more than its attributes extends `save`, `restore`, and the pair
-    `write_saved` and `read_saved`.
+    `write_saved` and `read_saved`. `write_saved` takes small values that may differ between ranks
+    from `_values_to_write`.
 
     Attributes:
         _saved_reduction: the states of `_reduction_items` as of the last `save`.
@@ -64,6 +68,10 @@ class CommittedState:
     # Whether `run` has called a training function with this state in this process.
     _began = False
     _saved_reduction: Mapping[str, Any] = {}
+    # The values of the first rank, while a commit is written.
+    _first_ranks_values: Mapping[str, Any] | None = None
+    # Whether this state has warned that its commits are not stored.
+    _warned = False
     # The windows that were open at the last call of `_must_wait`, and the number of different
     # windows since the last call without an open window.
     _windows_before: Set[Hashable] = frozenset()
@@ -71,6 +79,7 @@ class CommittedState:
 
     _bcast_object: Callable[[Any], Any]
     _saved_state: dict[str, Any]
+    _rank: Callable[[], int]
     _host_messages: queue.Queue[Any]
     _reset_callbacks: Sequence[Callable[[], None]]
     reset: Callable[[], None]
@@ -118,11 +127,11 @@ class CommittedState:
         committed without the accumulated gradients.
         """
         windows, before = self._open_windows(), self._windows_before
-        own = [int(bool(windows)), int(bool(windows) and windows.isdisjoint(before))]
+        own = [bool(windows), bool(windows) and windows.isdisjoint(before)]
         is_open, is_new = own if self._committer is None else self._committer.anywhere(own)
         self._windows_before = windows
         self._windows_in_row = self._windows_in_row + is_new if is_open else 0
-        return bool(is_open) and self._windows_in_row < _MOST_WINDOWS
+        return is_open and self._windows_in_row < _MOST_WINDOWS
 
     def _discard_gradients(self) -> None:
         """Discard accumulated gradients, which differ between ranks after an interruption."""
@@ -180,8 +189,26 @@ class CommittedState:
         self._saved_reduction = self._bcast_object(self._saved_reduction)
         self._restore_reduction()
 
+    def _values(self) -> Mapping[str, Any]:
+        """Return small values as of the last `save` that may differ between ranks.
+
+        For example, a script may set an attribute on the first rank only, and only the first rank
+        of a `fit` has callbacks that write files.
+        """
+        return {"objects": self._saved_state, "positions": positions()}
+
+    def _values_to_write(self) -> Mapping[str, Any]:
+        """Return the `_values` for `write_saved`: those of the first rank in a commit.
+
+        After a restart, the first rank may be on another host.
+        """
+        return self._values() if self._first_ranks_values is None else self._first_ranks_values
+
     def write_saved(self, file: IO[bytes]) -> None:
-        """Write what `save` has saved to a file. Not a collective."""
+        """Write what `save` has saved to a file. Not a collective.
+
+        One rank of each host calls this.
+        """
         raise NotImplementedError
 
     def read_saved(self, path: Path) -> None:
@@ -201,17 +228,20 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if a rank could not save its state or store the commit.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit. Also
+                if another rank waits in `join`.
+            UsageError: `hvdkit run --elastic` is calling a training function with another state.
         """
         must_wait = self._must_wait()
         if self._committer is None:
+            self._check_stored()
             if not must_wait:
                 self.save()
             super().check_host_updates()  # type: ignore[misc]
             return
         if must_wait or self._windows_in_row:
             self._committer.warn_of_window(stores=not must_wait)
-        if not must_wait and self._committer.commit(self.write_saved, self.save):
+        if not must_wait and self._store():
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
@@ -223,15 +253,56 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if a rank could not save its state or store the commit.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit. Also
+                if another rank waits in `join`.
+            UsageError: `hvdkit run --elastic` is calling a training function with another state.
         """
         if self._committer is None:
+            self._check_stored()
             super().check_host_updates()  # type: ignore[misc]
         elif self._committer.hosts_changed():
             if self._must_wait():
                 return
-            self._committer.commit(self.write_saved, self.save)
+            self._store()
             raise self._interrupt(False)
+
+    def _store(self) -> bool:
+        """Store a commit, and return whether the hosts have changed. A collective."""
+        assert self._committer is not None
+
+        def write(file: IO[bytes], values: Mapping[str, Any]) -> None:
+            self._first_ranks_values = values
+            try:
+                self.write_saved(file)
+            finally:
+                self._first_ranks_values = None
+
+        return self._committer.commit(write, self.save, self._values)
+
+    def _check_stored(self) -> None:
+        """Check a call without a committer: no commit is stored, and no host change is noticed.
+
+        Raises:
+            UsageError: `hvdkit run --elastic` is calling a training function with another state.
+        """
+        if ElasticStart.read() is None:
+            return
+        kind = type(self).__name__
+        # Otherwise this state has a committer.
+        if _running is not None:
+            raise UsageError(
+                f"commit() or check_host_updates() was called for this {kind}, but the elastic "
+                f"training function was called with another {type(_running).__name__}: hvdkit run "
+                f"--elastic stores only the state of the function. Put all objects into that state"
+            )
+        if not self._warned and self._rank() == 0:
+            _log.warning(
+                "commit() or check_host_updates() of a %s was called outside its elastic training "
+                "function, so no commit is stored, and no change of hosts is noticed. Call both "
+                "in a function with hvd.elastic.run that was called with this state",
+                kind,
+            )
+        self._warned = True
 
 
 def _copied(value: Any) -> Any:
@@ -291,7 +362,8 @@ class VariablesState(CommittedState):
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
         reduction, layout = self._saved_reduction, self._saved_layout
-        content = (stored, self._saved_state, positions(), reduction, layout)
+        small = self._values_to_write()
+        content = (stored, small["objects"], small["positions"], reduction, layout)
         pickle.dump(content, file, protocol=5)
 
     def read_saved(self, path: Path) -> None:
@@ -338,6 +410,8 @@ class Adapter:
 
 
 _keys = itertools.count()
+# The state of the running training function of `hvdkit run --elastic`; None without one.
+_running: CommittedState | None = None
 
 
 def run(func: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
@@ -382,11 +456,19 @@ def _run_started(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    global _running
     if not isinstance(state, CommittedState):
         raise UsageError(
             f"the elastic state is a {type(state).__module__}.{type(state).__name__}, whose "
             f"commits cannot be stored: expected a state of hvdkit, such as "
             f"hvd.elastic.ObjectState, or a class derived from one"
+        )
+    if _running is not None:
+        raise UsageError(
+            f"an elastic training function was called with a {type(state).__name__} within another "
+            f"elastic training function: expected one at a time, because the commits of a call are "
+            f"stored under its number. Remove hvd.elastic.run from the inner function, and put its "
+            f"objects into the state of the outer function"
         )
     committer = Committer(start, adapter.collectives(), next(_keys), adapter.local_rank() == 0)
 
@@ -402,13 +484,13 @@ def _run_started(
         state.on_reset()
     state._began = True
     state.sync()
-    state._committer = committer
+    state._committer, _running = committer, state
     try:
         return func(state, *args, **kwargs)
     except adapter.interrupt:
         _end(adapter)
     finally:
-        state._committer = None
+        state._committer = _running = None
 
 
 def _end(adapter: Adapter) -> NoReturn:

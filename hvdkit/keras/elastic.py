@@ -237,7 +237,9 @@ class UpdateBatchStateCallback(_UpdateCallback):
     are read and discarded. Each batch is therefore trained once, if the data have the same order at
     each start. Ranks that share the data count the batches of their own share. If a restart changes
     the number of batches of an epoch, as with another number of ranks, `state.batch` becomes the
-    same fraction of the epoch, rounded down. Some samples of this epoch may be repeated.
+    same fraction of the epoch, rounded down. Some samples of this epoch may be repeated. With
+    another number of ranks, samples are also lost if the ranks read contiguous parts of the data,
+    or if each rank shuffles its share.
     """
 
     def __init__(self, state: Any) -> None:

@@ -89,9 +89,10 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
 
     def write_saved(self, file: IO[bytes]) -> None:
         """Write what `save` has saved to a file."""
+        small = self._values_to_write()
         content = {
-            "objects": self._saved_state,
-            "handlers": self._saved_handlers(),
+            "objects": small["objects"],
+            "handlers": {**self._saved_handlers(), **small.get("handlers", {})},
             "reduction": self._saved_reduction,
         }
         torch.save(content, file)
@@ -171,6 +172,15 @@ class TorchState(ObjectState, horovod_state.TorchState):
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
+
+    def _values(self) -> Mapping[str, Any]:
+        large = (torch.nn.Module, torch.optim.Optimizer)
+        handlers = {
+            name: attributes
+            for name, attributes in self._saved_handlers().items()
+            if not isinstance(self._handlers[name].value, large)
+        }
+        return {**super()._values(), "handlers": handlers}
 
     def _saved_handlers(self) -> Mapping[str, Any]:
         # All handlers, also those of the user, keep in attributes what their `save` has saved.

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdkit.errors import HvdkitError
+from tests.parallel.elastic_hosts import commit_in, host_of_its_own
+
 
 def test_the_objects_of_a_state_are_sent_as_other_objects(hvd):
     """Horovod's function takes a minute for 400 MB, and names collectives after types."""
@@ -80,6 +83,60 @@ def test_a_scheduler_and_a_scaler_get_the_state(hvd, tmp_path, wrapped):
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (1.0, 3)
     assert scaler.get_scale() == 16.0
     assert state.names == ["a", "b"]
+
+
+def test_a_commit_has_the_values_of_rank_0_on_each_host(hvd):
+    """After a loss of rank 0, another host continues with these values."""
+
+    def start():
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        sampler = hvd.elastic.ElasticSampler(range(64))
+        return hvd.elastic.TorchState(
+            model, optimizer, scheduler=scheduler, sampler=sampler, best=None
+        )
+
+    @hvd.elastic.run
+    def train(state):
+        if hvd.rank() == 0:
+            state.best = 3.0
+            state.sampler.record_batch(0, 2)
+        state.scheduler.step(5.0 + hvd.rank())
+        state.commit()
+
+    with host_of_its_own() as folder:
+        train(start())
+        state = start()
+        state.read_saved(commit_in(folder))
+    state.restore()
+    assert (state.best, state.scheduler.best) == (3.0, 5.0)
+    assert state.sampler.processed_num == 2 * hvd.size()
+
+
+@pytest.mark.parametrize("method", ["commit", "check_host_updates"])
+@pytest.mark.parametrize("joined", [0, 1])
+def test_a_commit_while_a_rank_waits_in_join_is_an_error(hvd, joined, method):
+    """The host of this rank would store nothing."""
+
+    @hvd.elastic.run
+    def train(state):
+        state.commit()
+        state.batch = 1
+        if hvd.rank() != joined:
+            others = f"{hvd.size() - 1} of {hvd.size()} ranks have called commit"
+            with pytest.raises(HvdkitError, match=others):
+                getattr(state, method)()
+        hvd.join()
+        state.batch = 2
+        state.commit()
+
+    state = hvd.elastic.ObjectState(batch=0)
+    with host_of_its_own() as folder:
+        train(state)
+        state.read_saved(commit_in(folder))
+    state.restore()
+    assert state.batch == 2
 
 
 def test_objects(hvd):
