@@ -128,6 +128,16 @@ class LocalGradients(Protocol):
         """Record why the gradients cannot be used, and drop the bases."""
         ...
 
+    def check_written(self, assigned: bool) -> None:
+        """Look for NaN and infinity in unreduced gradients that the script has written.
+
+        Does nothing without `on_nonfinite`.
+
+        Args:
+            assigned: see `begin_round`.
+        """
+        ...
+
     def nonfinite(self) -> list[str]:
         """Return the names of the unreduced gradients with NaN or infinity.
 
