@@ -32,8 +32,9 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
         "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
-        "pass. After last = hvd.join(), call it with root_rank=last. If ranks should have "
-        "different values, pass check_parameters=False to hvd.DistributedOptimizer.",
+        "pass. After last = hvd.join(), call it with root_rank=last, and also "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If ranks should have different "
+        "values, pass check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 
