@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdkit.errors import UsageError
+
 
 def test_the_objects_of_a_state_are_sent_as_other_objects(hvd):
     """Horovod's function takes a minute for 400 MB, and names collectives after types."""
@@ -95,6 +97,23 @@ def test_objects(hvd):
     state.step = 7
     state.restore()
     assert state.step == 6
+
+
+def test_a_sampler_without_set_epoch_raises(hvd):
+    """It works until a restart. All later epochs would then be empty."""
+    sampler = hvd.elastic.ElasticSampler(range(20))
+    for number, _ in enumerate(sampler):
+        sampler.record_batch(number, 1)
+    with pytest.raises(UsageError, match=r"Call sampler.set_epoch\(epoch \+ 1\) at the end"):
+        iter(sampler)
+    restarted = hvd.elastic.ElasticSampler(range(20))
+    restarted.load_state_dict(sampler.state_dict())
+    # The script has not called `set_epoch` between the last batch and the commit.
+    assert list(restarted) == []
+    with pytest.raises(UsageError, match="all samples of epoch 0 were recorded"):
+        iter(restarted)
+    restarted.set_epoch(1)
+    assert list(restarted)
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 5, 8])
