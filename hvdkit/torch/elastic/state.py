@@ -20,6 +20,7 @@ from horovod.torch.elastic.state import (
 )
 
 from hvdkit.core.elastic import CommittedState
+from hvdkit.torch.devices import on_own_gpu
 from hvdkit.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -99,7 +100,7 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`."""
         # The file contains arbitrary objects, and belongs to the user of this process.
-        saved = torch.load(str(path), map_location="cpu", weights_only=False, mmap=True)
+        saved = torch.load(str(path), map_location=on_own_gpu, weights_only=False, mmap=True)
         self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
         self._saved_reduction = saved.get("reduction", {})

@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -97,6 +99,48 @@ def test_objects(hvd):
     state.step = 7
     state.restore()
     assert state.step == 6
+
+
+@contextmanager
+def own_gpu(number):
+    """Simulate that new CPU tensors are on GPU 0, and that this rank's GPU is `number`.
+
+    Yields:
+        A list that gets the device of each tensor that is read.
+    """
+    devices = []
+
+    def place(storage, location):
+        if location.startswith("cuda"):
+            devices.append(location)
+            return storage
+        return None
+
+    torch.serialization.register_package(0, lambda _: "cuda:0", place)
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=number),
+    ):
+        try:
+            yield devices
+        finally:
+            packages = torch.serialization._package_registry
+            packages[:] = [package for package in packages if package[2] is not place]
+
+
+def test_tensors_of_other_gpus_arrive_on_the_own_gpu(hvd, tmp_path):
+    with own_gpu(3 + hvd.rank()) as devices:
+        state = hvd.elastic.ObjectState(history=[torch.full((2,), hvd.rank())])
+        state.sync()
+        assert devices == ([] if hvd.rank() == 0 else [f"cuda:{3 + hvd.rank()}"])
+        devices.clear()
+        with (tmp_path / str(hvd.rank())).open("wb") as file:
+            state.write_saved(file)
+        state.history.clear()
+        state.read_saved(tmp_path / str(hvd.rank()))
+        state.restore()
+        assert devices == [f"cuda:{3 + hvd.rank()}"]
+    assert [tensor.tolist() for tensor in state.history] == [[0, 0]]
 
 
 def test_a_sampler_without_set_epoch_raises(hvd):
