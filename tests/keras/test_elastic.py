@@ -437,6 +437,26 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
     np.testing.assert_allclose(model.get_weights()[0], 4)
 
 
+def test_a_state_of_objects_keeps_the_epochs_of_samplers(hvd, tmp_path):
+    """`fit` counts them."""
+    sampler = hvd.ResumableSampler(8, batch_size=2, seed=97)
+    model = small_model()
+    model.compile("sgd", loss="mse")
+
+    def fit(epochs):
+        samples = sampler.arrays((np.ones((8, 3)), np.ones((8, 2))))
+        model.fit(samples, shuffle=False, epochs=epochs, verbose=0)
+
+    fit(2)
+    state = hvd.elastic.ObjectState(epoch=2)
+    with (tmp_path / "commit").open("wb") as file:
+        state.write_saved(file)
+    sampler.set_epoch(0)
+    state.read_saved(tmp_path / "commit")
+    fit(1)
+    assert sampler.epoch == 3
+
+
 def test_a_state_that_begins_after_the_end_of_the_epoch(hvd):
     """Horovod's example begins with `batch=100`. `fit` would have an epoch without batches."""
     model = small_model()

@@ -20,6 +20,7 @@ from horovod.torch.elastic.state import (
 )
 
 from hvdkit.core.elastic import CommittedState
+from hvdkit.core.replaced_state import positions, restore_positions
 from hvdkit.torch.devices import on_own_gpu
 from hvdkit.torch.functions import (
     broadcast_object,
@@ -94,6 +95,7 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
             "objects": self._saved_state,
             "handlers": self._saved_handlers(),
             "reduction": self._saved_reduction,
+            "positions": positions(),
         }
         torch.save(content, file)
 
@@ -104,6 +106,7 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
         self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
         self._saved_reduction = saved.get("reduction", {})
+        restore_positions(saved.get("positions", {}))
 
     def _saved_handlers(self) -> Mapping[str, Any]:
         return {}
@@ -147,6 +150,14 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 self._handlers[name] = _StateDictHandler(value)
         self._copy_objects()
         self._save_reduction()
+
+    def sync(self) -> None:
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+        super().sync()
+        # Horovod's method saves the objects, but not the models, optimizers and samplers. A
+        # `restore` before the first commit would join values of two points in time.
+        for handler in self._handlers.values():
+            handler.save()
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         values = {name: handler.value for name, handler in self._handlers.items()}

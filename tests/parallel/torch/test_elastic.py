@@ -101,6 +101,33 @@ def test_objects(hvd):
     assert state.step == 6
 
 
+def test_restore_after_sync_returns_to_the_sync(hvd):
+    """The script may restore a checkpoint before the training function, and fail before a commit.
+
+    A state would be mixed if its epoch were that of the last `sync`, and its weights older.
+    """
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sampler = hvd.elastic.ElasticSampler(range(20))
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+    def move_to(number):
+        torch.nn.init.constant_(model.weight, number)
+        optimizer.param_groups[0]["lr"] = number
+        sampler.load_state_dict({"epoch": number, "processed_num": number})
+        state.epoch = number
+
+    def position():
+        rate = optimizer.param_groups[0]["lr"]
+        return model.weight[0, 0].item(), rate, sampler.epoch, sampler.processed_num, state.epoch
+
+    move_to(5 + hvd.rank())
+    state.sync()
+    move_to(7)
+    state.restore()
+    assert position() == (5, 5, 5, 5, 5)
+
+
 @contextmanager
 def own_gpu(number):
     """Simulate that new CPU tensors are on GPU 0, and that this rank's GPU is `number`.
