@@ -9,6 +9,7 @@ in the memory of each host (`hvdkit.core.committer`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -16,7 +17,8 @@ import logging
 import os
 import pickle
 import queue
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
@@ -25,13 +27,15 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
 from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
+from hvdkit.core.sampling import Epochs
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
-class ReductionItem(Protocol):
-    """A part of the state of the gradient reduction, such as the scales of fp16.
+class Item(Protocol):
+    """A part of the state that the script or another object holds, and that stays the same object.
 
-    The checkpointers store the same items.
+    For example a part of the gradient reduction, such as the scales of fp16. The checkpointers
+    store the same items.
     """
 
     def save(self) -> Any:
@@ -47,18 +51,37 @@ _log = logging.getLogger("hvdkit.elastic")
 _MOST_WINDOWS = 8
 
 
+class _Position:
+    """The `Item` of a `ResumableSampler`."""
+
+    def __init__(self, sampler: Epochs) -> None:
+        self._sampler = sampler
+
+    def save(self) -> Any:
+        return self._sampler.committed()
+
+    def restore(self, tree: Any) -> None:
+        # All ranks together continue at this position, also if their number has changed.
+        self._sampler.restore(self._sampler.plan_restore(tree))
+
+
 class CommittedState:
     """The part of an elastic state that stores its commits. A mixin before Horovod's state class.
 
-    It also keeps the state of the gradient reduction. Sums have the same bits again only with this
-    state.
+    It keeps three kinds of values:
 
-    A subclass that keeps more than its attributes extends `save`, `restore`, and the pair
-    `write_saved` and `read_saved`. `write_saved` takes small values that may differ between ranks
-    from `_values_to_write`.
+    - objects, which become attributes. They are replaced by copies. An object that others refer to
+      is therefore an error: see `_advice`;
+    - every `ResumableSampler` that is given as an attribute. The sampler itself gets the position;
+    - the state of the gradient reduction. Sums have the same bits again only with this state.
+
+    A subclass that keeps more than this extends `save`, `restore`, and the pair `write_saved` and
+    `read_saved`. `write_saved` takes small values that may differ between ranks from
+    `_values_to_write`.
 
     Attributes:
-        _saved_reduction: the states of `_reduction_items` as of the last `save`.
+        _samplers: the samplers, by the name of their attribute.
+        _saved_items: the states of `_items` as of the last `save`.
         _saved_state: the objects as of the last `save`.
     """
 
@@ -67,7 +90,8 @@ class CommittedState:
     _committer: Committer | None = None
     # Whether `run` has called a training function with this state in this process.
     _began = False
-    _saved_reduction: Mapping[str, Any] = {}
+    _samplers: Mapping[str, Epochs] = {}
+    _saved_items: Mapping[str, Any] = {}
     # The values of the first rank, while a commit is written.
     _first_ranks_values: Mapping[str, Any] | None = None
     # Whether this state has warned that its commits are not stored.
@@ -86,7 +110,99 @@ class CommittedState:
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._sort_objects()
+
+    def _sort_objects(self) -> None:
+        """Separate the samplers from the objects, and save both. Call it in the constructor.
+
+        Raises:
+            UsageError: a copy of an object would be useless.
+        """
+        self._samplers = {k: v for k, v in self._saved_state.items() if isinstance(v, Epochs)}
+        for sampler in self._samplers.values():
+            # The script may have read a batch to build its model. These samples are not trained.
+            sampler.uncounted = False
+        objects = {k: v for k, v in self._saved_state.items() if k not in self._samplers}
+        self._saved_state = objects
+        for name, value in objects.items():
+            self._check_object(name, value)
+            self._check_references(name, value)
         self._copy_objects()
+        self._save_items()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        objects: Mapping[str, Any] = vars(self).get("_saved_state", {})
+        if name in self._samplers:
+            if value is not self._samplers[name]:
+                self._set_sampler(name, value)
+        # `restore` and `sync` set the saved objects themselves, which were checked.
+        elif name in objects and value is not objects[name]:
+            self._check_object(name, value)
+        super().__setattr__(name, value)
+
+    def _set_sampler(self, name: str, value: Any) -> None:
+        if not isinstance(value, Epochs):
+            raise UsageError(
+                f"state.{name} is a ResumableSampler, and was set to {value!r:.80} of type "
+                f"{type(value).__name__}: expected a ResumableSampler"
+            )
+        self._samplers = {**self._samplers, name: value}
+        self._saved_items = {**self._saved_items, _key_of(name): _Position(value).save()}
+
+    def _check_object(self, name: str, value: Any) -> None:
+        """Check that an object of the state may be replaced by a copy.
+
+        Raises:
+            UsageError: others refer to the object, or to a value in it.
+        """
+        for path, each in _nested_values(name, value):
+            if advice := self._advice(each):
+                raise UsageError(
+                    f"{path} is a {type(each).__name__}. The state would replace it by a copy, and "
+                    f"the script or other objects would still use the original: {advice}"
+                )
+
+    def _check_references(self, name: str, value: Any) -> None:
+        """Check that an object does not refer to a part of the state that is not copied.
+
+        Raises:
+            UsageError: it does.
+        """
+        # It gets the `id` of each object that is copied.
+        copied: dict[int, Any] = {}
+        with contextlib.suppress(Exception):
+            copy.deepcopy(value, copied)
+        for each in self._originals():
+            if id(each) in copied:
+                raise UsageError(
+                    f"{name} (of type {type(value).__name__}) refers to a {type(each).__name__} "
+                    f"that the state keeps. The state would replace {name} by a copy, which would "
+                    f"use a copy of the {type(each).__name__}: omit {name} from the state, and "
+                    f"pass only its numbers and arrays"
+                )
+
+    def _advice(self, value: Any) -> str:
+        """Return what to do with a value that must not be copied; "" if it may be copied.
+
+        A value must not be copied if others usually refer to it: the script, a DataLoader that
+        has a sampler, or an optimizer that has variables. They would not notice the copy.
+        """
+        if isinstance(value, Epochs):
+            return (
+                "pass each ResumableSampler to the constructor of the state, as a keyword argument "
+                "of its own"
+            )
+        if _is_of_keras(value):
+            return (
+                "use the arguments `model`, `variables` and `optimizer` of the states. KerasState "
+                "also keeps the layers of its model, and the optimizers that are attributes of its "
+                "model"
+            )
+        return ""
+
+    def _originals(self) -> Iterable[Any]:
+        """Return the objects that the state keeps without copies, such as models."""
+        return self._samplers.values()
 
     def _copy_objects(self) -> None:
         """Replace the saved objects by copies.
@@ -105,9 +221,13 @@ class CommittedState:
         self._saved_state.setdefault(name, value)
         setattr(self, name, value)
 
-    def _reduction_items(self) -> Mapping[str, ReductionItem]:
+    def _reduction_items(self) -> Mapping[str, Item]:
         """Return the items of the gradient reduction, by name."""
         return {}
+
+    def _items(self) -> Mapping[str, Item]:
+        samplers = {_key_of(name): _Position(each) for name, each in self._samplers.items()}
+        return {**self._reduction_items(), **samplers}
 
     def _open_windows(self) -> Set[Hashable]:
         """Return the open accumulation windows of this rank; a different value for each window.
@@ -136,16 +256,14 @@ class CommittedState:
     def _discard_gradients(self) -> None:
         """Discard accumulated gradients, which differ between ranks after an interruption."""
 
-    def _save_reduction(self) -> None:
-        self._saved_reduction = {
-            name: item.save() for name, item in self._reduction_items().items()
-        }
+    def _save_items(self) -> None:
+        self._saved_items = {name: item.save() for name, item in self._items().items()}
 
-    def _restore_reduction(self) -> None:
-        for name, item in self._reduction_items().items():
+    def _restore_items(self) -> None:
+        for name, item in self._items().items():
             # Commits of earlier versions lack some items.
-            if name in self._saved_reduction:
-                item.restore(self._saved_reduction[name])
+            if name in self._saved_items:
+                item.restore(self._saved_items[name])
 
     def on_reset(self) -> None:
         """Call the functions of `register_reset_callbacks`. Horovod has started again.
@@ -164,17 +282,21 @@ class CommittedState:
         self._host_messages = queue.Queue()
 
     def save(self) -> None:
-        """Copy everything to host memory, except accumulated gradients."""
+        """Copy everything, except accumulated gradients.
+
+        PyTorch tensors are copied on their devices, so a state needs its GPU memory twice. The
+        variables of TensorFlow and Keras are copied to host memory.
+        """
         super().save()  # type: ignore[misc]
         self._copy_objects()
-        self._save_reduction()
+        self._save_items()
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
         super().restore()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
-        self._restore_reduction()
+        self._restore_items()
 
     def sync(self) -> None:
         """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
@@ -184,10 +306,10 @@ class CommittedState:
         super().sync()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
-        self._save_reduction()
+        self._save_items()
         # A rank on a host without a commit has no state, and the ranks' states must be equal.
-        self._saved_reduction = self._bcast_object(self._saved_reduction)
-        self._restore_reduction()
+        self._saved_items = self._bcast_object(self._saved_items)
+        self._restore_items()
 
     def _values(self) -> Mapping[str, Any]:
         """Return small values as of the last `save` that may differ between ranks.
@@ -305,6 +427,42 @@ class CommittedState:
         self._warned = True
 
 
+def _key_of(name: str) -> str:
+    """Return the key of a sampler in `_saved_items`. The items of the reduction have no spaces."""
+    return f"sampler {name}"
+
+
+#: Types of values that cannot contain others. Long lists of numbers are common.
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+
+
+def _nested_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value and all values in its lists, tuples, sets and dicts, each with its path."""
+    found, seen = [(name, value)], set()
+    while found:
+        path, each = found.pop()
+        yield path, each
+        if not isinstance(each, dict | list | tuple | set | frozenset | deque) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        values = each.values() if isinstance(each, dict) else each
+        if set(map(type, values)) <= _PLAIN:
+            continue
+        pairs = each.items() if isinstance(each, dict) else enumerate(each)
+        found += [(f"{path}[{key!r:.40}]", inner) for key, inner in pairs]
+
+
+def _is_of_keras(value: Any) -> bool:
+    """Return whether `value` is a variable, an optimizer, or a layer with variables of Keras."""
+    # By names, because this module does not import Keras.
+    classes = type(value).__mro__
+    names = {c.__name__ for c in classes if c.__module__.split(".")[0] in ("keras", "tf_keras")}
+    # In Keras 2, a metric is a layer. The state alone may have a metric.
+    if "Layer" in names and "Metric" not in names:
+        return bool(value.weights)
+    return not names.isdisjoint({"Variable", "Optimizer", "BaseOptimizer"})
+
+
 def _copied(value: Any) -> Any:
     """Return a copy of an object; the object itself if it cannot be copied."""
     try:
@@ -351,6 +509,9 @@ class VariablesState(CommittedState):
         self._saved_layout = self._layout()
         super().save()
 
+    def _originals(self) -> Iterable[Any]:
+        return [*super()._originals(), *(variable for variable, _ in self._saved_variables)]
+
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
         for variable, value in self._saved_variables:
@@ -361,9 +522,9 @@ class VariablesState(CommittedState):
         """Write what `save` has saved, and the positions of checkpointers, to a file."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        reduction, layout = self._saved_reduction, self._saved_layout
+        items, layout = self._saved_items, self._saved_layout
         small = self._values_to_write()
-        content = (stored, small["objects"], small["positions"], reduction, layout)
+        content = (stored, small["objects"], small["positions"], items, layout)
         pickle.dump(content, file, protocol=5)
 
     def read_saved(self, path: Path) -> None:
@@ -384,7 +545,7 @@ class VariablesState(CommittedState):
                 f"build the model and its optimizer in the same way at each start"
             )
         self._saved_variables = list(zip(variables, values, strict=True))
-        self._saved_reduction = others[0] if others else {}
+        self._saved_items = others[0] if others else {}
         restore_positions(restored)
 
 

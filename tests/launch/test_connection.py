@@ -214,7 +214,6 @@ def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
     connection.close(timeout=5)
 
 
-@pytest.mark.parametrize("unused", [False, True])
 def test_an_agent_that_ends_after_its_answer_cannot_take_part():
     """It got SIGTERM while the launcher waited for another host."""
     with a_connection() as ended, a_connection() as other:
@@ -229,6 +228,7 @@ def test_an_agent_that_ends_after_its_answer_cannot_take_part():
         assert problems == {ended: "it has ended"}
 
 
+@pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_of_a_node_has_an_effect_on_a_launcher_that_ignores_it(number, unused):
     """A launcher in the background of a script ignores SIGINT, and under nohup SIGHUP."""
