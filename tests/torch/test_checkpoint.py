@@ -285,6 +285,28 @@ def test_another_scheduler(hvd, tmp_path):
         restoring.restore()
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_with_entries_of_its_own_is_refused(hvd, tmp_path, wrapped):
+    """A resumed run would lose these entries, and train to other weights."""
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    class Lookahead(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "slow_state": {}}
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = Lookahead(model.parameters(), 0.1)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    with (
+        pytest.raises(UsageError, match="Lookahead, has the entries slow_state, which a checkp"),
+        hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer,
+    ):
+        checkpointer.save(1)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_an_optimizer_with_its_parameters_in_another_order(hvd, tmp_path, grouped):
     """The state is saved by index, so a parameter would get the state of another one."""
