@@ -397,6 +397,9 @@ def test_invalid_arguments_and_models_raise(hvd, tmp_path):
     for options in ({"every_epochs": 0}, {"keep_last": 0}):
         with pytest.raises(UsageError):
             hvd.callbacks.Checkpoint(tmp_path, **options)
+    with pytest.raises(AttributeError):
+        # Another dict would not be saved.
+        hvd.callbacks.Checkpoint(tmp_path).metadata = {}
     model = keras.Sequential([keras.layers.Lambda(lambda x: x), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
     if keras.backend.backend() == "tensorflow":
@@ -562,6 +565,20 @@ def test_a_fit_without_remaining_epochs_logs_a_warning(hvd, tmp_path):
         fit(hvd, compiled(), tmp_path, epochs=3)
     assert "fit has no epochs left" in records[0]
     assert "has 3 epochs, and epochs=3" in records[0]
+
+
+def test_a_fit_that_a_callback_has_stopped_logs_a_warning(hvd, tmp_path):
+    import keras
+
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, _: setattr(stop.model, "stop_training", epoch == 1)
+    )
+    fit(hvd, compiled(), tmp_path, epochs=5, callbacks=[stop])
+    with warnings_of_hvdkit() as records:
+        callback, _ = fit(hvd, compiled(), tmp_path, epochs=5, callbacks=[stop])
+    assert callback.step == 2 * 3
+    (text,) = records
+    assert "ended after epoch 2, because a callback set stop_training" in text
 
 
 def test_steps_per_epoch_must_match_the_sampler(hvd, tmp_path):

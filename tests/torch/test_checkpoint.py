@@ -75,6 +75,17 @@ def test_arrays_in_metadata(hvd, tmp_path):
     assert again.random() == generator.random()
 
 
+def test_metadata_cannot_be_replaced(hvd, tmp_path):
+    """Another dict would not be saved."""
+    import torch
+
+    with (
+        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer,
+        pytest.raises(AttributeError),
+    ):
+        checkpointer.metadata = {"best": 1.0}
+
+
 def test_arrays_and_tensors_in_extra_state(hvd, tmp_path):
     import torch
 
