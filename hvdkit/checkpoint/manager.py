@@ -633,6 +633,7 @@ class Manager:
             self._writer.close()
 
     def __enter__(self) -> Self:
+        self._check_open()
         if not self._schedule.is_empty:
             # Before DataLoader workers are forked: a signal to the process group must not end them.
             self._signals.install()

@@ -1,6 +1,7 @@
 """Record the signals that ask a job to stop; `Manager.maybe_save` reads the record."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -52,11 +53,16 @@ class StopSignals:
                 "stop_signals has SIGKILL or SIGSTOP, which no process can handle: remove it"
             )
         self._installed = False
+        # The process whose signals are recorded, and these signals.
+        self._process = 0
+        self._recorded: set[int] = set()
+        # The handlers before ours. They are kept after `remove`, because a handler that was
+        # installed later may still call ours.
         self._previous: dict[int, Any] = {}
         self._since: dict[int, float] = {}
 
     def install(self) -> None:
-        """Install the handlers. In another thread than the main thread, only log a warning.
+        """Install the handlers, once. In another thread than the main one, only log a warning.
 
         Python can install signal handlers in the main thread only.
         """
@@ -71,15 +77,17 @@ class StopSignals:
                 names,
             )
             return
+        self._process = os.getpid()
         for number in self._numbers:
+            self._recorded.add(number)
             self._previous[number] = signal.signal(number, self._record)
 
     def remove(self) -> None:
-        """Restore the handlers that the signals had before."""
+        """Restore the handlers that the signals had before. Later signals are not recorded."""
+        self._recorded.clear()
         if threading.current_thread() is threading.main_thread():
-            for number in list(self._previous):
+            for number in self._previous:
                 self._restore(number)
-            self._installed = False
 
     def deliver(self) -> None:
         """Raise a recorded signal again if no save stopped the job for it. Call `remove` first."""
@@ -88,16 +96,43 @@ class StopSignals:
             signal.raise_signal(number)
 
     def _restore(self, number: int) -> None:
-        previous = self._previous.pop(number)
         # Keep a handler that the user has installed since.
         if signal.getsignal(number) == self._record:
-            restore(number, previous)
+            restore(number, self._handler_before(number))
 
-    def _record(self, number: int, _frame: FrameType | None) -> None:
+    def _handler_before(self, number: int) -> Any:
+        """Return the handler before ours, except those of checkpointers that are closed."""
+        previous = self._previous[number]
+        owner = getattr(previous, "__self__", None)
+        if isinstance(owner, StopSignals) and number not in owner._recorded:
+            return owner._handler_before(number)
+        return previous
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A forked child has inherited the handler. The workers of a `DataLoader` must survive
+            # signals to all processes of the job. But `Process.terminate` sends SIGTERM, and the
+            # parent then waits for the end of the child.
+            if number == signal.SIGTERM:
+                self._pass_on(number, frame)
+            return
+        if number not in self._recorded:
+            self._pass_on(number, frame)
+            return
         self.asked = signal.Signals(number).name
         self.unanswered = number
         now = time.monotonic()
         if now > self._since.setdefault(number, now) + _SAME_SECONDS:
+            self._recorded.discard(number)
             self._restore(number)
             self.unanswered = None
+            signal.raise_signal(number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Let a signal have the effect that it has without this object."""
+        previous = self._handler_before(number)
+        if callable(previous):
+            previous(number, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -466,11 +466,14 @@ class Epochs:
 
     def _saved(self) -> dict[str, Any]:
         position = self.position
+        # Between two epochs, do not call `order` for the next one: there may be none.
+        checked = position.epoch if position.consumed else max(position.epoch - 1, 0)
         return {
             **self._identity(),
             "epoch": position.epoch,
             "consumed": position.consumed,
-            "order": self._checksum_of(position.epoch),
+            "order": self._checksum_of(checked),
+            "order_epoch": checked,
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -488,11 +491,12 @@ class Epochs:
                     f"the checkpoint was saved by a ResumableSampler with {name} {tree[name]}, but "
                     f"this one has {name} {value}: expected the same"
                 )
-        # Checkpoints of earlier versions have no checksum.
-        if tree.get("order") != self._checksum_of(tree["epoch"]):
+        # Checkpoints of earlier versions have no checksum, or always that of the current epoch.
+        checked = tree.get("order_epoch", tree["epoch"])
+        if tree.get("order") != self._checksum_of(checked):
             raise UsageError(
                 f"the checkpoint was saved with another order of the samples in epoch "
-                f"{tree['epoch']}. Pass the same function as order= to the ResumableSampler. It "
+                f"{checked}. Pass the same function as order= to the ResumableSampler. It "
                 f"must return the same order for the same epoch."
             )
         return tree

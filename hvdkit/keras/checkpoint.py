@@ -84,9 +84,6 @@ class Checkpoint(LastCallback):
     restart, `fit` continues from the commit, also if a checkpoint is newer. Only if there is no
     commit since `fit` began, `fit` resumes at the newest checkpoint. With an
     `UpdateEpochStateCallback`, the epochs of the checkpoints are those of `state.epoch`.
-
-    Attributes:
-        metadata: your own plain values in the checkpoint. A resume updates them.
     """
 
     needs_one_model = True
@@ -163,7 +160,7 @@ class Checkpoint(LastCallback):
             "asynchronous": asynchronous,
             "stop_signals": stop_signals,
         }
-        self.metadata = {} if metadata is None else metadata
+        self._metadata = {} if metadata is None else metadata
         self._progress = _Progress()
         self._begin = EpochBegin()
         self._metrics = _Metrics()
@@ -179,6 +176,11 @@ class Checkpoint(LastCallback):
         self._update: UpdateEpochStateCallback | None = None
         # The position in the data, for commits.
         self._data_position: Tree = None
+
+    @property
+    def metadata(self) -> MutableMapping[str, Any]:
+        """Your own values in the checkpoint: the dict that was given. Change its items."""
+        return self._metadata
 
     @property
     def step(self) -> int:
@@ -366,7 +368,16 @@ class Checkpoint(LastCallback):
                 progress.epoch, progress.batches = progress.epoch + 1, 0
             in_epoch = progress.batches > 0
         epochs = self._epochs
-        if progress.epoch >= epochs and not progress.stopped and not in_epoch:
+        if progress.stopped:
+            log.warning(
+                "fit trains nothing: the run that saved the checkpoint in %s ended after epoch %d, "
+                "because a callback set stop_training, as EarlyStopping does. To train more, write "
+                "the weights to a file with hvdkit checkpoint export, load them, and use another "
+                "folder. A callback for a time limit should not set stop_training: to save and "
+                "resume later, send SIGUSR1 to the job",
+                *(self._store.location, progress.epoch),
+            )
+        elif progress.epoch >= epochs and not in_epoch:
             log.warning(
                 "fit has no epochs left: the checkpoint in %s has %d epochs, and epochs=%d. To "
                 "train more, increase epochs. Another call of fit needs another folder",

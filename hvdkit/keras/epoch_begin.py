@@ -83,7 +83,9 @@ class EpochBegin:
 
 def _states(callbacks: Sequence[Any]) -> CallbackStates:
     # The hooks of Keras and hvdkit change only learning rates. Their states may be large.
-    return CallbackStates(lambda: [each for each in callbacks if _has_own_hook(each)])
+    own = [each for each in callbacks if _has_own_hook(each)]
+    # The states of all callbacks are restored before, with a warning.
+    return CallbackStates(lambda: own, warns=False)
 
 
 def _has_own_hook(callback: Any) -> bool:

@@ -1,6 +1,7 @@
 """`hvd.Checkpointer` for TensorFlow: checkpoints of a custom training loop."""
 
 import functools
+import logging
 import os
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -23,7 +24,9 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
 from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
 from hvdkit.tensorflow.replicas import tape_check
-from hvdkit.tensorflow.variables import tf_variable
+from hvdkit.tensorflow.variables import tf_variable, tf_variable_or_none
+
+log = logging.getLogger("hvdkit.tensorflow")
 
 
 class Checkpointer(Manager):
@@ -56,9 +59,6 @@ class Checkpointer(Manager):
     If the program is reproducible, a run that was killed and resumed ends bit-identical to an
     uninterrupted run. `tf.random.uniform` and similar functions (no generator, no "stateless" in
     the name) make a resume irreproducible, because their state cannot be saved.
-
-    Attributes:
-        metadata: your own plain values in the checkpoint. `restore` updates them.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Checkpointer(Manager):
         check_member(process_set)
         if model is None and optimizer is None:
             raise UsageError("neither model nor optimizer is given: expected at least one of them")
-        self.metadata = {} if metadata is None else metadata
+        self._metadata = {} if metadata is None else metadata
         models, optimizers = several("model", model), several("optimizer", optimizer)
         items: dict[str, StatefulItem] = {}
         for name, given in {**models, **optimizers}.items():
@@ -134,7 +134,7 @@ class Checkpointer(Manager):
             items["data"] = data_item(data)
         if sharded is not None:
             items["sharded"] = ShardedItem(sharded, lambda variable, _: _tensor(variable))
-        items["metadata"] = kept_in(self.metadata)
+        items["metadata"] = kept_in(self._metadata)
         collectives = TensorFlowCollectives(process_set)
         tapes = tape_check(
             collectives,
@@ -171,6 +171,16 @@ class Checkpointer(Manager):
                 tapes,
             ],
         )
+        if collectives.rank == collectives.ranks[0]:
+            saved = [v for each in (models | optimizers).values() for v in _variables(each)]
+            shards = [shard.tensor for shard in (sharded or {}).values()]
+            saved += [rows() if callable(rows) else rows for rows in shards]
+            _warn_of_others(models, saved)
+
+    @property
+    def metadata(self) -> MutableMapping[str, Any]:
+        """Your own values in the checkpoint: the dict that was given. Change its items."""
+        return self._metadata
 
 
 def _check_built(given: Any, argument: str) -> None:
@@ -201,6 +211,40 @@ def _variables(given: Any) -> Sequence[Any]:
             f"Keras, a tf.Module or a list of variables"
         )
     return list(found)
+
+
+def _warn_of_others(models: Mapping[str, Any], saved: Iterable[Any]) -> None:
+    """Warn of variables in models that neither Keras nor `tf.Module` counts as their variables.
+
+    Args:
+        models: name -> model.
+        saved: the variables that are saved.
+    """
+    known = {id(tf_variable_or_none(variable)) for variable in saved}
+    for name, model in models.items():
+        if not isinstance(model, tf.Module | keras.layers.Layer):
+            continue
+        found = list(tf.train.TrackableView(model).descendants())
+        # `compile` makes these.
+        others = (keras.optimizers.Optimizer, keras.metrics.Metric)
+        skipped = {id(v) for each in found if isinstance(each, others) for v in each.variables}
+        left = [
+            v.path if isinstance(v, keras.Variable) else v.name
+            for v in found
+            if isinstance(v, tf.Variable | keras.Variable)
+            and id(v) not in skipped
+            and id(tf_variable_or_none(v)) not in known
+        ]
+        if left:
+            log.warning(
+                "%s is a %s, and its .%s has no %s%s, so a checkpoint does not contain them. A "
+                "Keras model has no tf.Variables, and a tf.Module has no variables of Keras "
+                "layers. To save them, pass a dict with a list of these variables, such as "
+                'model={"model": model, "others": [...]}.',
+                *(name, type(model).__name__),
+                "weights" if isinstance(model, keras.layers.Layer) else "variables",
+                *(", ".join(left[:3]), ", ..." if len(left) > 3 else ""),
+            )
 
 
 def _tensor(variable: Any) -> VariableTensor:

@@ -134,7 +134,7 @@ class Checkpointer(Manager):
         if not mpi_ops.is_initialized():
             raise UsageError("Horovod is not initialised: call hvd.init() before this")
         check_member(process_set)
-        self.metadata = {} if metadata is None else metadata
+        self._metadata = {} if metadata is None else metadata
         optimizers = several("optimizer", optimizer)
         parts: dict[str, StatefulItem] = {}
         models = several("model", model)
@@ -158,7 +158,7 @@ class Checkpointer(Manager):
         parts |= shared
         if sharded is not None:
             parts["sharded"] = ShardedItem(sharded, writable, identity)
-        parts["metadata"] = kept_in(self.metadata)
+        parts["metadata"] = kept_in(self._metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         super().__init__(
             Store(
@@ -194,6 +194,11 @@ class Checkpointer(Manager):
             replicas=lambda: [each.replicas for each in wrapped],
             allocate=host_memory,
         )
+
+    @property
+    def metadata(self) -> MutableMapping[str, Any]:
+        """Your own values in the checkpoint: the dict that was given. Change its items."""
+        return self._metadata
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:

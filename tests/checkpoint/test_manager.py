@@ -1369,7 +1369,8 @@ def test_a_closed_manager_refuses_all_calls(place):
         saving = make(collectives, place)
         saving.close()
         saving.close()
-        for call in (saving.restore, lambda: saving.save(1), lambda: saving.maybe_save(1)):
+        calls = (saving.restore, lambda: saving.save(1), lambda: saving.maybe_save(1))
+        for call in (*calls, saving.__enter__):
             with pytest.raises(UsageError, match="closed"):
                 call()
 
@@ -1438,6 +1439,78 @@ def test_a_later_second_signal_has_its_original_effect(monkeypatch):
         assert got == ["own"] * 2
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_objects_removed_in_any_order_restore_the_first_handler(order):
+    def own(number, frame):
+        """A handler of the script."""
+
+    previous = signal.signal(signal.SIGUSR1, own)
+    try:
+        both = [StopSignals([signal.SIGUSR1]), StopSignals([signal.SIGUSR1])]
+        for each in both:
+            each.install()
+        both[order[0]].remove()
+        signal.raise_signal(signal.SIGUSR1)
+        assert both[order[1]].asked == "SIGUSR1"
+        both[order[1]].remove()
+        assert signal.getsignal(signal.SIGUSR1) is own
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_signal_from_a_handler_of_the_script_has_its_original_effect(monkeypatch, removed):
+    """The script's handler calls the handler that it replaced."""
+    got = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: got.append("before"))
+    try:
+        signals = StopSignals([signal.SIGUSR1])
+        signals.install()
+        ours = signal.signal(signal.SIGUSR1, lambda *of: (got.append("own"), ours(*of)))
+        if removed:
+            signals.remove()
+        else:
+            signal.raise_signal(signal.SIGUSR1)
+            assert got == ["own"]
+            got.clear()
+            monkeypatch.setattr("hvdkit.checkpoint.signals._SAME_SECONDS", -1.0)
+        signal.raise_signal(signal.SIGUSR1)
+        assert got == (["own", "before"] if removed else ["own", "own", "before"])
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+# In a new program, because forking this one with its threads may hang.
+FORKED = """
+import multiprocessing, signal, sys, time
+from hvdkit.checkpoint.signals import StopSignals
+
+def run(pipe):
+    signal.raise_signal(signal.SIGINT)
+    pipe.send("survived SIGINT")
+    time.sleep(60)
+
+StopSignals().install()
+fork = multiprocessing.get_context("fork")
+here, there = fork.Pipe()
+child = fork.Process(target=run, args=(there,), daemon=True)
+child.start()
+print(here.recv())
+if sys.argv[1] == "terminate":
+    child.terminate()
+    child.join()
+    print(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("terminate", ["-15"]), ("exit", [])])
+def test_a_forked_child_ends_after_sigterm(how, said):
+    """At its end, a program terminates its daemon processes and waits for them."""
+    command = [sys.executable, "-c", FORKED, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.splitlines() == ["survived SIGINT", *said]
 
 
 def test_outside_the_main_thread_signals_are_not_handled_with_a_warning(caplog):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.core.sampling import Batches, Epochs, Share, epoch_order
+from hvdkit.core.sampling import Batches, Epochs, Position, Share, epoch_order
 from hvdkit.errors import UsageError
 
 
@@ -167,6 +167,29 @@ def test_after_an_error_the_batch_is_read_again(failing, again):
     seen += batches if again == "same loop" else Batches(sampler, read)
     assert seen == list(looped(epochs()))
     assert sampler.epoch == 1
+
+
+def test_an_order_with_an_entry_for_each_epoch():
+    """The position after the last epoch can be saved and restored."""
+    reverse = [False, True]
+
+    def order(numbers, epoch):
+        return numbers[::-1] if reverse[epoch] else numbers
+
+    sampler = epochs(order=order)
+    trees = [sampler.save()]
+    for _ in reverse:
+        trees += [sampler.save() for _ in looped(sampler)]
+        trees.append(sampler.save())
+    # Earlier versions always saved the checksum of the current epoch.
+    earlier = {key: value for key, value in trees[5].items() if key != "order_epoch"}
+    for tree in (*trees, earlier):
+        resumed = epochs(order=order)
+        resumed.restore(resumed.plan_restore(tree))
+        assert resumed.position == Position(tree["epoch"], tree["consumed"])
+        other = epochs(order=lambda numbers, _: np.roll(numbers, 1))
+        with pytest.raises(UsageError, match="saved with another order of the samples in epoch"):
+            other.plan_restore(tree)
 
 
 @pytest.mark.parametrize("done", [1, 3, 5])

@@ -397,6 +397,9 @@ def test_invalid_arguments_and_models_raise(hvd, tmp_path):
     for options in ({"every_epochs": 0}, {"keep_last": 0}):
         with pytest.raises(UsageError):
             hvd.callbacks.Checkpoint(tmp_path, **options)
+    with pytest.raises(AttributeError):
+        # Another dict would not be saved.
+        hvd.callbacks.Checkpoint(tmp_path).metadata = {}
     model = keras.Sequential([keras.layers.Lambda(lambda x: x), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
     if keras.backend.backend() == "tensorflow":
@@ -484,22 +487,98 @@ def test_a_checkpoint_of_another_call_of_fit_raises(hvd, tmp_path):
         fit(hvd, compiled(), tmp_path, epochs=2)
 
 
-def test_a_fit_without_remaining_epochs_logs_a_warning(hvd, tmp_path):
+@contextlib.contextmanager
+def warnings_of_hvdkit():
     import logging
 
-    fit(hvd, compiled(), tmp_path, epochs=2)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("hvdkit.keras").addHandler(handler)
     try:
+        yield records
+    finally:
+        logging.getLogger("hvdkit.keras").removeHandler(handler)
+
+
+def test_callbacks_keep_their_states_when_others_are_inserted(hvd, tmp_path):
+    """A state of another callback would let ModelCheckpoint overwrite the best model."""
+    from keras.callbacks import EarlyStopping, ModelCheckpoint
+
+    names = ("loss", "mae", "other", "moved/loss")
+    files = {name: tmp_path / f"{name}.weights.h5" for name in names}
+
+    def best(monitor, file, **options):
+        options |= {"save_best_only": True, "save_weights_only": True}
+        return ModelCheckpoint(files[file], monitor, mode="min", **options)
+
+    # No epoch is better than a loss of 0.
+    saved = [
+        best("loss", "loss", initial_value_threshold=0.0),
+        EarlyStopping("loss", patience=9, baseline=0.0),
+        EarlyStopping("mae", patience=9, mode="max"),
+    ]
+    fit(hvd, compiled(), tmp_path / "run", epochs=2, callbacks=saved)
+    inserted = EarlyStopping("mae", mode="min")
+    kept = EarlyStopping("loss", patience=9, baseline=0.0)
+    callbacks = [best("mae", "mae"), best("loss", "other"), inserted, best("loss", "loss"), kept]
+    with warnings_of_hvdkit() as records:
+        fit(hvd, compiled(), tmp_path / "run", epochs=3, callbacks=callbacks)
+    assert {name for name, file in files.items() if file.exists()} == {"mae", "other"}
+    assert kept.wait == 3
+    assert inserted.wait == 0
+    new, dropped = records
+    assert "no state of ModelCheckpoint(monitor='mae', mode='min', filepath=" in new
+    assert "EarlyStopping(monitor='mae', mode='min'), which begins without" in new
+    assert "has the state of EarlyStopping(monitor='mae', mode='max'), and fit has no" in dropped
+    # Another path of the folder.
+    moved = [best("loss", "moved/loss"), EarlyStopping("loss", patience=9, baseline=0.0)]
+    fit(hvd, compiled(), tmp_path / "run", epochs=4, callbacks=moved)
+    assert not files["moved/loss"].exists()
+    assert moved[1].wait == 4
+
+
+def test_callback_states_of_earlier_versions(hvd):
+    from keras.callbacks import EarlyStopping
+
+    from hvdkit.keras.items import CallbackStates
+
+    saved = [EarlyStopping("loss"), EarlyStopping("mae", mode="min")]
+    for number, callback in enumerate(saved):
+        callback.wait = number + 1
+    tree = CallbackStates(lambda: saved).save()
+    del tree["settings"]
+    here = [EarlyStopping("mae", mode="min"), EarlyStopping("loss")]
+    with warnings_of_hvdkit() as records:
+        CallbackStates(lambda: here).restore(tree)
+        assert records == []
+        CallbackStates(lambda: here[:1]).restore(tree)
+    assert [callback.wait for callback in here] == [1, 2]
+    assert "the state of EarlyStopping(), and fit has no such callback" in records[0]
+
+
+def test_a_fit_without_remaining_epochs_logs_a_warning(hvd, tmp_path):
+    fit(hvd, compiled(), tmp_path, epochs=2)
+    with warnings_of_hvdkit() as records:
         fit(hvd, compiled(), tmp_path, epochs=3)
         assert records == []
         fit(hvd, compiled(), tmp_path, epochs=3)
-    finally:
-        logging.getLogger("hvdkit.keras").removeHandler(handler)
     assert "fit has no epochs left" in records[0]
     assert "has 3 epochs, and epochs=3" in records[0]
+
+
+def test_a_fit_that_a_callback_has_stopped_logs_a_warning(hvd, tmp_path):
+    import keras
+
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, _: setattr(stop.model, "stop_training", epoch == 1)
+    )
+    fit(hvd, compiled(), tmp_path, epochs=5, callbacks=[stop])
+    with warnings_of_hvdkit() as records:
+        callback, _ = fit(hvd, compiled(), tmp_path, epochs=5, callbacks=[stop])
+    assert callback.step == 2 * 3
+    (text,) = records
+    assert "ended after epoch 2, because a callback set stop_training" in text
 
 
 def test_steps_per_epoch_must_match_the_sampler(hvd, tmp_path):

@@ -198,6 +198,9 @@ def test_objects_that_cannot_be_saved_raise(hvd, tmp_path):
         pytest.raises(UsageError, match=r"metadata\['x'\] is a .*EagerTensor.* x.numpy\(\)"),
     ):
         checkpointer.save(1)
+    with pytest.raises(AttributeError):
+        # Another dict would not be saved.
+        checkpointer.metadata = {}
     with pytest.raises(UsageError, match=r"call its build\(model.trainable_variables\)"):
         hvd.Checkpointer(tmp_path, optimizer=keras.optimizers.SGD())
     with pytest.raises(UsageError, match="model or optimizer is a float: expected"):
@@ -205,6 +208,49 @@ def test_objects_that_cannot_be_saved_raise(hvd, tmp_path):
     words = hvd.Checkpointer(tmp_path, model=[tf.Variable("word", name="w")])
     with words, pytest.raises(UsageError, match="is of string"):
         words.save(1)
+
+
+def test_variables_that_a_model_does_not_count_log_a_warning(hvd, tmp_path):
+    import logging
+
+    import keras
+    import tensorflow as tf
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dropout, self.dense = keras.layers.Dropout(0.1), keras.layers.Dense(1)
+            self.scale = tf.Variable(1.0, name="scale")
+
+        def call(self, x):
+            return self.dense(self.dropout(x)) * self.scale
+
+    class Module(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = tf.Variable(1.0, name="bias")
+            self.dense = keras.layers.Dense(1, name="inner")
+            self.dense.build((None, 2))
+
+    model, module = Model(), Module()
+    model(tf.ones((1, 2)))
+    model.compile("adam", loss="mse", metrics=["mae"])
+    model.fit(tf.ones((1, 2)), tf.ones((1, 1)), verbose=0)
+    logger, handler = logging.getLogger("hvdkit.tensorflow"), logging.Handler()
+    logger.addHandler(handler)
+    try:
+        for given, words in (
+            (model, ["model is a Model, and its .weights has no scale:0, so a checkpoint"]),
+            (module, ["model is a Module, and its .variables has no inner/kernel, inner/bias,"]),
+            ({"one": model, "other": [model.scale]}, []),
+            ({"one": module, "other": module.dense.weights}, []),
+        ):
+            records = []
+            handler.emit = lambda record, found=records: found.append(record.getMessage())
+            hvd.Checkpointer(tmp_path, model=given).close()
+            assert [text[: len(word)] for text, word in zip(records, words, strict=True)] == words
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_weights_load_with_safetensors(hvd, tmp_path):

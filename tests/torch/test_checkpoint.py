@@ -75,6 +75,17 @@ def test_arrays_in_metadata(hvd, tmp_path):
     assert again.random() == generator.random()
 
 
+def test_metadata_cannot_be_replaced(hvd, tmp_path):
+    """Another dict would not be saved."""
+    import torch
+
+    with (
+        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer,
+        pytest.raises(AttributeError),
+    ):
+        checkpointer.metadata = {"best": 1.0}
+
+
 def test_arrays_and_tensors_in_extra_state(hvd, tmp_path):
     import torch
 
@@ -283,6 +294,28 @@ def test_another_scheduler(hvd, tmp_path):
         checkpointer(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5)) as restoring,
     ):
         restoring.restore()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_with_entries_of_its_own_is_refused(hvd, tmp_path, wrapped):
+    """A resumed run would lose these entries, and train to other weights."""
+    import torch
+
+    from hvdkit.errors import UsageError
+
+    class Lookahead(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "slow_state": {}}
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = Lookahead(model.parameters(), 0.1)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    with (
+        pytest.raises(UsageError, match="Lookahead, has the entries slow_state, which a checkp"),
+        hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer,
+    ):
+        checkpointer.save(1)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -1158,6 +1191,46 @@ def test_statistics_of_compiled_submodules(hvd, compiled):
     for model in (Block.model("no"), Block.model(compiled)):
         Statistics({"model": model}).restore(earlier)
         assert model.block.norm.running_mean.tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("here", [False, True])
+def test_buffers_of_a_wrapper_with_the_state_dict_of_its_module(hvd, there, here):
+    """Simulated: the module that Fabric's `setup` returns."""
+    import torch
+
+    from hvdkit.torch.items.statistics import Statistics
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self._forward_module = module
+
+        def state_dict(self, **options):
+            return self._forward_module.state_dict(**options)
+
+    def statistics(wrapped, value):
+        module = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+        module[0].running_mean.fill_(value)
+        module.register_buffer("seen", torch.full((1,), value))
+        temporary = torch.ones(1).to_sparse()
+        module.register_buffer("temporary", temporary, persistent=False)
+        found = Statistics({"model": Wrapper(module) if wrapped else module})
+        found.select(found.digests())
+        return found, module
+
+    saved, restored = statistics(there, 3.0)[0], statistics(here, 0.0)
+    assert saved.digests().keys() == {"model.seen"}
+    tree = saved.save()
+    restored[0].restore(tree)
+    module = restored[1]
+    assert [module[0].running_mean.item(), module.seen.item()] == [3.0, 3.0]
+    # The names of earlier versions in a wrapper.
+    earlier = {f"model._forward_module.{n.removeprefix('model.')}": tree[n] for n in tree}
+    if here:
+        module[0].running_mean.zero_()
+        restored[0].restore(earlier)
+        assert module[0].running_mean.item() == 3.0
 
 
 def test_one_rank_has_no_buffers_that_differ(hvd, tmp_path):

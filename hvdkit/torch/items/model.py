@@ -10,7 +10,7 @@ from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.checkpoint.weights import TIED
 from hvdkit.torch.items import compiled
-from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, overlaps, writable
+from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, memory, overlaps, writable
 from hvdkit.torch.items.trees import at, on_host, with_tensors, without_tensors
 
 
@@ -62,7 +62,7 @@ class ModelItem:
                 continue
             tensor = TorchTensor(value, at(self._subject, (name,)))
             # All empty tensors have the address 0.
-            holder = holders.setdefault(_memory(value), name) if value.numel() else name
+            holder = holders.setdefault(memory(value), name) if value.numel() else name
             if holder != name:
                 tied[name] = holder
             else:
@@ -129,7 +129,7 @@ class ModelItem:
         for name in own:
             if name in tree.get(TIED, {}) or not own[name].numel():
                 continue
-            holder = holders.setdefault(_memory(own[name]), name)
+            holder = holders.setdefault(memory(own[name]), name)
             if holder != name:
                 found.append(
                     (name, f"{name} and {holder} are one tensor here, and two in the checkpoint")
@@ -213,9 +213,3 @@ def _text(spec: TensorSpec) -> str:
 
 def _share_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and tensor.data_ptr() == other.data_ptr()
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors of the same memory and shape."""
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    return tensor.data_ptr(), tensor.device, tensor.dtype, shape, strides

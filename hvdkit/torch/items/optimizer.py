@@ -7,6 +7,7 @@ import torch
 
 from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
+from hvdkit.errors import UsageError
 from hvdkit.torch.items.model import ModelItem
 from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, empty_like
 from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
@@ -39,8 +40,13 @@ class OptimizerItem:
         self._left: set[int] = set()
 
     def save(self) -> Tree:
-        """Return the `state_dict`, the class, and the shapes and names of the parameters."""
+        """Return the `state_dict`, the class, and the shapes and names of the parameters.
+
+        Raises:
+            UsageError: the `state_dict` has entries of its own, which `restore` could not load.
+        """
         state = self._optimizer.state_dict()
+        self._check_entries(state)
         return {
             "state": with_tensors(state["state"], f"{self._subject}['state']"),
             "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
@@ -55,8 +61,23 @@ class OptimizerItem:
             ],
         }
 
+    def _check_entries(self, state: Mapping[str, Any]) -> None:
+        own = sorted(str(key) for key in state.keys() - {"state", "param_groups"})
+        if own:
+            raise UsageError(
+                f"the state_dict() of {self._subject}, a {type(self._optimizer).__name__}, has the "
+                f"entries {', '.join(own)}, which a checkpoint would lose: expected only state and "
+                f"param_groups. Keep the values in optimizer.state, for example in "
+                f"optimizer.state[parameter][{own[0]!r}]"
+            )
+
     def signature(self) -> list[str]:
-        """Return the class, the index and shape of each parameter, and the names."""
+        """Return the class, the index and shape of each parameter, and the names.
+
+        Raises:
+            UsageError: see `save`.
+        """
+        self._check_entries(self._optimizer.state_dict())
         return [
             type(self._optimizer).__name__,
             *(

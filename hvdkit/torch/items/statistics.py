@@ -11,7 +11,8 @@ from hvdkit.checkpoint.items import LARGEST_STATISTICS, smallest
 from hvdkit.checkpoint.state import Tree
 from hvdkit.torch.digests import digests
 from hvdkit.torch.items import compiled
-from hvdkit.torch.items.tensors import TorchTensor
+from hvdkit.torch.items.tensors import TorchTensor, memory
+from hvdkit.torch.plain_tensors import is_plain
 
 log = logging.getLogger("hvdkit.torch")
 
@@ -38,7 +39,7 @@ class Statistics:
 
     def digests(self) -> dict[str, int]:
         """Return a digest of each buffer that may be equal on all ranks."""
-        others = {name: b for name, b, of_norm in self._buffers() if not of_norm}
+        others = {name: b for name, _, b, of_norm in self._buffers() if not of_norm}
         return dict(zip(others, digests(list(others.values())), strict=True))
 
     def select(self, differing: Collection[str]) -> None:
@@ -48,8 +49,8 @@ class Statistics:
     def save(self) -> Tree:
         """Return the buffers of this rank."""
         buffers = list(self._buffers())
-        norms = {name: buffer for name, buffer, of_norm in buffers if of_norm}
-        own = norms | {name: buffer for name, buffer, _ in buffers if name in self._differing}
+        norms = {name: buffer for name, _, buffer, of_norm in buffers if of_norm}
+        own = norms | {name: buffer for name, _, buffer, _ in buffers if name in self._differing}
         sizes = {name: buffer.nbytes for name, buffer in own.items()}
         chosen = smallest(sizes)
         if (left := own.keys() - chosen) and self._warns:
@@ -67,24 +68,39 @@ class Statistics:
 
     def restore(self, tree: Tree) -> None:
         """Restore the buffers."""
-        own = {name: buffer for name, buffer, _ in self._buffers()}
         # Earlier versions saved prefixes of torch.compile, and `..` before the model's own buffers.
         old = {compiled.PREFIX.sub("", n).replace("..", "."): tree[n] for n in tree}
         saved = old | tree
-        for name in own.keys() & saved.keys():
-            TorchTensor(own[name]).write(np.frombuffer(bytearray(saved[name]), np.uint8))
+        for name, path, buffer, _ in self._buffers():
+            # Earlier versions saved the path.
+            content = saved.get(name, saved.get(path))
+            if content is not None:
+                TorchTensor(buffer).write(np.frombuffer(bytearray(content), np.uint8))
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield name, buffer, and whether it is a statistic that each rank has for itself."""
+    def _buffers(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+        """Yield name, path, buffer, and whether it is a statistic that each rank has for itself.
+
+        The name is that in the `state_dict`. It differs from the path if the `state_dict` of a
+        wrapper, such as Fabric's, is that of the wrapped module.
+        """
         for model, module in self._models.items():
             plain = compiled.without_prefixes(module)
             # A model may leave out buffers. They may have no content, or differ in their shapes.
-            in_state = {plain(name) for name in module.state_dict()}
-            for path, layer in module.named_modules():
+            state = module.state_dict()
+            in_state = {plain(name) for name in state}
+            by_memory = {
+                memory(value): plain(name)
+                for name, value in reversed(state.items())
+                if isinstance(value, torch.Tensor) and is_plain(value) and value.numel()
+            }
+            for prefix, layer in module.named_modules():
                 of_norm = isinstance(
                     layer, torch.nn.modules.batchnorm._NormBase
                 ) and not isinstance(layer, torch.nn.SyncBatchNorm | SyncBatchNorm)
-                for name, buffer in layer.named_buffers(recurse=False):
-                    full = plain(f"{path}.{name}".removeprefix("."))
-                    if of_norm or full in in_state:
-                        yield f"{model}.{full}", buffer, of_norm
+                for own_name, buffer in layer.named_buffers(recurse=False):
+                    path = plain(f"{prefix}.{own_name}".removeprefix("."))
+                    name = path if path in in_state else None
+                    if name is None and is_plain(buffer):
+                        name = by_memory.get(memory(buffer))
+                    if of_norm or name is not None:
+                        yield f"{model}.{name or path}", f"{model}.{path}", buffer, of_norm

@@ -156,6 +156,11 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.device
 
 
+def memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a value that is equal for tensors of the same memory and shape."""
+    return *identity(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 def overlaps(tensor: torch.Tensor) -> bool:
     """Return whether several elements of a tensor share one place in memory."""
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
