@@ -79,6 +79,10 @@ class Coordinator:
 
         Returns:
             The entry, for `wait`.
+
+        Raises:
+            Exception: a bucket cannot be packed. Other ranks wait for these rounds, so call `send`
+                again with all of `passed` as `failed`.
         """
         if self._collectives.single_rank:
             return Entry(passed)
@@ -237,6 +241,9 @@ class Coordinator:
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.outdated:
                 attempt(rounds, rounds.send)
+        # The first round allocates the buckets, so this is where memory may be lacking.
+        if any(slot.unplanned for _, slot in result.in_pass):
+            self._check_sent(running, errors, result.count)
         names = {rounds: rounds.gradients.nonfinite() for rounds, _ in running}
         for rounds, slot in running:
             if rounds not in errors:
@@ -257,6 +264,38 @@ class Coordinator:
             _raise_first(errors)
         if changed:
             self._raise_changed([each for each, _ in running], changed, result.count)
+
+    def _check_sent(
+        self,
+        running: Sequence[tuple[Rounds, Slot]],
+        errors: dict[Rounds | None, Exception],
+        count: int,
+    ) -> None:
+        """Check that all ranks have packed the first buckets of a new plan. A collective.
+
+        Args:
+            running: the optimizers whose rounds have begun, and their slots.
+            errors: this rank's errors in them.
+            count: the number of ranks.
+
+        Raises:
+            BackwardFailed: on every rank but those that could not pack a bucket, which raise their
+                own error.
+        """
+        broken = [rounds for rounds, _ in running if rounds in errors]
+        (failed,) = self._collectives.sum([int(bool(broken))], "hvdkit.rounds.sent")
+        if not failed:
+            return
+        for rounds, slot in running:
+            if not slot.outdated:
+                rounds.abandon(rounds.plans_made)
+        error = BackwardFailed(
+            f"{failed} of {count} ranks could not pack gradients into buckets, for instance for "
+            f"lack of memory, so no rank can use the gradients. Call optimizer.zero_grad() on "
+            f"every rank to continue."
+        )
+        self._reset([rounds for rounds, _ in running], True, error)
+        _raise_first({rounds: errors[rounds] for rounds in broken} or {None: error})
 
     # --- errors ---------------------------------------------------------------------------------
 

@@ -165,7 +165,10 @@ class Headers:
     def send(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
     ) -> Entry:
-        """Start the header, and the buckets of the optimizers that the pass has reached.
+        """Start the buckets of the optimizers that the pass has reached, and the header.
+
+        The header comes last. If a bucket cannot be packed, for instance for lack of memory, no
+        header is in flight, and the caller can enter the rounds as `failed`.
 
         Args:
             passed: see `Entry`.
@@ -176,8 +179,10 @@ class Headers:
             rounds.check_generation()
         outdated = [rounds for rounds in passed if rounds.plan_outdated]
         ordinary = late is None and not failed and not outdated
-        for rounds in passed:
+        used = [rounds for rounds in passed if rounds not in failed]
+        for rounds in used:
             rounds.begin()
+        for rounds in passed:
             ordinary = ordinary and rounds.planned and not rounds.gradients.needs_sparse_bucket()
             changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
             ordinary = ordinary and not changed and not rounds.gradients.nonfinite()
@@ -186,10 +191,10 @@ class Headers:
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
-        header = self._collectives.start_sum(values, "hvdkit.rounds.header")
-        for rounds in passed:
+        for rounds in used:
             if rounds.planned and rounds not in outdated:
                 rounds.send()
+        header = self._collectives.start_sum(values, "hvdkit.rounds.header")
         return Entry(passed, failed, late, outdated, header)
 
     def wait(self, entry: Entry) -> HeaderResult:
