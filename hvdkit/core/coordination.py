@@ -184,13 +184,10 @@ class Coordinator:
                 rounds.make_plan()
             if own is not rounds or slot.is_void(result.count):
                 raise self._make_error(entry, result)
-            # No rank made a pass since its last step, but the script has written gradients.
-            written = bool(slot.written) and not slot.unreduced and not rounds.gradients.are_equal()
-            if written and slot.written < result.count:
-                self._raise_changed([rounds], slot.written, result.count)
-            if written:
-                rounds.gradients.mark_changed_unreduced()
-            if (slot.unreduced or written) and not only_rounds_of_others:
+            if only_rounds_of_others:
+                return
+            written = self._was_written(rounds, slot, result.count)
+            if slot.unreduced or written:
                 rounds.begin()
                 if not rounds.planned:
                     rounds.make_plan()
@@ -200,9 +197,33 @@ class Coordinator:
                 rounds.complete(bool(slot.outdated), bool(slot.sparse))
                 if slot.nonfinite:
                     self._report_nonfinite(rounds, names, slot, result)
-            if rounds.has_late_ranks and slot.changed:
-                self._raise_changed([rounds], slot.changed, result.count)
+            else:
+                rounds.compare_without_round()
             return
+
+    def _was_written(self, rounds: Rounds, slot: Slot, count: int) -> bool:
+        """Return whether the script has written gradients that the step must reduce. A collective.
+
+        Mark these gradients as unreduced. Compare contents, because flags do not show a write
+        through `p.grad.data`.
+
+        Args:
+            rounds: the rounds of the optimizer at whose step all ranks are.
+            slot: the sums of the optimizer's slots.
+            count: the number of ranks.
+
+        Raises:
+            GradientsChanged: on every rank, when only some ranks have written gradients, or when
+                reduced gradients were changed before all ranks had them.
+        """
+        changed = bool(slot.changed) and rounds.has_late_ranks
+        compared = slot.held if not slot.reduced or rounds.has_late_ranks else 0
+        if not changed and (not compared or rounds.are_equal()):
+            return False
+        if slot.reduced or 0 < slot.written < count:
+            self._raise_changed([rounds], slot.changed or slot.written, count)
+        rounds.gradients.mark_changed_unreduced()
+        return True
 
     def _complete_rounds(self, entry: Entry, result: HeaderResult) -> None:
         """Complete the rounds of all optimizers that a backward pass has reached on any rank.
@@ -237,7 +258,7 @@ class Coordinator:
             unexpected = slot.in_pass + slot.late < result.count
             if slot.changed and (rounds.has_late_ranks or unexpected):
                 comparable = slot.changed == result.count or not rounds.has_late_ranks
-                equal = comparable and rounds.gradients.are_equal()
+                equal = comparable and rounds.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.outdated:
                 attempt(rounds, rounds.send)
@@ -374,8 +395,10 @@ class Coordinator:
             _log.warning("%s. All ranks skip this step.", text)
 
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
+        # No flag shows a write through `p.grad.data`.
+        where = f"{changed} of {count}" if changed else "some"
         error = GradientsChanged(
-            f"on {changed} of {count} ranks gradients were changed after loss.backward(), but "
+            f"on {where} ranks gradients were changed after loss.backward(), but "
             f"another rank had made no backward pass, or only passes under hvd.no_sync, so these "
             f"gradients were not final. If a rank may do so, call hvd.clip_grad_norm_(optimizer, "
             f"...) or optimizer.synchronize() on every rank before changing gradients. Call "

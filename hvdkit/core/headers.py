@@ -34,8 +34,10 @@ class Slot:
         busy: a backward pass in another thread is adding to the gradients.
         unreduced: the rank is late and has gradients that are not reduced.
         changed: gradients were changed after a round of this step.
+        reduced: the rank was in a round of this step.
+        held: the rank is late and has gradients of earlier rounds, of this step or an earlier one.
         written: the rank is late, was in no round of this step, and its gradients differ from those
-            that the last step left.
+            that the last step left. A write through `p.grad.data` is not recognised.
         failed: the backward pass raised.
         outdated: parameters have another dtype or device than the buckets.
         sparse: a sparse gradient has a dense bucket.
@@ -51,6 +53,8 @@ class Slot:
     busy: int = 0
     unreduced: int = 0
     changed: int = 0
+    reduced: int = 0
+    held: int = 0
     written: int = 0
     failed: int = 0
     outdated: int = 0
@@ -269,6 +273,8 @@ class Headers:
             busy=int(not (passed or late) and gradients.is_busy()),
             unreduced=int(late and rounds.has_unreduced),
             changed=int(rounds.participated and gradients.changed_since_round()),
+            reduced=int(rounds.participated),
+            held=int(late and gradients.has_reduced(not rounds.participated)),
             written=int(late and not rounds.participated and gradients.changed_since_round()),
             failed=int(rounds in entry.failed),
             outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),

@@ -1292,6 +1292,16 @@ def test_a_change_before_a_reduction_is_forgotten_after_it(hvd):
         assert model.weight.grad.tolist() == [[hvd.size() - (step > 0)] * 2]
 
 
+def test_a_change_of_data_before_a_late_rank_takes_part_is_an_error(hvd):
+    """`p.grad.data` has no version counter, so only the values show the change."""
+    model, optimizer = linear_and_optimizer(hvd)
+    if hvd.rank() > 0:
+        model(ones()).sum().backward()
+        model.weight.grad.data.clamp_(max=0.25)
+    with pytest.raises(GradientsChanged, match="on some ranks"):
+        optimizer.step()
+
+
 def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(DEVICE, torch.float64)
