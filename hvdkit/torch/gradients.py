@@ -595,6 +595,15 @@ class OptimizerGradients:
         self._window.close()
         self.discard()
 
+    def remove_unreduced(self) -> None:
+        """Remove the gradients that are not reduced; all of them if they cannot be used."""
+        for number, p in enumerate(self._parameters):
+            if number in self._unreduced or self.invalid_reason:
+                p.grad = None
+        for p in self._unplanned:
+            if p.requires_grad:
+                p.grad = None
+
     def discard(self) -> None:
         """Drop the bases and all records of passes and rounds."""
         self._bases.clear()

@@ -20,6 +20,7 @@ shows whether all ranks reduce the same gradients (`hvdkit.core.headers`). A pas
 `no_sync`, or before the last one of an accumulation window, ends without `send` and `wait`.
 """
 
+import functools
 import itertools
 import logging
 import weakref
@@ -61,6 +62,17 @@ def coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
         found = Coordinator(TorchCollectives(process_set))
         process_set._hvdkit_coordinator = found
     return found
+
+
+def _after_load_state_dict(
+    reference: "weakref.ref[WrappedOptimizer]", loaded: torch.optim.Optimizer
+) -> None:
+    """Hook: a plain optimizer, or the one that wraps it, has loaded its state."""
+    wrapped = reference()
+    if wrapped is not None and loaded is wrapped._plain:
+        wrapped.discard_accumulated()
+        # torch replaces the containers that both optimizers share.
+        wrapped.__dict__.update(state=loaded.state, param_groups=loaded.param_groups)
 
 
 def wrapped_optimizers() -> "list[WrappedOptimizer]":
@@ -182,6 +194,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
+        plain.register_load_state_dict_post_hook(
+            functools.partial(_after_load_state_dict, weakref.ref(self))
+        )
 
     # --- the backward pass ----------------------------------------------------------------------
 
@@ -543,6 +558,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def discard_accumulated(self) -> None:
         """Drop accumulated gradients and begin a new window. All ranks call it, or none."""
         self._drop_earlier_passes()
+        # The script may call zero_grad() only after the next step.
+        if self._added_locally:
+            super().zero_grad()
+        self._gradients.remove_unreduced()
         self._gradients.invalid_reason = ""
         self._stepped = self._gradients.awaits_step = self._added_locally = False
         self._window.close()
