@@ -246,7 +246,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             check_not_reduced((self._name_of(p), p) for p in self._all_parameters())
             self._modules_checked = True
         window = self._window
-        if window.size > 1 and not self._no_sync and window.passes >= window.size:
+        full = window.size > 1 and not self._no_sync and window.passes >= window.size
+        if full and not self._gradients.exist():
+            # A GradScaler has skipped the step, and the script has called `model.zero_grad()`.
+            self._begin_without_gradients()
+        elif full:
             setting = "accumulation_steps" if window.mean else "backward_passes_per_step"
             raise HvdkitError(
                 f"backward pass {window.size + 1} began before optimizer.step(), but {setting} is "
@@ -522,12 +526,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.open and self._window.passes and not self._gradients.invalid_reason:
             return
         self._gradients.invalid_reason = ""
+        super().zero_grad(*args, **kwargs)
+        self._begin_without_gradients()
+        self._gradients.hook_unplanned_parameters()
+
+    def _begin_without_gradients(self) -> None:
+        """Begin the next window, after the script has reset the gradients."""
         self._gradients.awaits_step = self._added_locally = False
         self._window.close()
-        super().zero_grad(*args, **kwargs)
         self._gradients.discard()
         self.rounds.participated = False
-        self._gradients.hook_unplanned_parameters()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, and begin a new window.
