@@ -54,6 +54,8 @@ class ProcessGroup:
         self._ended: set[int] = set()
         # Processes that were found, because later they may be found neither by parent nor session.
         self._found: set[psutil.Process] = set()
+        # Processes that this user may not signal, and that did not end by themselves.
+        self._left: set[psutil.Process] = set()
 
     def start(
         self,
@@ -107,6 +109,13 @@ class ProcessGroup:
                 preexec_fn=before if dies_with_us or cpus else None,
                 pass_fds=pass_fds,
             )
+        except subprocess.SubprocessError as error:
+            # Of `before`: this process was bound to other CPUs meanwhile. Python hides the reason.
+            raise HvdkitError(
+                f"cannot start {os.fspath(command[0])!r}: it cannot be bound to the CPUs "
+                f"{sorted(cpus)}; expected some of {sorted(os.sched_getaffinity(0))}, which this "
+                f"process may use. Start the job again, or without --bind"
+            ) from error
         except ValueError as error:
             # A NUL in an argument or a variable.
             raise HvdkitError(f"cannot start {os.fspath(command[0])!r}: {error}") from error
@@ -148,21 +157,25 @@ class ProcessGroup:
         Programs that delete the shared memory of other processes get no signal, because they end
         after these processes. If they do not end within six seconds, they get SIGKILL, too.
 
+        A process that this user may not signal, as with sudo, has `grace` seconds to end. Then it
+        is left, unless it was started here.
+
         Yields while processes run. The caller must continue the iteration a few times per second.
 
         Raises:
             HvdkitError: a process still runs `kill_grace` seconds after SIGKILL.
         """
         cleaned_by = time.monotonic() + _CLEAN_SECONDS
+        started = {process.pid for process in self.started}
+        refused: set[psutil.Process] = set()
         for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, kill_grace)):
             deadline = time.monotonic() + seconds
             signalled: set[psutil.Process] = set()
-            while members := self._members():
+            while members := self._members() - self._left:
                 targets = {process for process in members if not _cleans(process)}
                 if targets:
                     # Processes may start new ones meanwhile.
-                    for process in targets - signalled:
-                        _send(process, number)
+                    refused |= {p for p in targets - signalled if not _send(p, number)}
                     signalled |= targets
                     cleaned_by = time.monotonic() + _CLEAN_SECONDS
                 elif time.monotonic() > cleaned_by:
@@ -173,9 +186,17 @@ class ProcessGroup:
                 yield
             else:
                 return
+            self._left |= {process for process in refused if process.pid not in started}
+        pids = sorted(process.pid for process in members)
+        if members <= refused:
+            raise HvdkitError(
+                f"processes {pids} of a group of ranks still run, and this user may not signal "
+                f"them; expected processes of this user. End them with `sudo kill`, and start "
+                f"ranks without sudo"
+            )
         raise HvdkitError(
-            f"processes {sorted(process.pid for process in members)} of a group of ranks did not "
-            f"end within {kill_grace:g} s of SIGKILL; look at them with `ps -o pid,stat,wchan,cmd`"
+            f"processes {pids} of a group of ranks did not end within {kill_grace:g} s of SIGKILL; "
+            f"look at them with `ps -o pid,stat,wchan,cmd`"
         )
 
     def _members(self) -> set[psutil.Process]:
@@ -227,7 +248,7 @@ def exit_text(status: int) -> str:
 def _alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return False
 
 
@@ -246,11 +267,17 @@ def _cleans(process: psutil.Process) -> bool:
     return any(w.startswith("from ") and "resource_tracker import main" in w for w in words)
 
 
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
+def _send(process: psutil.Process, number: int) -> bool:
+    """Send a signal. Return False if this user may not signal the process."""
+    try:
         process.send_signal(number)
         # A stopped process handles SIGTERM only after SIGCONT.
         process.send_signal(signal.SIGCONT)
+    except psutil.AccessDenied:
+        return False
+    except psutil.Error:
+        pass  # it has ended
+    return True
 
 
 _libc = ctypes.CDLL(None)

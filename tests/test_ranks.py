@@ -297,6 +297,12 @@ def test_a_program_that_does_not_delete_its_memory_is_ended(monkeypatch):
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_process_that_cannot_be_bound():
+    group = ProcessGroup()
+    with pytest.raises(HvdkitError, match=r"cannot start 'true': .* the CPUs \[900\]; expected"):
+        group.start(["true"], os.environ, cpus=[900])
+
+
 def test_many_processes_are_found_quickly():
     """An agent answers the launcher only between two steps of the end."""
     group = ProcessGroup()

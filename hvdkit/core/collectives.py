@@ -21,6 +21,10 @@ SINGLE_RANK_COLLECTIVES = "HVDKIT_SINGLE_RANK_COLLECTIVES"
 # The most bytes in one collective, because MPI counts bytes in 32 bits.
 _CHUNK_BYTES = 1 << 30
 
+# The bytes in the first collective of `broadcast`, with the size. A collective of this size takes
+# as long as one of 8 bytes.
+_SMALL_BYTES = 1 << 12
+
 
 class Membership(Protocol):
     """The part of Horovod's `ProcessSet` that `is_single_rank` needs."""
@@ -121,12 +125,16 @@ class ProcessSetCollectives(ABC):
         """See `Collectives`."""
         if self.single_rank:
             return data
-        size = np.array([len(data)], np.int64)
-        self.broadcast_into(size.view(np.uint8), root_rank, f"{name}.size")
-        is_root = self.rank == root_rank
-        content = np.frombuffer(bytearray(data), np.uint8) if is_root else np.empty(size, np.uint8)
-        broadcast_in_chunks(self, content, root_rank, name)
-        return content.tobytes()
+        size = len(data) if self.rank == root_rank else 0
+        buffer = np.zeros(max(_SMALL_BYTES, 8 + size), np.uint8)
+        buffer[:8].view(np.int64)[0] = size
+        buffer[8 : 8 + size] = np.frombuffer(data, np.uint8, size)
+        self.broadcast_into(buffer[:_SMALL_BYTES], root_rank, name)
+        end = 8 + int(buffer[:8].view(np.int64)[0])
+        if end > len(buffer):
+            buffer = np.concatenate([buffer, np.empty(end - len(buffer), np.uint8)])
+        broadcast_in_chunks(self, buffer[_SMALL_BYTES:end], root_rank, f"{name}.rest")
+        return buffer[8:end].tobytes()
 
     @abstractmethod
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
@@ -239,7 +247,10 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Return the `data` of `root_rank`, of any length. The `data` of other ranks is ignored."""
+        """Return the `data` of `root_rank`, of any length. The `data` of other ranks is ignored.
+
+        About 4 KB take one collective, more bytes take further ones.
+        """
         ...
 
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -59,10 +61,25 @@ class Committer:
         self._writes = writes
         self._number = 0
         self._warnings: set[bool] = set()
+        # Whether a rank other than the first one writes. Set by `resume`, equal on all ranks.
+        self._others_write = False
 
-    def anywhere(self, own: Sequence[int]) -> list[int]:
-        """Return the largest value of all ranks, for each of the values."""
-        return self._collectives.max(own, "hvdkit.elastic.window")
+    def anywhere(self, own: Sequence[bool], name: str = "hvdkit.elastic.window") -> list[bool]:
+        """Return which of the values are true on a rank. Each commit begins with this call.
+
+        Raises:
+            HvdkitError: a rank waits in `join`. It would contribute zeros to the collectives of the
+                commit, and its host would store nothing.
+        """
+        present, *found = self._collectives.sum([1, *map(int, own)], name)
+        ranks = len(self._collectives.ranks)
+        if present < ranks:
+            raise HvdkitError(
+                f"the elastic state was not committed: {present} of {ranks} ranks have called "
+                f"commit() or check_host_updates(), and the others wait in hvd.join(). Expected "
+                f"the call on all ranks, after the same batches. Call it before or after hvd.join()"
+            )
+        return [count > 0 for count in found]
 
     def warn_of_window(self, stores: bool) -> None:
         """Log once, on the first rank, that a commit is within an accumulation window.
@@ -75,26 +92,36 @@ class Committer:
         self._warnings.add(stores)
 
     def commit(
-        self, write: Callable[[IO[bytes]], None], save: Callable[[], None] = lambda: None
+        self,
+        write: Callable[[IO[bytes], Any], None],
+        save: Callable[[], None] = lambda: None,
+        values: Callable[[], Any] = lambda: None,
     ) -> bool:
         """Store a commit on each host.
 
         Args:
-            write: writes the content to a file.
+            write: writes the content to a file. Its second argument is what `values` has returned
+                on the first rank.
             save: is called first, on every rank.
+            values: returns small values that may differ between ranks: a picklable object. The
+                first rank may be lost, so that another host continues with these values.
 
         Returns:
             Whether the hosts have changed, as `hosts_changed` does.
 
         Raises:
-            HvdkitError: on every rank, if `save` failed on a rank, or if a host could not store the
-                commit.
+            HvdkitError: on every rank, if `save` or `values` failed on a rank, or if a host could
+                not store the commit.
         """
         self._number += 1
         identity = CommitId(self._start.number, self._number)
         _, problem = attempt(save)
-        if self._writes and problem is None:
-            _, problem = attempt(self._store.write, identity, write)
+        writes = self._writes
+        if self._others_write:
+            content, problem = self._of_first_rank(values, problem)
+            values, writes = partial(pickle.loads, content), writes and bool(content)
+        if writes and problem is None:
+            _, problem = attempt(self._store.write, identity, lambda file: write(file, values()))
         changed = self._start.current_hosts() > self._start.hosts
         failed, anywhere = self._collectives.max([int(bool(problem)), int(changed)], _COMMIT)
         if failed:
@@ -107,11 +134,28 @@ class Committer:
             report_saved()
         return bool(anywhere)
 
+    def _of_first_rank(
+        self, values: Callable[[], Any], problem: Exception | None
+    ) -> tuple[bytes, Exception | None]:
+        """Return the pickled values of the first rank, and the error of this rank. A collective.
+
+        Args:
+            values: see `commit`.
+            problem: the error of this rank until now.
+
+        Returns:
+            No bytes if the first rank has an error.
+        """
+        first, content = self._collectives.ranks[0], None
+        if self._collectives.rank == first and problem is None:
+            content, problem = attempt(lambda: pickle.dumps(values(), protocol=5))
+        return self._collectives.broadcast(content or b"", first, "hvdkit.elastic.values"), problem
+
     def hosts_changed(self) -> bool:
         """Return whether the ranks should end, to be started on other hosts. Equal on all ranks."""
         changed = self._start.current_hosts() > self._start.hosts
-        (anywhere,) = self._collectives.max([int(changed)], "hvdkit.elastic.hosts")
-        return bool(anywhere)
+        (anywhere,) = self.anywhere([changed], "hvdkit.elastic.hosts")
+        return anywhere
 
     def resume(self, load: Callable[[Path], None]) -> bool:
         """Load the newest complete commit of all hosts.
@@ -179,11 +223,14 @@ class Committer:
         told = {
             "ids": [[key, commit.id.start, commit.id.number] for key, commit in own.items()],
             "problem": error_text(problem),
+            "writes": self._writes,
         }
         gathered = self._collectives.allgather(json.dumps(told).encode(), "hvdkit.elastic.held")
         held = [json.loads(data) for data in gathered]
-        told_by = zip(self._collectives.ranks, held, strict=True)
-        failed = {rank: each["problem"] for rank, each in told_by if each["problem"]}
+        told_by = dict(zip(self._collectives.ranks, held, strict=True))
+        failed = {rank: each["problem"] for rank, each in told_by.items() if each["problem"]}
+        # Horovod's `cross_size` may differ between the ranks of a host.
+        self._others_write = any(each["writes"] for each in held[1:])
         if failed:
             folders = " and ".join(map(str, self._start.folders))
             raise HvdkitError(

@@ -130,7 +130,7 @@ class Coordinator:
         rounds.check_generation()
         if rounds.gradients.all_removed():
             # The script has removed the gradients of the last round: this step needs a new round.
-            rounds.participated = False
+            rounds.participated = rounds.skips_step = False
         reduced = rounds.participated and not rounds.has_late_ranks and not rounds.no_sync_used
         if reduced and not rounds.has_unreduced:
             return

@@ -9,13 +9,16 @@ in the memory of each host (`hvdkit.core.committer`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
+import logging
 import os
 import pickle
 import queue
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
@@ -24,13 +27,15 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
 from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
+from hvdkit.core.sampling import Epochs
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
-class ReductionItem(Protocol):
-    """A part of the state of the gradient reduction, such as the scales of fp16.
+class Item(Protocol):
+    """A part of the state that the script or another object holds, and that stays the same object.
 
-    The checkpointers store the same items.
+    For example a part of the gradient reduction, such as the scales of fp16. The checkpointers
+    store the same items.
     """
 
     def save(self) -> Any:
@@ -40,21 +45,43 @@ class ReductionItem(Protocol):
         """Restore a result of `save`, possibly of another process. Not a collective."""
 
 
+_log = logging.getLogger("hvdkit.elastic")
+
 #: After commits within this number of accumulation windows in a row, commits no longer wait.
 _MOST_WINDOWS = 8
+
+
+class _Position:
+    """The `Item` of a `ResumableSampler`."""
+
+    def __init__(self, sampler: Epochs) -> None:
+        self._sampler = sampler
+
+    def save(self) -> Any:
+        return self._sampler.committed()
+
+    def restore(self, tree: Any) -> None:
+        # All ranks together continue at this position, also if their number has changed.
+        self._sampler.restore(self._sampler.plan_restore(tree))
 
 
 class CommittedState:
     """The part of an elastic state that stores its commits. A mixin before Horovod's state class.
 
-    It also keeps the state of the gradient reduction. Sums have the same bits again only with this
-    state.
+    It keeps three kinds of values:
 
-    A subclass that keeps more than its attributes extends `save`, `restore`, and the pair
-    `write_saved` and `read_saved`.
+    - objects, which become attributes. They are replaced by copies. An object that others refer to
+      is therefore an error: see `_advice`;
+    - every `ResumableSampler` that is given as an attribute. The sampler itself gets the position;
+    - the state of the gradient reduction. Sums have the same bits again only with this state.
+
+    A subclass that keeps more than this extends `save`, `restore`, and the pair `write_saved` and
+    `read_saved`. `write_saved` takes small values that may differ between ranks from
+    `_values_to_write`.
 
     Attributes:
-        _saved_reduction: the states of `_reduction_items` as of the last `save`.
+        _samplers: the samplers, by the name of their attribute.
+        _saved_items: the states of `_items` as of the last `save`.
         _saved_state: the objects as of the last `save`.
     """
 
@@ -63,7 +90,12 @@ class CommittedState:
     _committer: Committer | None = None
     # Whether `run` has called a training function with this state in this process.
     _began = False
-    _saved_reduction: Mapping[str, Any] = {}
+    _samplers: Mapping[str, Epochs] = {}
+    _saved_items: Mapping[str, Any] = {}
+    # The values of the first rank, while a commit is written.
+    _first_ranks_values: Mapping[str, Any] | None = None
+    # Whether this state has warned that its commits are not stored.
+    _warned = False
     # The windows that were open at the last call of `_must_wait`, and the number of different
     # windows since the last call without an open window.
     _windows_before: Set[Hashable] = frozenset()
@@ -71,13 +103,106 @@ class CommittedState:
 
     _bcast_object: Callable[[Any], Any]
     _saved_state: dict[str, Any]
+    _rank: Callable[[], int]
     _host_messages: queue.Queue[Any]
     _reset_callbacks: Sequence[Callable[[], None]]
     reset: Callable[[], None]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._sort_objects()
+
+    def _sort_objects(self) -> None:
+        """Separate the samplers from the objects, and save both. Call it in the constructor.
+
+        Raises:
+            UsageError: a copy of an object would be useless.
+        """
+        self._samplers = {k: v for k, v in self._saved_state.items() if isinstance(v, Epochs)}
+        for sampler in self._samplers.values():
+            # The script may have read a batch to build its model. These samples are not trained.
+            sampler.uncounted = False
+        objects = {k: v for k, v in self._saved_state.items() if k not in self._samplers}
+        self._saved_state = objects
+        for name, value in objects.items():
+            self._check_object(name, value)
+            self._check_references(name, value)
         self._copy_objects()
+        self._save_items()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        objects: Mapping[str, Any] = vars(self).get("_saved_state", {})
+        if name in self._samplers:
+            if value is not self._samplers[name]:
+                self._set_sampler(name, value)
+        # `restore` and `sync` set the saved objects themselves, which were checked.
+        elif name in objects and value is not objects[name]:
+            self._check_object(name, value)
+        super().__setattr__(name, value)
+
+    def _set_sampler(self, name: str, value: Any) -> None:
+        if not isinstance(value, Epochs):
+            raise UsageError(
+                f"state.{name} is a ResumableSampler, and was set to {value!r:.80} of type "
+                f"{type(value).__name__}: expected a ResumableSampler"
+            )
+        self._samplers = {**self._samplers, name: value}
+        self._saved_items = {**self._saved_items, _key_of(name): _Position(value).save()}
+
+    def _check_object(self, name: str, value: Any) -> None:
+        """Check that an object of the state may be replaced by a copy.
+
+        Raises:
+            UsageError: others refer to the object, or to a value in it.
+        """
+        for path, each in _nested_values(name, value):
+            if advice := self._advice(each):
+                raise UsageError(
+                    f"{path} is a {type(each).__name__}. The state would replace it by a copy, and "
+                    f"the script or other objects would still use the original: {advice}"
+                )
+
+    def _check_references(self, name: str, value: Any) -> None:
+        """Check that an object does not refer to a part of the state that is not copied.
+
+        Raises:
+            UsageError: it does.
+        """
+        # It gets the `id` of each object that is copied.
+        copied: dict[int, Any] = {}
+        with contextlib.suppress(Exception):
+            copy.deepcopy(value, copied)
+        for each in self._originals():
+            if id(each) in copied:
+                raise UsageError(
+                    f"{name} (of type {type(value).__name__}) refers to a {type(each).__name__} "
+                    f"that the state keeps. The state would replace {name} by a copy, which would "
+                    f"use a copy of the {type(each).__name__}: omit {name} from the state, and "
+                    f"pass only its numbers and arrays"
+                )
+
+    def _advice(self, value: Any) -> str:
+        """Return what to do with a value that must not be copied; "" if it may be copied.
+
+        A value must not be copied if others usually refer to it: the script, a DataLoader that
+        has a sampler, or an optimizer that has variables. They would not notice the copy.
+        """
+        if isinstance(value, Epochs):
+            return (
+                "pass each ResumableSampler to the constructor of the state, as a keyword argument "
+                "of its own"
+            )
+        if _is_of_keras(value):
+            return (
+                "use the arguments `model`, `variables` and `optimizer` of the states. KerasState "
+                "also keeps the layers of its model, and the optimizers that are attributes of its "
+                "model"
+            )
+        return ""
+
+    def _originals(self) -> Iterable[Any]:
+        """Return the objects that the state keeps without copies, such as models."""
+        return self._samplers.values()
 
     def _copy_objects(self) -> None:
         """Replace the saved objects by copies.
@@ -96,9 +221,13 @@ class CommittedState:
         self._saved_state.setdefault(name, value)
         setattr(self, name, value)
 
-    def _reduction_items(self) -> Mapping[str, ReductionItem]:
+    def _reduction_items(self) -> Mapping[str, Item]:
         """Return the items of the gradient reduction, by name."""
         return {}
+
+    def _items(self) -> Mapping[str, Item]:
+        samplers = {_key_of(name): _Position(each) for name, each in self._samplers.items()}
+        return {**self._reduction_items(), **samplers}
 
     def _open_windows(self) -> Set[Hashable]:
         """Return the open accumulation windows of this rank; a different value for each window.
@@ -118,25 +247,23 @@ class CommittedState:
         committed without the accumulated gradients.
         """
         windows, before = self._open_windows(), self._windows_before
-        own = [int(bool(windows)), int(bool(windows) and windows.isdisjoint(before))]
+        own = [bool(windows), bool(windows) and windows.isdisjoint(before)]
         is_open, is_new = own if self._committer is None else self._committer.anywhere(own)
         self._windows_before = windows
         self._windows_in_row = self._windows_in_row + is_new if is_open else 0
-        return bool(is_open) and self._windows_in_row < _MOST_WINDOWS
+        return is_open and self._windows_in_row < _MOST_WINDOWS
 
     def _discard_gradients(self) -> None:
         """Discard accumulated gradients, which differ between ranks after an interruption."""
 
-    def _save_reduction(self) -> None:
-        self._saved_reduction = {
-            name: item.save() for name, item in self._reduction_items().items()
-        }
+    def _save_items(self) -> None:
+        self._saved_items = {name: item.save() for name, item in self._items().items()}
 
-    def _restore_reduction(self) -> None:
-        for name, item in self._reduction_items().items():
+    def _restore_items(self) -> None:
+        for name, item in self._items().items():
             # Commits of earlier versions lack some items.
-            if name in self._saved_reduction:
-                item.restore(self._saved_reduction[name])
+            if name in self._saved_items:
+                item.restore(self._saved_items[name])
 
     def on_reset(self) -> None:
         """Call the functions of `register_reset_callbacks`. Horovod has started again.
@@ -155,17 +282,21 @@ class CommittedState:
         self._host_messages = queue.Queue()
 
     def save(self) -> None:
-        """Copy everything to host memory, except accumulated gradients."""
+        """Copy everything, except accumulated gradients.
+
+        PyTorch tensors are copied on their devices, so a state needs its GPU memory twice. The
+        variables of TensorFlow and Keras are copied to host memory.
+        """
         super().save()  # type: ignore[misc]
         self._copy_objects()
-        self._save_reduction()
+        self._save_items()
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
         super().restore()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
-        self._restore_reduction()
+        self._restore_items()
 
     def sync(self) -> None:
         """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
@@ -175,13 +306,31 @@ class CommittedState:
         super().sync()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
-        self._save_reduction()
+        self._save_items()
         # A rank on a host without a commit has no state, and the ranks' states must be equal.
-        self._saved_reduction = self._bcast_object(self._saved_reduction)
-        self._restore_reduction()
+        self._saved_items = self._bcast_object(self._saved_items)
+        self._restore_items()
+
+    def _values(self) -> Mapping[str, Any]:
+        """Return small values as of the last `save` that may differ between ranks.
+
+        For example, a script may set an attribute on the first rank only, and only the first rank
+        of a `fit` has callbacks that write files.
+        """
+        return {"objects": self._saved_state, "positions": positions()}
+
+    def _values_to_write(self) -> Mapping[str, Any]:
+        """Return the `_values` for `write_saved`: those of the first rank in a commit.
+
+        After a restart, the first rank may be on another host.
+        """
+        return self._values() if self._first_ranks_values is None else self._first_ranks_values
 
     def write_saved(self, file: IO[bytes]) -> None:
-        """Write what `save` has saved to a file. Not a collective."""
+        """Write what `save` has saved to a file. Not a collective.
+
+        One rank of each host calls this.
+        """
         raise NotImplementedError
 
     def read_saved(self, path: Path) -> None:
@@ -201,17 +350,20 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if a rank could not save its state or store the commit.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit. Also
+                if another rank waits in `join`.
+            UsageError: `hvdkit run --elastic` is calling a training function with another state.
         """
         must_wait = self._must_wait()
         if self._committer is None:
+            self._check_stored()
             if not must_wait:
                 self.save()
             super().check_host_updates()  # type: ignore[misc]
             return
         if must_wait or self._windows_in_row:
             self._committer.warn_of_window(stores=not must_wait)
-        if not must_wait and self._committer.commit(self.write_saved, self.save):
+        if not must_wait and self._store():
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
@@ -223,15 +375,92 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if a rank could not save its state or store the commit.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit. Also
+                if another rank waits in `join`.
+            UsageError: `hvdkit run --elastic` is calling a training function with another state.
         """
         if self._committer is None:
+            self._check_stored()
             super().check_host_updates()  # type: ignore[misc]
         elif self._committer.hosts_changed():
             if self._must_wait():
                 return
-            self._committer.commit(self.write_saved, self.save)
+            self._store()
             raise self._interrupt(False)
+
+    def _store(self) -> bool:
+        """Store a commit, and return whether the hosts have changed. A collective."""
+        assert self._committer is not None
+
+        def write(file: IO[bytes], values: Mapping[str, Any]) -> None:
+            self._first_ranks_values = values
+            try:
+                self.write_saved(file)
+            finally:
+                self._first_ranks_values = None
+
+        return self._committer.commit(write, self.save, self._values)
+
+    def _check_stored(self) -> None:
+        """Check a call without a committer: no commit is stored, and no host change is noticed.
+
+        Raises:
+            UsageError: `hvdkit run --elastic` is calling a training function with another state.
+        """
+        if ElasticStart.read() is None:
+            return
+        kind = type(self).__name__
+        # Otherwise this state has a committer.
+        if _running is not None:
+            raise UsageError(
+                f"commit() or check_host_updates() was called for this {kind}, but the elastic "
+                f"training function was called with another {type(_running).__name__}: hvdkit run "
+                f"--elastic stores only the state of the function. Put all objects into that state"
+            )
+        if not self._warned and self._rank() == 0:
+            _log.warning(
+                "commit() or check_host_updates() of a %s was called outside its elastic training "
+                "function, so no commit is stored, and no change of hosts is noticed. Call both "
+                "in a function with hvd.elastic.run that was called with this state",
+                kind,
+            )
+        self._warned = True
+
+
+def _key_of(name: str) -> str:
+    """Return the key of a sampler in `_saved_items`. The items of the reduction have no spaces."""
+    return f"sampler {name}"
+
+
+#: Types of values that cannot contain others. Long lists of numbers are common.
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+
+
+def _nested_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value and all values in its lists, tuples, sets and dicts, each with its path."""
+    found, seen = [(name, value)], set()
+    while found:
+        path, each = found.pop()
+        yield path, each
+        if not isinstance(each, dict | list | tuple | set | frozenset | deque) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        values = each.values() if isinstance(each, dict) else each
+        if set(map(type, values)) <= _PLAIN:
+            continue
+        pairs = each.items() if isinstance(each, dict) else enumerate(each)
+        found += [(f"{path}[{key!r:.40}]", inner) for key, inner in pairs]
+
+
+def _is_of_keras(value: Any) -> bool:
+    """Return whether `value` is a variable, an optimizer, or a layer with variables of Keras."""
+    # By names, because this module does not import Keras.
+    classes = type(value).__mro__
+    names = {c.__name__ for c in classes if c.__module__.split(".")[0] in ("keras", "tf_keras")}
+    # In Keras 2, a metric is a layer. The state alone may have a metric.
+    if "Layer" in names and "Metric" not in names:
+        return bool(value.weights)
+    return not names.isdisjoint({"Variable", "Optimizer", "BaseOptimizer"})
 
 
 def _copied(value: Any) -> Any:
@@ -280,6 +509,9 @@ class VariablesState(CommittedState):
         self._saved_layout = self._layout()
         super().save()
 
+    def _originals(self) -> Iterable[Any]:
+        return [*super()._originals(), *(variable for variable, _ in self._saved_variables)]
+
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
         for variable, value in self._saved_variables:
@@ -290,8 +522,9 @@ class VariablesState(CommittedState):
         """Write what `save` has saved, and the positions of checkpointers, to a file."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        reduction, layout = self._saved_reduction, self._saved_layout
-        content = (stored, self._saved_state, positions(), reduction, layout)
+        items, layout = self._saved_items, self._saved_layout
+        small = self._values_to_write()
+        content = (stored, small["objects"], small["positions"], items, layout)
         pickle.dump(content, file, protocol=5)
 
     def read_saved(self, path: Path) -> None:
@@ -312,7 +545,7 @@ class VariablesState(CommittedState):
                 f"build the model and its optimizer in the same way at each start"
             )
         self._saved_variables = list(zip(variables, values, strict=True))
-        self._saved_reduction = others[0] if others else {}
+        self._saved_items = others[0] if others else {}
         restore_positions(restored)
 
 
@@ -338,6 +571,8 @@ class Adapter:
 
 
 _keys = itertools.count()
+# The state of the running training function of `hvdkit run --elastic`; None without one.
+_running: CommittedState | None = None
 
 
 def run(func: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
@@ -382,11 +617,19 @@ def _run_started(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    global _running
     if not isinstance(state, CommittedState):
         raise UsageError(
             f"the elastic state is a {type(state).__module__}.{type(state).__name__}, whose "
             f"commits cannot be stored: expected a state of hvdkit, such as "
             f"hvd.elastic.ObjectState, or a class derived from one"
+        )
+    if _running is not None:
+        raise UsageError(
+            f"an elastic training function was called with a {type(state).__name__} within another "
+            f"elastic training function: expected one at a time, because the commits of a call are "
+            f"stored under its number. Remove hvd.elastic.run from the inner function, and put its "
+            f"objects into the state of the outer function"
         )
     committer = Committer(start, adapter.collectives(), next(_keys), adapter.local_rank() == 0)
 
@@ -402,13 +645,13 @@ def _run_started(
         state.on_reset()
     state._began = True
     state.sync()
-    state._committer = committer
+    state._committer, _running = committer, state
     try:
         return func(state, *args, **kwargs)
     except adapter.interrupt:
         _end(adapter)
     finally:
-        state._committer = None
+        state._committer = _running = None
 
 
 def _end(adapter: Adapter) -> NoReturn:

@@ -265,6 +265,9 @@ class Headers:
         rounds.check_generation()
         gradients = rounds.gradients
         passed, late = rounds in entry.passed, rounds is entry.late
+        if not passed:
+            # The buckets of a pass are in flight, and `begin` has looked at the gradients.
+            gradients.check_written(assigned=not rounds.participated)
         digest = rounds.digest()
         return Slot(
             present=1,
@@ -280,7 +283,7 @@ class Headers:
             outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
             sparse=int(gradients.needs_sparse_bucket()),
             unplanned=int(not rounds.planned),
-            nonfinite=int((passed or late) and bool(gradients.nonfinite())),
+            nonfinite=int(bool(gradients.nonfinite())),
             digest=digest,
             squares=digest * digest,
         )

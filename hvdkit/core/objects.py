@@ -22,7 +22,13 @@ from hvdkit.errors import UsageError
 _LARGE = 1 << 26
 
 
-def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: str) -> Any:
+def broadcast_object(
+    collectives: Collectives,
+    obj: Any,
+    root_rank: int,
+    name: str,
+    loads: Callable[[Any], Any] = pickle.loads,
+) -> Any:
     """Broadcast an object of `root_rank`, pickled. A collective.
 
     Args:
@@ -31,6 +37,7 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
         obj: the object; ignored on other ranks.
         root_rank: the rank that sends.
         name: the beginning of the names of the collectives, for errors.
+        loads: unpickles the bytes-like content.
 
     Returns:
         The object itself on `root_rank`, a copy on other ranks.
@@ -71,14 +78,16 @@ def broadcast_object(collectives: Collectives, obj: Any, root_rank: int, name: s
         raise error
     content = np.frombuffer(buffer, np.uint8)
     broadcast_in_chunks(collectives, content, root_rank, f"{name}.t")
-    result, error = (obj, None) if is_root else attempt(pickle.loads, buffer)
+    result, error = (obj, None) if is_root else attempt(loads, buffer)
     raise_on_all_ranks(
         collectives, error, f"{name}: the object of rank {root_rank} cannot be unpickled", name
     )
     return result
 
 
-def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]:
+def allgather_object(
+    collectives: Collectives, obj: Any, name: str, loads: Callable[[Any], Any] = pickle.loads
+) -> list[Any]:
     """Gather an object, pickled, from every rank. A collective.
 
     Args:
@@ -86,6 +95,7 @@ def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]
             gets `[obj]`.
         obj: this rank's object.
         name: the beginning of the names of the collectives, for errors.
+        loads: unpickles the bytes-like content.
 
     Returns:
         One object for each rank, in the order of the ranks.
@@ -101,7 +111,7 @@ def allgather_object(collectives: Collectives, obj: Any, name: str) -> list[Any]
     gathered = collectives.allgather(data or b"", name)
     if not all(gathered):
         raise_together(collectives, error, f"{name}: an object cannot be pickled", name)
-    objects, error = attempt(lambda parts: [pickle.loads(part) for part in parts], gathered)
+    objects, error = attempt(lambda parts: [loads(part) for part in parts], gathered)
     raise_on_all_ranks(collectives, error, f"{name}: a rank cannot unpickle the objects", name)
     return list(objects)
 

@@ -26,7 +26,7 @@ class Positioned(Protocol):
     """An object that counts the steps of the training itself."""
 
     def position(self) -> Any:
-        """Return the position now: a picklable object, the same on all ranks."""
+        """Return the position now: a picklable object. A commit contains that of the first rank."""
 
 
 _followers: weakref.WeakSet[Follower] = weakref.WeakSet()

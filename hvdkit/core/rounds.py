@@ -140,6 +140,16 @@ class LocalGradients(Protocol):
         """Record why the gradients cannot be used, and drop the bases."""
         ...
 
+    def check_written(self, assigned: bool) -> None:
+        """Look for NaN and infinity in unreduced gradients that the script has written.
+
+        Does nothing without `on_nonfinite`.
+
+        Args:
+            assigned: see `begin_round`.
+        """
+        ...
+
     def nonfinite(self) -> list[str]:
         """Return the names of the unreduced gradients with NaN or infinity.
 
@@ -210,7 +220,9 @@ class Rounds:
         self._stragglers = stragglers
         self._compared = False
         self._generation: int | None = None
-        self._step = 0
+        self._is_later_generation = False
+        # The steps in this generation, and in all.
+        self._step = self._steps_made = 0
         self._number = 0
         # For each started synchronizer: waits for the number of ranks that use each parameter.
         self._used: list[Callable[[], list[int]]] = []
@@ -245,6 +257,7 @@ class Rounds:
         """Reset the counters if Horovod was initialised again or ranks returned from `join`."""
         if self._generation != self._collectives.generation:
             # Ranks may have counted differently, and some may be new.
+            self._is_later_generation = self._generation is not None
             self._generation = self._collectives.generation
             self._compared = False
             self._reset_counters()
@@ -275,6 +288,7 @@ class Rounds:
         if not self._collectives.single_rank:
             self.gradients.end_step()
         self._step += 1
+        self._steps_made += 1
         self._number = 0
         self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
 
@@ -302,11 +316,19 @@ class Rounds:
                 synchronizer.make_plan()
         if self._compare is None:
             return
-        # A rank that called `join` before its first step did not take part in the comparison.
-        (compared,) = self._collectives.max([int(self._compared)], "hvdkit.rounds.compared")
+        # A rank that called `join` before its first step did not take part in the comparison. For
+        # a rank that started later in an elastic job, this is the first generation.
+        compared, is_later, steps = self._collectives.max(
+            [int(self._compared), int(self._is_later_generation), self._steps_made],
+            "hvdkit.rounds.compared",
+        )
         try:
             if not compared:
                 self._compare()
+                replicas = self._replicas
+                if is_later and replicas is not None and replicas.settings.interval:
+                    # `join` may end each epoch before a comparison is due.
+                    replicas.compare(steps)
         except BaseException:
             self.forget_plan()
             raise

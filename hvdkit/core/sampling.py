@@ -454,6 +454,17 @@ class Epochs:
                 f"samples of the ResumableSampler were read, but no batch was counted after that: "
                 f"{self._how_to_count}"
             )
+        return self._saved()
+
+    def committed(self) -> dict[str, Any]:
+        """Return the same as `save`, for a commit of an elastic state.
+
+        Raises:
+            UsageError: samples were read, and no batch was counted after that.
+        """
+        return self.save()
+
+    def _saved(self) -> dict[str, Any]:
         position = self.position
         return {
             **self._identity(),

@@ -27,6 +27,7 @@ _FIRST_KERAS = "3.12"
 _COLLECTIVES = {"tensorflow": "TensorFlowCollectives", "torch": "TorchCollectives"}
 # Backend -> module and class in its adapter.
 _TENSORS = {"tensorflow": ("items", "VariableTensor"), "torch": ("items.tensors", "TorchTensor")}
+_COPY_ADVICE = {"tensorflow": ("elastic", "copy_advice"), "torch": ("elastic.state", "copy_advice")}
 _RANDOMNESS = {"tensorflow": ("items", "Randomness"), "torch": ("items.randomness", "Randomness")}
 
 
@@ -85,6 +86,8 @@ _new_collectives: Any = _imported("collectives", _COLLECTIVES[NAME])
 
 GradientReducer: Any = _imported("reducer", "GradientReducer")
 wire_format: Any = _imported("compression", "wire_format")
+#: Returns what to do with a value that an elastic state must not copy.
+copy_advice: Any = _imported(*_COPY_ADVICE[NAME])
 
 _functions: Any = importlib.import_module(f"hvdkit.{NAME}.functions")
 _broadcast: Any = (

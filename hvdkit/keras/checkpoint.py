@@ -80,10 +80,10 @@ class Checkpoint(LastCallback):
     If `fit` resumes with another number of ranks, the metrics of the resumed epoch cover only its
     remaining batches.
 
-    In an elastic job, each commit contains the position of this callback. After a restart, `fit`
-    continues from the commit, also if a checkpoint is newer. Only if there is no commit since
-    `fit` began, `fit` resumes at the newest checkpoint. With an `UpdateEpochStateCallback`, the
-    epochs of the checkpoints are those of `state.epoch`.
+    In an elastic job, each commit contains the position of this callback on the first rank. After a
+    restart, `fit` continues from the commit, also if a checkpoint is newer. Only if there is no
+    commit since `fit` began, `fit` resumes at the newest checkpoint. With an
+    `UpdateEpochStateCallback`, the epochs of the checkpoints are those of `state.epoch`.
 
     Attributes:
         metadata: your own plain values in the checkpoint. A resume updates them.

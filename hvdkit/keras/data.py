@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from hvdkit.core.replaced_state import keep_position, take_position
+from hvdkit.core.sampling import Batches
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 
@@ -29,7 +30,21 @@ class ResumableSampler(backend.hvd.ResumableSampler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._read_by_fit = False
         _samplers[self] = _CommittedEpoch(self)
+
+    def batches(self, *args: Any, **options: Any) -> Batches:
+        """Yield the remaining batches of this epoch, and count them; see the backend's method."""
+        self._read_by_fit = False
+        return super().batches(*args, **options)
+
+    def committed(self) -> dict[str, Any]:
+        """Return the position for a commit of an elastic state.
+
+        In `fit`, it is the beginning of the epoch. A resumed `fit` needs this for its number of
+        steps. It skips the trained batches itself, or a `Checkpoint` moves the sampler.
+        """
+        return {**self._saved(), "consumed": 0} if self._read_by_fit else self.save()
 
     def arrays(self, data: Any) -> Any:
         """Return this rank's batches of arrays, for `fit(..., shuffle=False)`.
@@ -89,8 +104,9 @@ class _CommittedEpoch:
 
 
 def restore_epochs() -> None:
-    """Begin the epochs that a restored commit of an elastic job contains."""
-    for epoch in _samplers.values():
+    """Begin the epochs that a restored commit of an elastic job contains. `fit` begins."""
+    for sampler, epoch in _samplers.items():
+        sampler._read_by_fit = True
         epoch.restore()
 
 

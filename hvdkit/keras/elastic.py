@@ -1,14 +1,14 @@
 """Horovod's elastic training for Keras models, for every backend of Keras."""
 
 import logging
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Iterable, Mapping, Set
 from typing import Any
 
 import keras
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from hvdkit.core.elastic import CommittedState, ReductionItem, VariablesState
+from hvdkit.core.elastic import CommittedState, Item, VariablesState
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -80,10 +80,12 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
             optimizer: default: the optimizer of `model.compile`, also if this one is a
                 `LossScaleOptimizer` around the given one. It is built here if necessary, so that
                 old and new ranks have the same variables.
-            kwargs: further objects; they become attributes.
+            kwargs: picklable objects, and `hvd.ResumableSampler`s; they become attributes. Objects
+                are replaced by copies at a start, samplers get the position.
 
         Raises:
-            UsageError: the model is not built.
+            UsageError: the model is not built, or an object must not be replaced by a copy, such as
+                an optimizer or a variable.
         """
         if not is_built(model):
             raise UsageError(
@@ -96,7 +98,6 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
             self.optimizer.build(model.trainable_variables)
         self._save_variables()
         self._saved_layout = self._layout()
-        self._save_reduction()
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
         )
@@ -107,7 +108,13 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         self._save_variables()
         super().sync()
 
-    def _reduction_items(self) -> Mapping[str, ReductionItem]:
+    def _originals(self) -> Iterable[Any]:
+        return [*super()._originals(), self.model, *self.model.layers, *self._optimizers()]
+
+    def _advice(self, value: Any) -> str:
+        return super()._advice(value) or backend.copy_advice(value)
+
+    def _reduction_items(self) -> Mapping[str, Item]:
         items = reduction_items_of(self.optimizer) | backend.tape_items()
         for name, optimizer in self._further().items():
             items |= {f"{name}.{key}": item for key, item in reduction_items_of(optimizer).items()}
@@ -237,7 +244,9 @@ class UpdateBatchStateCallback(_UpdateCallback):
     are read and discarded. Each batch is therefore trained once, if the data have the same order at
     each start. Ranks that share the data count the batches of their own share. If a restart changes
     the number of batches of an epoch, as with another number of ranks, `state.batch` becomes the
-    same fraction of the epoch, rounded down. Some samples of this epoch may be repeated.
+    same fraction of the epoch, rounded down. Some samples of this epoch may be repeated. With
+    another number of ranks, samples are also lost if the ranks read contiguous parts of the data,
+    or if each rank shuffles its share.
     """
 
     def __init__(self, state: Any) -> None:

@@ -37,9 +37,13 @@ class EpochSize:
 
         The result is the same fraction of the epoch, rounded down. If the epochs seem to have more
         samples than before, the last batches of this epoch may be smaller than the others, or the
-        epochs before have dropped a remainder. The result is then less: samples may be repeated,
-        but not lost. If a number of batches is unknown, the result is a smaller fraction after a
-        decrease of the number of ranks.
+        epochs before have dropped a remainder. The result is then less. If a number of batches is
+        unknown, the result is a smaller fraction after a decrease of the number of ranks.
+
+        If rank r of n reads the samples r, r + n, r + 2n, … in this order, the trained samples are
+        the first ones of the epoch: samples may be repeated, but not lost. If the shares are
+        contiguous, or each rank shuffles its share, another number of ranks loses samples of this
+        epoch, and repeats others.
 
         Args:
             batches: trained batches of an epoch of the size `before`.

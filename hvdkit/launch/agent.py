@@ -131,8 +131,10 @@ class Agent:
             while self._waits_for_launcher():
                 self._step()
         finally:
-            # Also after an exception, no process of the job may remain.
-            self._ranks.end()
+            # Also after an exception, no process of the job may remain. `_finished` has reported a
+            # process that SIGKILL does not end.
+            with contextlib.suppress(HvdkitError):
+                self._ranks.end()
         # After an exception, the successor of this agent finds the commits.
         if self._commits is not None:
             self._commits.remove()
@@ -192,6 +194,8 @@ class Agent:
             return True
         except HvdkitError as error:
             self._send("failed", reason=str(error))
+            # At once: `LocalRanks.end` waits for the same processes again.
+            self._send_pending()
             return True
         return False
 
@@ -232,6 +236,10 @@ class Agent:
             # A batch system may send the signal only to the tasks that it started.
             self._ranks.signal(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
+            if not (self._ranks.all or self._keep_rank_variables):
+                # The launcher shows it. mpirun and srun would show it even if they sent the signal.
+                with contextlib.suppress(OSError):
+                    os.write(2, f"got {signal.Signals(number).name}\n".encode())
             self._stays = False
             self._end(ORPHAN_GRACE)
         # Otherwise do nothing: the launcher forwards the signal. Ignoring the signal instead would
@@ -282,7 +290,6 @@ class Agent:
                 try:
                     self._ranks.start(message["ranks"], self._task, self._report_alive)
                 except (HvdkitError, OSError) as error:  # OSError: no folder for records
-                    self._stays = False
                     self._send("failed", reason=str(error))
                     self._end(0)
             case "signal":

@@ -19,12 +19,12 @@ from operator import methodcaller
 from typing import Any, Self
 
 import hvdkit
-from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.connection import Connection, Event, Events, ProcessConnection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.start_error import StartError
 
 #: With more messages than this in the queue, the launcher stops reading from agents.
 _QUEUED = 1000
@@ -46,7 +46,7 @@ class AgentPool:
     Attributes:
         connections: the connections to the agents.
         unused: the connections to agents of hosts without ranks in this start (`KeptAgents`). Their
-            messages are ignored.
+            messages are ignored, except signals.
         events: the queue of the agents' messages.
         explained: whether the outcome explains the end of the job by something other than the loss
             of an agent.
@@ -139,8 +139,9 @@ class AgentPool:
                 event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return None
-            if event.connection.disconnected or event.connection in self.unused:
-                continue  # not of this start
+            if event.connection.disconnected:
+                continue
+            # Also from a node without ranks: a signal on any node stops the job.
             if event.message["kind"] == "signal":
                 number = event.message["number"]
                 # This process may ignore SIGINT and SIGHUP, as in the background of a script.
@@ -148,6 +149,8 @@ class AgentPool:
                     number = signal.SIGTERM
                 signal.raise_signal(number)
                 continue
+            if event.connection in self.unused:
+                continue  # not of this start
             return event
 
     def require_facts(self, task: Message, timeout: float) -> dict[Connection, Message]:
@@ -158,14 +161,15 @@ class AgentPool:
             timeout: seconds for all agents together.
 
         Raises:
-            HvdkitError: hosts do not answer or cannot run the task, with a line for each.
+            StartError: hosts do not answer or cannot run the task, with a line for each.
         """
         facts, problems = self.collect_facts(task, timeout)
         for connection, found in facts.items():
             if unfit := unfitness(found):
                 problems[connection] = "; ".join(unfit)
         if problems:
-            raise HvdkitError(_report(problems, len(self.connections)))
+            hosts = [connection.host.name for connection in problems]
+            raise StartError(_report(problems, len(self.connections)), hosts)
         return facts
 
     def collect_facts(
@@ -199,7 +203,9 @@ class AgentPool:
                 facts[connection] = message | {"reached_at": reached_at}
             elif message["kind"] not in ("lost", "failed"):
                 continue  # a kept agent's message of the start before this one
-            elif connection not in facts and not retries.add(connection):
+            elif connection not in problems and not retries.add(connection):
+                # Also after its facts: nobody else reads this message.
+                facts.pop(connection, None)
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]
         # In threads, because each explanation may wait a moment for ssh's last output.
@@ -220,7 +226,7 @@ class AgentPool:
         No other question may be pending.
 
         Raises:
-            HvdkitError: the agent does not answer.
+            StartError: the agent does not answer.
         """
         connection.send("ask", question=question, arguments=dict(arguments))
         deadline = time.monotonic() + timeout
@@ -229,10 +235,12 @@ class AgentPool:
                 return event.message["answer"]
             if event.message["kind"] in ("lost", "failed"):
                 why = event.message.get("reason") or event.connection.explain()
-                raise HvdkitError(f"{event.connection.host.name}: {why}")
-        raise HvdkitError(
+                host = event.connection.host.name
+                raise StartError(f"{host}: {why}", [host])
+        raise StartError(
             f"{connection.host.name} did not answer the question `{question}` within {timeout:g} s "
-            "(--start-timeout)"
+            "(--start-timeout)",
+            [connection.host.name],
         )
 
     def _send_heartbeats(self) -> None:

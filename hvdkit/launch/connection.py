@@ -30,6 +30,8 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _SILENCE_SECONDS = 1.0
 # The most bytes of a line that an error shows.
 _SHOWN_BYTES = 80
+# The seconds for a process to end after SIGKILL, which does not end one that waits for a disk.
+_KILL_SECONDS = 1.0
 #: The search paths of Python modules and of libraries.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
@@ -307,7 +309,8 @@ class ProcessConnection(Connection):
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_SECONDS)
         self._writer.join(timeout=1)
         pipes = (self._process.stdout, self._process.stderr)
         for thread, pipe in zip((self._reader, self._stderr_reader), pipes, strict=True):
@@ -354,9 +357,11 @@ class SocketConnection(Connection):
     ) -> None:
         self._socket = accepted
         self._started_by = started_by
-        peer = str(accepted.getpeername()[0]).removeprefix("::ffff:")
-        # Ranks communicate over IPv4.
-        self.peer = None if ":" in peer else peer
+        # An error: the connection was reset. The reader reports it as lost.
+        with contextlib.suppress(OSError):
+            peer = str(accepted.getpeername()[0]).removeprefix("::ffff:")
+            # Ranks communicate over IPv4.
+            self.peer = None if ":" in peer else peer
         super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
 
     def explain(self) -> str:

@@ -60,8 +60,9 @@ def discover(
         except DiscoveryStopped as error:
             raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
         finally:
-            # The group, because a shell may have started other programs.
-            with contextlib.suppress(ProcessLookupError):
+            # The group, because a shell may have started other programs. This user may not signal
+            # those that were started with sudo.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         raise UsageError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from hvdkit.core.recorder import stall_seconds
 from hvdkit.errors import UsageError
 from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.start_error import StartUsageError
 from hvdkit.processes import GROUP_VARIABLE, without_rank_variables
 
 #: Variables that are valid only on one host or in one login, and are not forwarded. Variables of an
@@ -211,14 +212,15 @@ def pinned_gpu(place: Place, visible: str | None) -> dict[str, str]:
             chosen.
 
     Raises:
-        UsageError: there are fewer GPUs in `visible` than ranks on the host.
+        StartUsageError: there are fewer GPUs in `visible` than ranks on the host.
     """
     devices = [str(n) for n in range(place.local_size)]
     if visible is not None:
         devices = [device for device in visible.split(",") if device]
     if len(devices) < place.local_size:
-        raise UsageError(
+        raise StartUsageError(
             f"--pin-gpus: {place.host.name} has CUDA_VISIBLE_DEVICES={visible} and "
-            f"{place.local_size} ranks; expected a GPU for each"
+            f"{place.local_size} ranks; expected a GPU for each",
+            [place.host.name],
         )
     return {"CUDA_VISIBLE_DEVICES": devices[place.local_rank]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,11 +108,13 @@ def run_with(
         ready = registered_ranks(server, plan.size, facts, say)
         elastic = settings.elastic_variables is not None
         outcome = Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
-        if settings.agents_stay and outcome.restartable and not outcome.shows_host(plan):
+        may_continue = outcome.restartable and outcome.interrupted is None
+        if settings.agents_stay and may_continue and not outcome.shows_host(plan):
             try:
                 outcome = _with_broken(outcome, agents, interfaces, launcher_address)
-            except KeyboardInterrupt as stop:  # a stop signal
-                outcome = replace(outcome, interrupted=stop)
+            except KeyboardInterrupt as stop:
+                number = stop.args[0] if stop.args else signal.SIGINT
+                outcome = replace(outcome, interrupted=signal.Signals(number))
         return outcome
 
 

@@ -12,12 +12,10 @@ import time
 import warnings
 from collections.abc import Callable
 
-from hvdkit.errors import HvdkitError
 from hvdkit.processes import ProcessGroup
 from hvdkit.signals import STOP_SIGNALS
 
 _POLL_SECONDS = 0.1
-_END = b"."
 
 
 class Guard:
@@ -44,11 +42,13 @@ class Guard:
 
     def close(self) -> None:
         """End the guard. Call it after the processes of the group have ended."""
-        with contextlib.suppress(OSError):
-            os.write(self._write_end, _END)
-        os.close(self._write_end)
+        # SIGKILL also ends a guard that is stopped, for which this process would wait without end.
+        # Before the pipe is closed, which tells the guard that this process has ended.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
+        os.close(self._write_end)
 
 
 def _run(read_end: int, group: ProcessGroup, grace: float, finish: Callable[[], None]) -> None:
@@ -65,9 +65,9 @@ def _run(read_end: int, group: ProcessGroup, grace: float, finish: Callable[[], 
         if descriptor > 2 and descriptor != read_end:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-    if os.read(read_end, 1) == _END:
-        return
-    with contextlib.suppress(HvdkitError):
+    os.read(read_end, 1)  # nothing is written: it returns when the other process ends
+    try:
         for _ in group.terminate(grace):
             time.sleep(_POLL_SECONDS)
-    finish()
+    finally:
+        finish()

@@ -163,10 +163,10 @@ def is_local(
     name = host.address
     if name == "localhost" or name.lower() == socket.gethostname().lower():
         return True
-    addresses = resolve(name)
-    if addresses and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses):
-        return True
-    return bool(addresses & own())
+    addresses = {address.partition("%")[0] for address in resolve(name)}
+    # One common address does not suffice: Docker's bridge has the same address on every machine.
+    others = {address for address in addresses if not ipaddress.ip_address(address).is_loopback}
+    return bool(addresses) and others <= own()
 
 
 def are_local(

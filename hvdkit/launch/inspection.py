@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,9 @@ from typing import Any
 import psutil
 
 from hvdkit.launch import open_files
+from hvdkit.launch.listener import Listener
 from hvdkit.launch.network import free_port
+from hvdkit.launch.reachability import FULL_MESH_HOSTS
 
 #: The packages that all hosts must have in the same version.
 PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "numpy")
@@ -27,6 +27,8 @@ _GPU_SECONDS = 20
 # A connection without data for this time is dropped.
 _SILENT_SECONDS = 60.0
 _CHUNK = bytes(1 << 20)
+# Anyone can connect to a port of `listen`, so the buffer of a connection is small.
+_BUFFER_BYTES = 1 << 18
 
 
 def examine(directory: str) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def _own_name() -> dict[str, str]:
     name = socket.gethostname()
     try:
         return {"name": name, "address": socket.gethostbyname(name)}
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long for DNS
         return {"name": name, "error": str(error)}
 
 
@@ -73,7 +75,12 @@ def gpus() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=_GPU_SECONDS, check=False
+            query,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GPU_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return ["nvidia-smi hangs"]
@@ -85,53 +92,35 @@ def clock() -> float:
     return time.time()
 
 
-# The sockets that `listen` has opened, and their threads.
-_listeners: list[tuple[socket.socket, threading.Thread]] = []
+_listeners: list[Listener[None]] = []
 
 
 def listen(address: str) -> int:
-    """Accept connections at `address` and read their data, until `stop_listening`.
+    """Accept connections at `address` and discard their data, until `stop_listening`.
+
+    The connections are not authenticated, but `Listener` limits their number.
 
     Returns:
         The port.
     """
     server = socket.create_server((address, 0), backlog=1024)
-    thread = threading.Thread(target=_serve, args=(server,), daemon=True)
-    thread.start()
-    _listeners.append((server, thread))
     port: int = server.getsockname()[1]
+    _listeners.append(Listener(server, FULL_MESH_HOSTS, _drain))
     return port
 
 
 def stop_listening() -> None:
-    """Close the sockets of `listen`."""
+    """Close the ports of `listen`, and their connections."""
     while _listeners:
-        server, thread = _listeners.pop()
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        server.close()
-        thread.join(_CONNECT_SECONDS)
-
-
-def _serve(server: socket.socket) -> None:
-    while True:
-        try:
-            connection, _ = server.accept()
-        except OSError:
-            return  # closed
-        connection.settimeout(_SILENT_SECONDS)
-        threading.Thread(target=_drain, args=(connection,), daemon=True).start()
+        _listeners.pop().close()
 
 
 def _drain(connection: socket.socket) -> None:
-    buffer = bytearray(len(_CHUNK))
-    with connection:
-        try:
-            while connection.recv_into(buffer):
-                pass
-            connection.sendall(b"!")  # all data has arrived
-        except OSError:
-            return  # the other side has disconnected
+    connection.settimeout(_SILENT_SECONDS)
+    buffer = bytearray(_BUFFER_BYTES)
+    while connection.recv_into(buffer):
+        pass
+    connection.sendall(b"!")  # all data has arrived
 
 
 def connect(targets: Mapping[str, Sequence[Any]]) -> dict[str, str]:

@@ -74,7 +74,10 @@ class Job:
         # Rank -> its agent and the status with which it has ended. The agent then sends its output.
         self._exited: dict[int, tuple[Connection, int]] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
-        self._failures = Failures(self._ranks, self._orderly, over_mpi=registered is None)
+        self._over_mpi = registered is None
+        self._failures = Failures(self._ranks, self._orderly, self._over_mpi)
+        groups = plan.by_agent(len(agents.connections))
+        self._places = dict(zip(agents.connections, groups, strict=True))
         directory = output.directory
         hosts = [place.host.name for place in plan.places]
         self._stalls = Stalls(plan.size, directory, self._ask_for_records, timeouts.stall, hosts)
@@ -86,7 +89,11 @@ class Job:
         self._stalled = False
         self._ended_by_launcher: list[int] = []
         self._finished: set[Connection] = set()
+        # The names of the hosts whose agents have failed.
+        self._failed_agents: list[str] = []
+        # The first stop signal, and whether the job had failed before.
         self._stopped_by: signal.Signals | None = None
+        self._failed_first = False
         self._interrupts = 0
         self._saved = self._committed = False
         self._lost: list[Host] = []
@@ -119,7 +126,12 @@ class Job:
         outcome = self._outcome()
         self._agents.explained = outcome.status != 0 and not (self._lost or self._lost_agent)
         return replace(
-            outcome, saved=self._saved, committed=self._committed, lost=tuple(self._lost)
+            outcome,
+            saved=self._saved,
+            committed=self._committed,
+            lost=tuple(self._lost),
+            failed_agents=tuple(self._failed_agents),
+            interrupted=self._stopped_by if outcome.restartable else None,
         )
 
     # Messages of agents
@@ -148,10 +160,11 @@ class Job:
             case "ended":
                 self._on_rank_ended(message["rank"], message["status"])
             case "failed":
-                self._fail(f"{host.name}: {message['reason']}")
+                self._on_agent_failed(host, f"{host.name}: {message['reason']}")
             case "done":
                 connection.idle = bool(message.get("stays"))
                 self._finished.add(connection)
+                self._check_ended(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
                 for rank, (agent, status) in self._exited.items():
@@ -166,14 +179,36 @@ class Job:
         host = connection.host
         left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
         problem = f"lost {host.name}: {self._explain_lost(connection)}. {left}"
-        if connection.lost_host():
+        lost_host = connection.lost_host()
+        if lost_host:
             if self._lost_agent and not self._lost:
                 # After the loss of a host, mpirun has ended an agent on another host.
                 self._problem = problem
             self._lost.append(host)
         # Not if the launcher ends the ranks already: then SIGTERM has another cause.
         self._lost_agent = self._lost_agent or not self._ending
-        self._fail(problem)
+        # If this process was stopped, all agents end. mpirun and srun end all agents after one.
+        is_cause = not (lost_host or self._over_mpi or self._was_paused(connection))
+        self._fail(problem, host if is_cause else None)
+
+    def _on_agent_failed(self, host: Host, problem: str) -> None:
+        """Handle the message of an agent that cannot start its ranks, or cannot end them."""
+        if not self._ending:
+            self._fail(problem, host)
+        elif host.name not in self._failed_agents:
+            # The failure that ends the job stays, but a process may still run on the host.
+            self._problem = f"{self._problem}\n{problem}".lstrip()
+            self._failed_agents.append(host.name)
+
+    def _check_ended(self, connection: Connection) -> None:
+        """Fail if an agent has ended without its ranks: it got SIGTERM before it started them."""
+        ranks = [place.rank for place in self._places[connection]]
+        if missing := [rank for rank in ranks if rank not in self._statuses]:
+            self._fail(
+                f"{connection.host.name}: its agent got SIGTERM or SIGHUP before it started "
+                f"{self._ranks(missing)}. Check what sends signals to the processes of the job",
+                None if self._over_mpi else connection.host,
+            )
 
     def _on_shutdown(self, connection: Connection, message: Message) -> None:
         """Keep the note of a rank that has called `hvd.shutdown()`, and send it to other hosts."""
@@ -189,7 +224,8 @@ class Job:
     def _on_rank_ended(self, rank: int, status: int) -> None:
         self._output.finish(rank)
         self._statuses[rank] = status
-        if self._ending:
+        # After a failure, a rank that a stop signal has ended is not the cause.
+        if self._ending or (self._failed_first and -status in self._fatal):
             return
         tail, raised_at = self._output.tail(rank), self._output.raised_at(rank)
         if status == 0:
@@ -201,6 +237,11 @@ class Job:
             self._set_stop_deadline()
 
     @property
+    def _fatal(self) -> tuple[int, ...]:
+        """The signals that end a rank because of a stop signal; empty without one."""
+        return () if self._stopped_by is None else (self._stopped_by, signal.SIGTERM)
+
+    @property
     def _ending(self) -> bool:
         return self._end_deadline < float("inf")
 
@@ -208,10 +249,17 @@ class Job:
         deadline = time.monotonic() + self._timeouts.stop
         self._stop_deadline = min(self._stop_deadline, deadline)
 
-    def _fail(self, problem: str) -> None:
-        """End the job because of a problem that is not the end of a rank."""
+    def _fail(self, problem: str, agent: Host | None = None) -> None:
+        """End the job because of a problem that is not the end of a rank.
+
+        Args:
+            problem: the problem.
+            agent: the host of the agent that has caused it; None for another cause.
+        """
         if not self._ending:
             self._problem = problem
+            if agent is not None:
+                self._failed_agents.append(agent.name)
             self._end(self._timeouts.end)
 
     def _end(self, grace: float) -> None:
@@ -262,7 +310,8 @@ class Job:
                 self._finished.add(connection)
                 self._fail(
                     f"lost {connection.host.name}: its agent has not answered for "
-                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped"
+                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped",
+                    connection.host,
                 )
 
     def _notice_pause(self, now: float) -> None:
@@ -272,16 +321,19 @@ class Job:
             self._start.postpone(self._pause)
         self._looked_at = now
 
+    def _was_paused(self, connection: Connection) -> bool:
+        """Return whether an agent was lost because this process was stopped."""
+        recently = time.monotonic() < self._resumed_at + PAUSE_SECONDS
+        long = self._pause > max(0, self._timeouts.lost - PAUSE_SECONDS)
+        return long and recently and not connection.lost_host()
+
     def _explain_lost(self, connection: Connection) -> str:
         """Return why an agent was lost."""
-        lost = self._timeouts.lost
-        recently = time.monotonic() < self._resumed_at + PAUSE_SECONDS
-        long = self._pause > max(0, lost - PAUSE_SECONDS)
-        if long and recently and not connection.lost_host():
+        if self._was_paused(connection):
             return (
                 f"this launcher did not run for {self._pause:.0f} s, so the agent ended its ranks "
-                f"after {lost:g} s; check what stopped the launcher (SIGSTOP, or a suspended "
-                f"machine)"
+                f"after {self._timeouts.lost:g} s; check what stopped the launcher (SIGSTOP, or a "
+                f"suspended machine)"
             )
         return connection.explain()
 
@@ -372,7 +424,7 @@ class Job:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._interrupts += number == signal.SIGINT
         if self._ending or self._interrupts > 1:
-            self._stopped_by = self._stopped_by or signal.Signals(number)
+            self._note_stop(number)
             self._end(_NOW_SECONDS)
             readers.give_up_now()
             self._say("ending all ranks now")
@@ -380,15 +432,21 @@ class Job:
         again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
         is_first = self._stopped_by is None
         # First, because another signal may interrupt this function.
-        self._stopped_by = self._stopped_by or signal.Signals(number)
+        self._note_stop(number)
         # Before the message, because its reader may not read.
         self._stop(number)
         if is_first:
             self._say(f"{signal.Signals(number).name}: asking all ranks to stop{again}")
 
+    def _note_stop(self, number: int) -> None:
+        """Remember the first stop signal, and whether the job had failed before."""
+        if self._stopped_by is None:
+            self._failed_first = bool(self._problem) or self._failures.deadline < float("inf")
+            self._stopped_by = signal.Signals(number)
+
     def _stop(self, number: int) -> None:
         """Request an orderly stop of all ranks."""
-        self._stopped_by = self._stopped_by or signal.Signals(number)
+        self._note_stop(number)
         self._set_stop_deadline()
         readers.give_up_soon()
         # Ranks save on SIGTERM, but may not handle these two.
@@ -422,17 +480,19 @@ class Job:
             if not self._failures:
                 self._add_first_end()
             self._problem = "" if self._failures else self._explain_abort(aborted_by)
+            self._failed_agents = []
         failed = self._failures or self._problem
         if failed and self._stopped_by is None and (killed := self._agents.killed()):
             # The ranks then end with errors that differ between MPIs, and lose their agents.
             return Outcome(1, f"{killed}. This ends all ranks.", restartable=True)
         if self._failures:
             return self._failure(aborted_by)
-        # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
-        if self._stopped_by is not None and (self._problem or any(self._statuses.values())):
-            return self._ended_by(self._stopped_by)
-        if not self._problem:
+        # A rank has no status if its agent was lost while the launcher ended the ranks.
+        if not (self._problem or self._running() or any(self._statuses.values())):
             return Outcome(0)
+        # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
+        if self._stopped_by is not None and not self._failed_first:
+            return self._ended_by(self._stopped_by)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
 
     def _add_first_end(self) -> None:
@@ -455,8 +515,6 @@ class Job:
 
     def _failure(self, aborted_by: str) -> Outcome:
         if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
-            if self._stopped_by is not None:
-                return self._ended_by(self._stopped_by)
             return Outcome(HOSTS_CHANGED, self._problem, restartable=True, hosts_changed=True)
         if self._failures.orderly:
             report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
@@ -464,13 +522,13 @@ class Job:
         cause = self._failures.cause
         status = cause.status
         code = 128 - status if status < 0 else status
-        if self._stopped_by is not None and -status in (self._stopped_by, signal.SIGTERM):
+        if self._stopped_by is not None and -status in self._fatal:
             return self._ended_by(self._stopped_by)
         if status == -signal.SIGTERM and self._lost_agent:
             # If an agent of mpirun ends, mpirun sends SIGTERM to the other ranks.
             terminated = [rank for rank, s in self._statuses.items() if s == -signal.SIGTERM]
             report = f"{self._problem}\nSIGTERM then ended {self._ranks(terminated)}."
-            return Outcome(1, report, restartable=self._stopped_by is None)
+            return Outcome(1, report, restartable=True)
         finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
@@ -484,12 +542,11 @@ class Job:
             aborted_by,
         )
         report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
-        restartable = self._stopped_by is None
         return Outcome(
             code,
             self._with_problem(report),
             cause,
-            restartable,
+            restartable=self._stopped_by is None or self._failed_first,
             suspects=tuple(self._failures.suspects),
             possible_causes=causes,
         )

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Self
 
-from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
 from hvdkit.launch.agent_pool import AgentPool, unfitness
 from hvdkit.launch.connection import Connection
@@ -14,6 +13,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import HOST_SECONDS
+from hvdkit.launch.start_error import StartError
 
 # After this number of seconds, the process of a closed connection is killed.
 _CLOSE_SECONDS = 1.0
@@ -84,8 +84,9 @@ class KeptAgents:
         self._agents.unused = list(kept.values())
         missing = {host: local[host] for host in plan.hosts if host.name not in kept}
         if missing and not self._can_start:
-            names = ", ".join(host.name for host in missing)
-            raise HvdkitError(f"lost {names}: a node cannot join a running job again")
+            names = [host.name for host in missing]
+            lost = f"lost {', '.join(names)}: a node cannot join a running job again"
+            raise StartError(lost, names)
         self._agents.start(missing, settings.ssh, settings.python)
         started = {connection.host.name: connection for connection in self._agents.connections}
         by_name = kept | started

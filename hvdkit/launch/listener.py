@@ -23,6 +23,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import SocketConnection
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import HOST_SECONDS
+from hvdkit.launch.start_error import StartError
 from hvdkit.processes import ProcessGroup, exit_text
 
 _LINE_SECONDS = 5.0
@@ -35,6 +36,10 @@ _STRANGERS = 64
 BACKLOG = 4096
 # Threads of connections that were closed a moment ago count too.
 _THREADS_PER_CONNECTION = 4
+# After an error of the system, such as too many open files, the seconds before the next attempt.
+_RETRY_SECONDS = 0.1
+# The seconds for the threads of connections to end after these were shut down.
+_THREAD_SECONDS = 1.0
 # The largest values that Linux accepts: in seconds, and in milliseconds.
 _LONGEST_KEEPALIVE, _LONGEST_USER_TIMEOUT = 32767, 2**31 - 1
 # The seconds in which mpirun and srun should end by themselves after their ranks.
@@ -52,14 +57,16 @@ class Listener(Generic[Peer]):
         server: the listening socket.
         size: the number of agents.
         authenticate: given a connection, talks to the other side and returns its identity; None if
-            it is not of this job. Must end within some seconds. An OSError counts as None.
+            it is not of this job. Must end within some seconds, and soon after the connection was
+            shut down. An OSError counts as None.
         silence: the seconds without an answer after which the host of an agent is lost.
 
     Attributes:
         silence: as given.
 
     If strangers open too many connections, the oldest connection that is not authenticated is
-    closed. Agents authenticate at once, so their connections are rarely closed.
+    closed. Agents authenticate at once, so their connections are rarely closed. One that is closed
+    while it authenticates is returned by `accept`, too: the caller finds that the agent is lost.
     """
 
     def __init__(
@@ -75,8 +82,9 @@ class Listener(Generic[Peer]):
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
         # not delay agents. This dict has the connections that are being checked, oldest first.
-        self._checked: dict[socket.socket, None] = {}
+        self._checked: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._most = size + _STRANGERS
         self._threads = threading.BoundedSemaphore(_THREADS_PER_CONNECTION * self._most)
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -90,31 +98,43 @@ class Listener(Generic[Peer]):
             return None
 
     def close(self) -> None:
-        """Stop listening. May be called again."""
+        """Stop listening, and close the connections of strangers. May be called again."""
+        self._closed.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._server.close()
         self._thread.join()
+        with self._lock:
+            checked = dict(self._checked)
+        for connection in checked:
+            _shut_down(connection)  # wakes its thread
+        for thread in checked.values():
+            thread.join(_THREAD_SECONDS)
         while not self._accepted.empty():
             self._accepted.get()[1].close()
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._server.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed, or too many open files, or an error of one connection
+                self._closed.wait(_RETRY_SECONDS)
+                continue
             if not self._threads.acquire(blocking=False):
                 connection.close()
                 continue
+            thread = threading.Thread(target=self._check, args=(connection,), daemon=True)
             with self._lock:
                 if len(self._checked) >= self._most:
                     oldest = next(iter(self._checked))
                     del self._checked[oldest]
-                    with suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)
-                self._checked[connection] = None
-            threading.Thread(target=self._check, args=(connection,), daemon=True).start()
+                    _shut_down(oldest)
+                self._checked[connection] = thread
+            try:
+                thread.start()
+            except RuntimeError:  # this user may start no more threads
+                self._end_check(connection, None)
+                self._closed.wait(_RETRY_SECONDS)
 
     def _check(self, connection: socket.socket) -> None:
         peer = None
@@ -124,17 +144,18 @@ class Listener(Generic[Peer]):
                 connection.settimeout(None)
                 _enable_keepalive(connection, self.silence)
         except OSError:
-            peer = None
+            pass  # if the agent has authenticated, the caller of `accept` finds that it is lost
         finally:
-            with self._lock:
-                if connection not in self._checked:
-                    peer = None  # closed meanwhile
-                self._checked.pop(connection, None)
-            self._threads.release()
+            self._end_check(connection, peer)
+
+    def _end_check(self, connection: socket.socket, peer: Peer | None) -> None:
+        with self._lock:
+            self._checked.pop(connection, None)
+            if peer is not None:
+                self._accepted.put((peer, connection))
         if peer is None:
             connection.close()
-        else:
-            self._accepted.put((peer, connection))
+        self._threads.release()
 
 
 class AgentListener(Listener[int]):
@@ -181,6 +202,11 @@ def read_line(connection: socket.socket, longest: int) -> str:
             break
         received += byte
     return received.decode(errors="replace").rstrip("\n")
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _enable_keepalive(connection: socket.socket, silence: float) -> None:
@@ -330,10 +356,11 @@ def agents_started_by(
                     names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
                     queued = name == "srun" and not connected
                     also = ", and that no other step uses the allocation (`squeue --steps`)"
-                    raise HvdkitError(
+                    raise StartError(
                         f"rank {names} did not connect within {timeout:g} s (--start-timeout). "
                         f"Check that its host can connect to {listener.address[0]}"
-                        f"{also if queued else ''}"
+                        f"{also if queued else ''}",
+                        [place.host.name for place in missing],
                     )
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted

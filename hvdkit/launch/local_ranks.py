@@ -157,7 +157,9 @@ class LocalRanks:
         """
         for rank in self.all:
             if rank.process.poll() is None:
-                rank.process.send_signal(number)
+                # With sudo as the command, this user may not signal the rank.
+                with contextlib.suppress(PermissionError):
+                    rank.process.send_signal(number)
 
     def find_mpich_files(self) -> None:
         """Find the files that MPICH leaves if ranks are killed. Call it after MPI's start."""
@@ -174,7 +176,9 @@ class LocalRanks:
 
     def terminate(self, grace: float) -> Iterator[None]:
         """End every process of the ranks, as `ProcessGroup.terminate` does. Spares stay."""
-        return self._group.terminate(grace)
+        # A generator, which reads the group at its first step. A signal handler may call this
+        # function during a start, which replaces the group.
+        yield from self._group.terminate(grace)
 
     def forget(self) -> None:
         """Prepare for the next start. Every process of the ranks has ended."""
@@ -186,12 +190,18 @@ class LocalRanks:
         self.records = RecordFolder(self._job)
 
     def end(self) -> None:
-        """End every process of the ranks and every spare, and wait for them."""
+        """End every process of the ranks and every spare, and wait for them.
+
+        Raises:
+            HvdkitError: a process still runs after SIGKILL. The folders are deleted nevertheless.
+        """
         self._spares.end()
-        for _ in self.terminate(self._grace):
-            time.sleep(_POLL_SECONDS)
-        self._close_guard()
-        self._remove_folders()
+        try:
+            for _ in self.terminate(self._grace):
+                time.sleep(_POLL_SECONDS)
+        finally:
+            self._close_guard()
+            self._remove_folders()
 
     def _remove_folders(self) -> None:
         self.records.remove()

@@ -112,7 +112,10 @@ def decode(line: bytes) -> Message:
     Raises:
         ValueError: the line is not a message.
     """
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError(f"{line!r} has too many brackets for a message") from error
     if not isinstance(message, dict) or "kind" not in message:
         raise ValueError(f"{line!r} is not a message")
     return message

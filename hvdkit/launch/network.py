@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, ip_a
 import psutil
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch.start_error import StartError, StartUsageError
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,15 @@ def choose_interfaces(
 
     Raises:
         UsageError: `network` is none of these, or a host has no such interface.
-        HvdkitError: no network connects the hosts.
+        StartError: a host has no IPv4 address, or no network connects the hosts.
     """
     without = [name for name, host in hosts.items() if not host.interfaces]
     if without:
-        raise HvdkitError(
+        raise StartError(
             f"{', '.join(without)} has no IPv4 address that other hosts could reach, but Horovod's "
             f"ranks connect over IPv4 only. Give the hosts IPv4 addresses on the network that they "
-            f"share. Private addresses are enough"
+            f"share. Private addresses are enough",
+            without,
         )
     if network is not None:
         return _by_option(hosts, network)
@@ -181,23 +183,31 @@ def _by_option(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Inte
     except ValueError:
         subnet = None
     by_host = dict(part.split("=", 1) for part in network.split(",") if "=" in part)
-    if unknown := sorted(by_host.keys() - hosts.keys()):
+    unknown = sorted(by_host.keys() - hosts.keys())
+    # A restart may leave out a host that has an interface here. A wrong name lacks another host.
+    if unknown and hosts.keys() - by_host.keys():
         raise UsageError(
             f"--network {network}: {unknown[0]} has no ranks; the hosts are {', '.join(hosts)}"
         )
     chosen = {}
+    without = []
     for name, host in hosts.items():
         if subnet is not None:
             matching = [i for i in host.interfaces if IPv4Address(i.address) in subnet]
         else:
             wanted = by_host.get(name) if by_host else network
             matching = [i for i in host.interfaces if i.name == wanted]
-        if not matching:
-            raise UsageError(
-                f"--network {network}: {name} has no such interface; it has {_listed(host)}. "
-                "Expected a subnet (10.0.0.0/8), a name, or HOST=NAME,HOST=NAME."
-            )
-        chosen[name] = matching[0]
+        if matching:
+            chosen[name] = matching[0]
+        else:
+            without.append(name)
+    if without:
+        raise StartUsageError(
+            f"--network {network}: {without[0]} has no such interface; it has "
+            f"{_listed(hosts[without[0]])}. Expected a subnet (10.0.0.0/8), a name, or "
+            f"HOST=NAME,HOST=NAME.",
+            without,
+        )
     return chosen
 
 
@@ -231,17 +241,22 @@ def _slowest(hosts: Mapping[str, HostNetwork], network: IPv4Network) -> int:
 def _by_reached_address(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface]:
     others = [host.reached_at for host in hosts.values() if host.reached_at is not None]
     chosen = {}
+    without = []
     for name, host in hosts.items():
         at = host.reached_at or next(filter(None, map(source_address, others)), None)
         interface = next((i for i in host.interfaces if i.address == at), None)
         if interface is None:
-            lists = "; ".join(f"{other}: {_listed(hosts[other])}" for other in hosts)
-            raise HvdkitError(
-                f"no network connects the hosts, as far as hvdkit can see ({lists}). If there is "
-                "one, give --network with a subnet, such as 10.0.0.0/8, or an interface for each "
-                "host: --network HOST=INTERFACE,HOST=INTERFACE"
-            )
-        chosen[name] = interface
+            without.append(name)
+        else:
+            chosen[name] = interface
+    if without:
+        lists = "; ".join(f"{name}: {_listed(host)}" for name, host in hosts.items())
+        raise StartError(
+            f"no network connects the hosts, as far as hvdkit can see ({lists}). If there is "
+            "one, give --network with a subnet, such as 10.0.0.0/8, or an interface for each "
+            "host: --network HOST=INTERFACE,HOST=INTERFACE",
+            without,
+        )
     return chosen
 
 

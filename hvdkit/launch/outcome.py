@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.reachability import BrokenConnection, describe_broken
+from hvdkit.launch.reachability import BrokenConnection, best_connected, describe_broken
+from hvdkit.launch.start_error import StartError
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Outcome:
         report: the message for the user; empty after a success.
         failure: the failure that ended the job; None if there is none.
         suspects: the ranks that may have caused it, see `Failures.suspects`.
+        failed_agents: the names of the hosts whose agents have failed. Not those of lost hosts.
         restartable: whether the job failed by itself; False after a stop on request.
         saved: whether a new checkpoint or a new commit was saved.
         committed: whether the hosts have the newest commit of an elastic job.
@@ -31,8 +35,11 @@ class Outcome:
             the report begins; empty for others.
         broken: the connections between hosts that failed after the end of the ranks. They were only
             tried if the failure does not show its host.
-        interrupted: the stop signal that arrived while these connections were tried; None for none.
-            It forbids a restart, but the failure stays the end of this start.
+        interrupted: the stop signal that arrived after the failure, for example while these
+            connections were tried; None for none. It forbids a restart, but the failure stays the
+            end of this start.
+        start_error: the error if the ranks could not be started because of certain hosts; None for
+            other ends.
     """
 
     status: int
@@ -47,11 +54,35 @@ class Outcome:
     is_verdict: bool = False
     possible_causes: str = ""
     broken: tuple[BrokenConnection, ...] = ()
-    interrupted: KeyboardInterrupt | None = None
+    interrupted: signal.Signals | None = None
+    failed_agents: tuple[str, ...] = ()
+    start_error: StartError | None = None
+
+    @classmethod
+    def not_started(cls, error: HvdkitError) -> Outcome:
+        """Return the outcome of a start that failed before its ranks were started."""
+        start_error = error if isinstance(error, StartError) else None
+        return cls(1, str(error), restartable=True, start_error=start_error)
+
+    def unfit(self, hosts: Sequence[Host], proven: Collection[str]) -> list[Host]:
+        """Return those of the hosts because of which the ranks could not be started.
+
+        Args:
+            hosts: the hosts of the start.
+            proven: the names of the hosts on which ranks of the job have been started.
+        """
+        if self.start_error is None:
+            return []
+        names = self.start_error.unfit(proven)
+        others = [host for host in hosts if host.name not in names]
+        names |= {host.name for host in best_connected(others, self.start_error.broken, proven)[1]}
+        found = [host for host in hosts if host.name in names]
+        # If no host is fit, the cause is something else, such as the user's arguments.
+        return found if len(found) < len(hosts) else []
 
     def failing_host(self, plan: Plan) -> str | None:
         """Return the host on which the failure began; None if this is not known."""
-        names = {plan.places[rank].host.name for rank in self.suspects}
+        names = {plan.places[rank].host.name for rank in self.suspects} or {*self.failed_agents}
         return names.pop() if len(names) == 1 else None
 
     def shows_host(self, plan: Plan) -> bool:

@@ -61,6 +61,11 @@ class Plan:
         """Return the places on `host`, in the order of ranks."""
         return self._by_host.get(host, [])
 
+    def by_agent(self, agents: int) -> list[list[Place]]:
+        """Return the places of each agent. There is one agent for each host, or for each rank."""
+        groups = [self.on(host) for host in self.hosts]
+        return [[place] for group in groups for place in group] if agents == self.size else groups
+
     def node(self, host: Host) -> int:
         """Return the index of `host` in `hosts`."""
         return self._nodes[host]

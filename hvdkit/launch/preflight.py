@@ -7,11 +7,11 @@ question, so the report for 64 hosts is as short as the report for 2 hosts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
-from hvdkit.errors import HvdkitError
 from hvdkit.launch import open_files, prepare
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
@@ -19,7 +19,14 @@ from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.prepare import Settings
 from hvdkit.launch.questions import Questions, named
-from hvdkit.launch.reachability import FULL_MESH_HOSTS, describe_broken, listening, try_connections
+from hvdkit.launch.reachability import (
+    FULL_MESH_HOSTS,
+    BrokenConnection,
+    describe_broken,
+    listening,
+    try_connections,
+)
+from hvdkit.launch.start_error import StartError
 from hvdkit.rendezvous import RendezvousServer
 
 #: The free bytes that a host should have. NCCL and MPI keep shared buffers in /dev/shm.
@@ -36,6 +43,21 @@ _INT8_BELOW = 5e9 / 8
 _NAMED_HOSTS = 4
 
 _HOSTNAMES = "hostnames"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The diagnostics of the hosts, and the hosts to which their errors belong.
+
+    Attributes:
+        diagnostics: the diagnostics.
+        versions: the name of a package that differs -> the name of each host -> its version.
+        broken: the connections that fail.
+    """
+
+    diagnostics: Sequence[Diagnostic]
+    versions: Mapping[str, Mapping[str, str]]
+    broken: Sequence[BrokenConnection]
 
 
 def before_start(
@@ -57,23 +79,25 @@ def before_start(
         say: prints a message for the user.
 
     Raises:
-        HvdkitError: a diagnostic is an error.
+        StartError: a diagnostic is an error, or a host does not answer.
     """
     if not settings.preflight or len(interfaces) < 2:
         return
-    diagnostics = check(agents, interfaces, plan, launcher_address, settings.timeouts.start)
-    for diagnostic in diagnostics:
+    checked = check(agents, interfaces, plan, launcher_address, settings.timeouts.start)
+    for diagnostic in checked.diagnostics:
         # Only MPI needs different host names, and `--nodes` does not use MPI.
         if diagnostic.status == WARNING and not (
             diagnostic.name == _HOSTNAMES and settings.use_agent_environment
         ):
             say(f"{diagnostic.name}: {diagnostic.found}; {diagnostic.advice}")
-    errors = [diagnostic for diagnostic in diagnostics if diagnostic.status == ERROR]
+    errors = [diagnostic for diagnostic in checked.diagnostics if diagnostic.status == ERROR]
     if errors:
         lines = [f"\n  {f.name}: {f.found}\n    -> {f.advice}" for f in errors]
-        raise HvdkitError(
+        raise StartError(
             "the hosts are not ready; nothing was started (--no-preflight starts anyway)."
-            + "".join(lines)
+            + "".join(lines),
+            versions=checked.versions,
+            broken=checked.broken,
         )
 
 
@@ -111,7 +135,7 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
                 launcher_address = (address, server.port)
                 diagnostics += check(
                     agents, interfaces, plan, launcher_address, settings.timeouts.start, bandwidth
-                )
+                ).diagnostics
     return diagnostics
 
 
@@ -122,7 +146,7 @@ def check(
     launcher_address: tuple[str, int],
     timeout: float,
     bandwidth: bool = False,
-) -> list[Diagnostic]:
+) -> Checked:
     """Examine the hosts of `agents`, all at once.
 
     Args:
@@ -134,16 +158,18 @@ def check(
         bandwidth: also measure the bandwidth between the first two hosts.
 
     Raises:
-        HvdkitError: a host does not answer.
+        StartError: a host does not answer.
     """
     questions = Questions(agents, timeout)
     skews = _skews(questions)
     found = questions.all("examine", {"directory": plan.directory})
-    return [
-        *_versions(found),
+    versions = _versions(found)
+    connections, broken = _connections(questions, interfaces, launcher_address, bandwidth)
+    diagnostics = [
+        *_compared(versions),
         _network(interfaces),
         _mtu(interfaces),
-        *_connections(questions, interfaces, launcher_address, bandwidth),
+        *connections,
         _own_names(found, interfaces),
         _clocks(skews),
         _amount(found, "shared_memory", "/dev/shm", _SHM_BYTES, "mount a larger tmpfs there"),
@@ -152,6 +178,12 @@ def check(
         _open_files(found, plan.size),
         _gpus(found),
     ]
+    different = {
+        name: {host.name: version for host, version in by_host.items()}
+        for name, by_host in versions.items()
+        if not _is_same(by_host)
+    }
+    return Checked(diagnostics, different, broken)
 
 
 def _by_value(values: Mapping[Host, str]) -> dict[str, list[Host]]:
@@ -172,13 +204,24 @@ def _grouped(values: Mapping[Host, str]) -> str:
     return "; ".join(f"{value} ({named(hosts)})" for value, hosts in by_size)
 
 
-def _versions(found: Mapping[Host, Mapping[str, Any]]) -> Iterator[Diagnostic]:
+def _versions(found: Mapping[Host, Mapping[str, Any]]) -> dict[str, dict[Host, str]]:
+    """Return the name of each package -> each host -> its version."""
     names = dict.fromkeys(name for facts in found.values() for name in facts["versions"])
-    for name in names:
-        values = {host: facts["versions"].get(name, "none") for host, facts in found.items()}
-        same = len(set(values.values())) == 1
+    return {
+        name: {host: facts["versions"].get(name, "none") for host, facts in found.items()}
+        for name in names
+    }
+
+
+def _compared(versions: Mapping[str, Mapping[Host, str]]) -> Iterator[Diagnostic]:
+    for name, by_host in versions.items():
+        same = _is_same(by_host)
         advice = "" if same else "install the same version on every host"
-        yield Diagnostic(name, OK if same else ERROR, _grouped(values), advice)
+        yield Diagnostic(name, OK if same else ERROR, _grouped(by_host), advice)
+
+
+def _is_same(by_host: Mapping[Host, str]) -> bool:
+    return len(set(by_host.values())) == 1
 
 
 def _network(interfaces: Mapping[Host, Interface]) -> Diagnostic:
@@ -202,19 +245,20 @@ def _connections(
     interfaces: Mapping[Host, Interface],
     launcher_address: tuple[str, int],
     bandwidth: bool,
-) -> Iterator[Diagnostic]:
-    """Check TCP between all hosts, and from them to the launcher, on arbitrary ports."""
+) -> tuple[list[Diagnostic], list[BrokenConnection]]:
+    """Check TCP between all hosts, and from them to the launcher, on arbitrary ports.
+
+    Return the diagnostics, and the connections that fail.
+    """
     with listening(questions, interfaces) as targets:
-        tcp = _reachability(questions, targets, launcher_address)
-        yield tcp
-        if bandwidth and len(questions.hosts) > 1 and tcp.status == OK:
-            yield _bandwidth(questions, targets)
+        broken, tried = try_connections(questions, targets, launcher_address)
+        found = [_reachability(broken, tried, len(questions.hosts))]
+        if bandwidth and len(questions.hosts) > 1 and not broken:
+            found.append(_bandwidth(questions, targets))
+    return found, broken
 
 
-def _reachability(
-    questions: Questions, targets: Mapping[str, tuple[str, int]], launcher_address: tuple[str, int]
-) -> Diagnostic:
-    broken, tried = try_connections(questions, targets, launcher_address)
+def _reachability(broken: Sequence[BrokenConnection], tried: int, count: int) -> Diagnostic:
     if broken:
         return Diagnostic(
             "TCP",
@@ -223,9 +267,7 @@ def _reachability(
             "open all TCP ports between the hosts in their firewalls, or choose another --network. "
             "If connections are made but large data does not arrive, check the MTU of the network",
         )
-    others = (
-        f"{FULL_MESH_HOSTS - 1} others" if len(questions.hosts) > FULL_MESH_HOSTS else "every other"
-    )
+    others = f"{FULL_MESH_HOSTS - 1} others" if count > FULL_MESH_HOSTS else "every other"
     return Diagnostic(
         "TCP", OK, f"every host reaches {others} and the launcher ({tried} connections)"
     )

@@ -195,12 +195,11 @@ def start_ranks(
     """
     address = master(agents, plan, interfaces, settings)
     by_host = rank_messages(plan, facts, settings, interfaces, place_variables, address)
-    groups = [by_host[host] for host in plan.hosts]
-    if len(agents.connections) == plan.size:
-        groups = [[rank] for ranks in groups for rank in ranks]
-    for connection, ranks in zip(agents.connections, groups, strict=True):
+    ranks = {message["rank"]: message for messages in by_host.values() for message in messages}
+    groups = plan.by_agent(len(agents.connections))
+    for connection, places in zip(agents.connections, groups, strict=True):
         connection.idle = False
-        connection.send("start", ranks=ranks, size=plan.size)
+        connection.send("start", ranks=[ranks[place.rank] for place in places], size=plan.size)
 
 
 def master(

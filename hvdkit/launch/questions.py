@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
+from hvdkit.launch.start_error import StartError
 
 _NAMED_HOSTS = 4
 
@@ -22,25 +22,35 @@ class Questions:
         self.hosts = [connection.host for connection in agents.connections]
 
     def all(self, question: str, arguments: Mapping[str, Any]) -> dict[Host, Any]:
-        """Return the answers of all hosts to the same question."""
+        """Return the answers of all hosts to the same question.
+
+        Raises:
+            StartError: a host does not answer.
+        """
         return self.each(question, dict.fromkeys(self.hosts, arguments))
 
     def each(self, question: str, arguments: Mapping[Host, Mapping[str, Any]]) -> dict[Host, Any]:
-        """Return the answers of the hosts in `arguments`."""
+        """Return the answers of the hosts in `arguments`.
+
+        Raises:
+            StartError: a host does not answer.
+        """
         self._send(question, arguments)
         answers: dict[Host, Any] = {}
         deadline = time.monotonic() + self._timeout
         while len(answers) < len(arguments):
             event = self._agents.next_event(max(0.0, deadline - time.monotonic()))
             if event is None:
-                silent = named([host for host in arguments if host not in answers])
-                raise HvdkitError(
-                    f"{silent} did not answer the question `{question}` within "
-                    f"{self._timeout:g} s (--start-timeout)"
+                silent = [host for host in arguments if host not in answers]
+                raise StartError(
+                    f"{named(silent)} did not answer the question `{question}` within "
+                    f"{self._timeout:g} s (--start-timeout)",
+                    [host.name for host in silent],
                 )
             if event.message["kind"] != "answer":
                 why = event.message.get("reason") or event.connection.explain()
-                raise HvdkitError(f"{event.connection.host.name}: {why}")
+                host = event.connection.host.name
+                raise StartError(f"{host}: {why}", [host])
             answers[event.connection.host] = event.message["answer"]
         return {host: answers[host] for host in self.hosts if host in answers}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.errors import HvdkitError
@@ -139,7 +139,7 @@ def targets_by_host(hosts: Sequence[Host]) -> dict[Host, list[str]]:
 
 
 def best_connected(
-    hosts: Sequence[Host], broken: Sequence[BrokenConnection]
+    hosts: Sequence[Host], broken: Sequence[BrokenConnection], proven: Collection[str] | None = None
 ) -> tuple[list[Host], list[Host]]:
     """Divide hosts into those that all reach each other, and those to leave out.
 
@@ -147,6 +147,12 @@ def best_connected(
     with the fewest slots and the most broken connections; of several such hosts, the last. This is
     the greedy algorithm GWMAX for independent sets (Sakai, Togasaki and Yamazaki, 2003): it keeps
     many slots.
+
+    Args:
+        hosts: the hosts.
+        broken: the connections that fail.
+        proven: the names of hosts on which ranks have been started, which may have commits. Other
+            hosts are left out before these. None: all hosts are equal.
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
@@ -157,8 +163,9 @@ def best_connected(
         counts = Counter(name for pair in pairs for name in pair)
         alone = [host for host in left if frozenset((host.name, LAUNCHER)) in pairs]
         connected = [host for host in left if counts[host.name]]
+        new = [host for host in connected if proven is not None and host.name not in proven]
         worst = min(
-            reversed(alone or connected),
+            reversed(alone or new or connected),
             key=lambda host: host.slots / (counts[host.name] * (counts[host.name] + 1)),
         )
         left.remove(worst)

@@ -1,15 +1,15 @@
 """Restart a job that has failed: `hvdkit run --restarts N`.
 
 The ranks resume from their last checkpoint by themselves. A job that fails again and again without
-a new checkpoint ends. A restart leaves out hosts that are lost, cannot be reached, or have failed
-twice, if the other hosts have enough slots (`--min-np`).
+a new checkpoint ends. A restart leaves out hosts that are lost, cannot be reached, have made a
+start fail, or have failed twice, if the other hosts have enough slots (`--min-np`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
@@ -17,11 +17,12 @@ from hvdkit.launch.hosts import Host, name_slots, total_slots
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
-from hvdkit.launch.reachability import BrokenConnection, best_connected
+from hvdkit.launch.reachability import best_connected
+from hvdkit.signals import status_before_start
 
 #: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-#: Failures of ranks on one host after which a restart leaves the host out.
+#: Failures on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
 
 
@@ -32,6 +33,18 @@ def resumable(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
         f"new allocation"
     )
     return replace(outcome, status=RESUMABLE)
+
+
+def not_restarted(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
+    """Return the outcome of a job that would start again, but has got a stop signal.
+
+    The status is that of a signal in the pause before a restart.
+    """
+    assert outcome.interrupted is not None
+    status = status_before_start(outcome.interrupted)
+    resume = ": start the job again to resume it" if status == RESUMABLE else ""
+    say(f"no restart after {outcome.interrupted.name}. The job ends with status {status}{resume}")
+    return replace(outcome, status=status, restartable=False)
 
 
 @dataclass
@@ -66,6 +79,10 @@ class Supervisor:
     requeue: bool = False
     pause: Callable[[float], None] = time.sleep
     _failures: Counter[str] = field(default_factory=Counter)
+    # The hosts that have made a start fail since the last checkpoint.
+    _unfit: set[str] = field(default_factory=set)
+    # The hosts on which ranks have been started.
+    _proven: set[str] = field(default_factory=set)
 
     def run(self, plan: Plan) -> Outcome:
         """Run the job until it succeeds, is stopped, or fails too often.
@@ -73,11 +90,12 @@ class Supervisor:
         Raises:
             HvdkitError: the job could not be started for the first time.
         """
-        outcome = first = self.start(plan)
+        outcome = first = self._start(plan)
         used = 0
         while outcome.restartable:
             if outcome.saved:
                 used, first = 0, outcome
+                self._unfit.clear()
             if outcome.lost and self.requeue:
                 return resumable(outcome, self.say)
             if used == self.restarts:
@@ -87,6 +105,8 @@ class Supervisor:
                     f"The first failure: {first.reason}"
                 )
                 return outcome
+            if outcome.interrupted is not None:
+                return not_restarted(outcome, self.say)
             if used:
                 self.pause(min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE))
             used += 1
@@ -94,24 +114,35 @@ class Supervisor:
             try:
                 # If the start fails, the failure belongs to the new plan. It may have other hosts.
                 plan = self._next_plan(plan, outcome)
-                outcome = self.start(plan)
+                outcome = self._start(plan)
             except HvdkitError as error:
                 self.say(str(error))
-                # A lost host may answer again at the next restart.
-                outcome = Outcome(1, str(error), restartable=self.hosts_return)
+                outcome = Outcome.not_started(error)
+                # A lost host may answer again at the next restart, or the other hosts are enough.
+                again = self.hosts_return or bool(outcome.unfit(plan.hosts, self._proven))
+                outcome = replace(outcome, restartable=again)
+        return outcome
+
+    def _start(self, plan: Plan) -> Outcome:
+        outcome = self.start(plan)
+        self._proven |= {host.name for host in plan.hosts}
         return outcome
 
     def _next_plan(self, plan: Plan, outcome: Outcome) -> Plan:
         if (name := outcome.failing_host(plan)) is not None:
             self._failures[name] += 1
+        unfit = {host.name for host in outcome.unfit(plan.hosts, self._proven)}
+        self._unfit |= unfit
+        self._failures.update(unfit)
+        if outcome.start_error and (undecided := outcome.start_error.undecided(self._proven)):
+            self.say(undecided)
         try:
             hosts = self.hosts()
         except UsageError as error:  # someone may be writing the file at this moment
             self.say(f"the hosts stay the same: {error}")
             hosts = plan.hosts
         if not self.requeue:
-            left = self._without_lost(hosts, outcome.lost)
-            left = self._without_failing(self._without_broken(left, outcome.broken))
+            left = self._without_bad(hosts, outcome)
             # Starting an agent on an unused host takes time: only if the host may be needed.
             needed = self.min_size < self.size or len(left) < len(hosts)
             hosts = self.answering(left) if needed else left
@@ -125,33 +156,21 @@ class Supervisor:
             self.say(f"{size} rank{'s' if size > 1 else ''} instead of {self.size}")
         return self.make_plan(hosts, size)
 
-    def _without_lost(self, hosts: Sequence[Host], lost: Sequence[Host]) -> Sequence[Host]:
-        """Return the hosts without lost hosts. Return all if the rest has too few slots.
+    def _without_bad(self, hosts: Sequence[Host], outcome: Outcome) -> Sequence[Host]:
+        """Return the hosts without those that would make a start with them fail."""
+        # Connecting to a lost host would take many seconds. A later restart connects to it again.
+        lost = {host.name for host in outcome.lost}
+        left = self._without(hosts, lost, "because the connection was lost")
+        left = self._without(left, self._unfit, "because of a failed start")
+        unconnected = {host.name for host in best_connected(left, outcome.broken)[1]}
+        left = self._without(left, unconnected, "because connections to other hosts fail")
+        failing = {name for name, count in self._failures.items() if count >= _MOST_FAILURES}
+        return self._without(left, failing, f"because the job failed there {_MOST_FAILURES} times")
 
-        Connecting to a lost host would take many seconds. A later restart connects to it again.
-        """
-        names = {host.name for host in lost}
+    def _without(self, hosts: Sequence[Host], names: Collection[str], why: str) -> Sequence[Host]:
+        """Return the hosts without the named ones. Return all if the rest has too few slots."""
         left = [host for host in hosts if host.name not in names]
         if len(left) == len(hosts) or total_slots(left) < self.min_size:
             return hosts
-        self.say(f"left out, because the connection was lost: {', '.join(sorted(names))}")
+        self.say(f"left out, {why}: {named([host for host in hosts if host.name in names])}")
         return left
-
-    def _without_broken(
-        self, hosts: Sequence[Host], broken: Sequence[BrokenConnection]
-    ) -> Sequence[Host]:
-        """Return hosts that all reach each other. Return all if these have too few slots."""
-        left, without = best_connected(hosts, broken)
-        if not without or total_slots(left) < self.min_size:
-            return hosts
-        self.say(f"left out, because connections to other hosts fail: {named(without)}")
-        return left
-
-    def _without_failing(self, hosts: Sequence[Host]) -> Sequence[Host]:
-        """Return the hosts without failing hosts. Return all if the rest has too few slots."""
-        good = [host for host in hosts if self._failures[host.name] < _MOST_FAILURES]
-        if len(good) == len(hosts) or total_slots(good) < self.min_size:
-            return hosts
-        names = ", ".join(host.name for host in hosts if host not in good)
-        self.say(f"left out, because ranks failed there {_MOST_FAILURES} times: {names}")
-        return good

@@ -35,20 +35,14 @@ class Runner:
         self._is_restart = False
 
     def run(self, plan: Plan, run_ranks: RunRanks) -> Outcome:
-        """Run the ranks, show their output and the outcome, and return the outcome.
+        """Run the ranks, and show their output and the outcome. Return the outcome.
+
+        The start and its end are written to the output folder.
 
         Raises:
             HvdkitError: the ranks could not be started, or the first start has no folder.
-            KeyboardInterrupt: a stop signal arrived while no rank ran, and the job has not ended.
+            KeyboardInterrupt: a stop signal arrived before any rank was started.
         """
-        outcome = self._run_recorded(plan, run_ranks)
-        can_restart = bool(self._options.restarts or self._options.elastic)
-        if outcome.interrupted is not None and can_restart:
-            raise outcome.interrupted
-        return outcome
-
-    def _run_recorded(self, plan: Plan, run_ranks: RunRanks) -> Outcome:
-        """Run the ranks, and write the start and its end to the output folder."""
         _raise_file_limit(plan)
         output = self._output(plan)
         if (folder := output.directory) is None:

@@ -183,7 +183,11 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
     def _compare_ranks(self, consequence: str) -> None:
         """Compare the replicas of each optimizer that a rank has stepped since the last time."""
         wrapped = [each for each in self.optimizers if isinstance(each, WrappedOptimizer)]
-        checked = [(each.steps, each.replicas) for each in wrapped if each.replicas is not None]
+        checked = [
+            (each.steps, each.replicas)
+            for each in wrapped
+            if each.replicas is not None and each.replicas.settings.interval
+        ]
         if not checked:
             return
         own = torch.tensor([int(each.has_stepped()) for _, each in checked], device="cpu")

@@ -4,7 +4,7 @@
 `hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from functools import wraps
 from typing import Any
 
@@ -61,6 +61,13 @@ _adapter = elastic.Adapter(
 )
 
 
+def copy_advice(value: Any) -> str:
+    """Return what to do with a value that must not be copied; "" if it may be copied."""
+    if isinstance(value, tf.Variable) or (isinstance(value, tf.Module) and value.variables):
+        return "use the argument `variables` of hvd.elastic.TensorFlowState"
+    return ""
+
+
 class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
     """Elastic state of variables, and of the objects given as keyword arguments.
 
@@ -76,7 +83,6 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
         **kwargs: Any,
     ) -> None:
         self._save_variables()
-        self._save_reduction()
         super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
@@ -89,8 +95,14 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
         found = [distribution_of(optimizer) for optimizer in self._optimizers().values()]
         return [distribution for distribution in found if distribution is not None]
 
-    def _reduction_items(self) -> Mapping[str, elastic.ReductionItem]:
+    def _reduction_items(self) -> Mapping[str, elastic.Item]:
         return {"reduction": reduction_item(self._optimizers())}
+
+    def _originals(self) -> Iterable[Any]:
+        return [*super()._originals(), *self._optimizers().values()]
+
+    def _advice(self, value: Any) -> str:
+        return super()._advice(value) or copy_advice(value)
 
     def _open_windows(self) -> Set[Hashable]:
         return {
@@ -123,7 +135,11 @@ class ObjectState(_VariablesState):
     Args:
         bcast_object: broadcasts an object from rank 0; default: hvdkit's `broadcast_object`.
         get_rank: returns this rank; default: `hvd.rank`.
-        kwargs: the objects; they become attributes.
+        kwargs: picklable objects, and `hvd.ResumableSampler`s; they become attributes. Objects
+            are replaced by copies at a start, samplers get the position.
+
+    Raises:
+        UsageError: an object must not be replaced by a copy, such as an optimizer or a variable.
     """
 
     def _all_variables(self) -> Sequence[Any]:
@@ -141,7 +157,7 @@ class TensorFlowKerasState(_VariablesState):
             the model: for several, use `TensorFlowState` with a dict, or `hvdkit.keras`'s
             `KerasState`.
         backend: for compatibility with Horovod; ignored.
-        kwargs: further objects; they become attributes.
+        kwargs: further objects and samplers, as of `ObjectState`.
 
     Raises:
         UsageError: the model is not built.
@@ -168,6 +184,9 @@ class TensorFlowKerasState(_VariablesState):
     def _optimizers(self) -> Mapping[str, Any]:
         return {"optimizer": self.optimizer}
 
+    def _originals(self) -> Iterable[Any]:
+        return [*super()._originals(), self.model]
+
 
 def _variables_of(optimizer: Any) -> Sequence[Any]:
     variables = getattr(optimizer, "variables", ())
@@ -186,7 +205,7 @@ class TensorFlowState(_VariablesState):
         optimizer: a built optimizer of Keras, or a dict from name to optimizer. The state then
             contains its variables, and the state of its reduction if `hvd.DistributedOptimizer`
             has wrapped it. The variables may also be in `variables`.
-        kwargs: further objects; they become attributes.
+        kwargs: further objects and samplers, as of `ObjectState`.
 
     Raises:
         UsageError: `session` is not None, `variables` is an empty list, or an optimizer is not

@@ -1,10 +1,14 @@
-"""Select this rank's GPU, and allocate host memory for copies from it."""
+"""Select this rank's GPU, place tensors that are read on it, and allocate memory for copies."""
 
+import io
 import logging
+import pickle
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
+from torch.serialization import default_restore_location
 
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.core.shared_gpus import gpu_of
@@ -35,6 +39,32 @@ def use_own_gpu(local_rank: int) -> None:
     # `_lazy_call` is private, but there is no other way to wait for the first use of CUDA.
     # `torch.cuda.manual_seed` uses it, too.
     torch.cuda._lazy_call(choose)
+
+
+def on_own_gpu(storage: Any, location: str) -> Any:
+    """Place a storage that is read: on this rank's GPU if it was on any GPU.
+
+    A `map_location` of `torch.load`. The rank that wrote the storage may have another GPU. On a
+    host without a GPU, the storage stays in host memory.
+    """
+    if location.startswith("cuda"):
+        available = torch.cuda.is_available()
+        location = f"cuda:{torch.cuda.current_device()}" if available else "cpu"
+    return default_restore_location(storage, location)
+
+
+class OwnGpuUnpickler(pickle.Unpickler):
+    """Unpickle objects of another rank. Their tensors on a GPU arrive on this rank's GPU."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return a global object that the pickle names."""
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _load_on_own_gpu
+        return super().find_class(module, name)
+
+
+def _load_on_own_gpu(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location=on_own_gpu, weights_only=False)
 
 
 def host_memory(nbytes: int) -> np.ndarray:

@@ -14,8 +14,10 @@ import xxhash
 from hvdkit.core.consistency import check_consistency
 from hvdkit.torch.collectives import TorchCollectives
 
-# Elements of 64 bits.
+# Words of 64 bits.
 _CHUNK = 1 << 21
+# The odd constant of a published mixing function of this form.
+_MIXER = 0xD6E8FEB86659FD93
 
 
 def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -30,8 +32,9 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
         "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
-        "pass. After last = hvd.join(), call it with root_rank=last. If ranks should have "
-        "different values, pass check_parameters=False to hvd.DistributedOptimizer.",
+        "pass. After last = hvd.join(), call it with root_rank=last, and also "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If ranks should have different "
+        "values, pass check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 
@@ -69,18 +72,53 @@ def digests(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _digest_on_device(content: torch.Tensor) -> torch.Tensor:
-    """Return a sum of 64-bit words, weighted by their index, in integers that wrap around.
+    """Return the sum of the mixed 64-bit words, in integers that wrap around.
 
-    The weights are odd, so a change of a single bit changes the sum.
+    A plain or weighted sum would miss changes that users have: the sign bit adds 2^63 to a word
+    whatever the weight is, so a second change of a sign would cancel the first one. Each word is
+    therefore added to a number for its position, and mixed by a function that is not linear. This
+    function maps different words to different words, so a change of one word always changes the
+    sum. Other changes cancel by chance only.
+
+    The result depends on the bytes alone, on every device that stores the lowest byte first.
     """
     whole = content.numel() // 8 * 8
-    # A view needs an address that is a multiple of 8 bytes.
-    aligned = content.data_ptr() % 8 == 0
-    words = (content if aligned else content.clone())[:whole].view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=content.device)
-    weights = 2 * torch.arange(min(_CHUNK, max(words.numel(), 8)), device=content.device) + 1
-    weights *= 0x1E3779B97F4A7C15  # odd
-    for k, chunk in enumerate(words.split(_CHUNK)):
-        total += (chunk * weights[: chunk.numel()]).sum() * (2 * k + 1)
-    rest = content[whole:].to(torch.int64)
-    return total * 3 + (rest * weights[: rest.numel()]).sum()
+    chunks: list[torch.Tensor] = []
+    if whole:
+        # A view needs an address that is a multiple of 8 bytes.
+        aligned = content.data_ptr() % 8 == 0
+        words = (content if aligned else content.clone())[:whole].view(torch.int64)
+        chunks += words.split(_CHUNK)
+    if whole < content.numel():
+        rest = content.new_zeros(8)
+        rest[: content.numel() - whole] = content[whole:]
+        chunks.append(rest.view(torch.int64))
+    total = torch.full((), content.numel(), dtype=torch.int64, device=content.device)
+    length = min(_CHUNK, max(whole // 8, 1))
+    positions = torch.arange(1, 2 * length, 2, device=content.device)
+    step = 1
+    for chunk in chunks:
+        # A power of an odd number: the numbers for the positions differ in all chunks.
+        step = step * _MIXER % (1 << 64)
+        total += _mixed(chunk.add(positions[: chunk.numel()], alpha=_signed(step))).sum()
+    return total
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Mix the bits of each word in place: a flip of any bit flips about half of the 64 bits.
+
+    Two rounds of multiplication are needed. After one round, two equal changes at different
+    positions cancel with a probability of up to 2^-22; after two rounds, below 2^-37.
+    """
+    # The second half of a word has its high bits. A shift of the word would copy its sign.
+    low, high = words.view(torch.int32).view(-1, 2).unbind(1)
+    low ^= high
+    for _ in range(2):
+        words *= _signed(_MIXER)
+        low ^= high
+    return words
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the same bits as an unsigned number."""
+    return number - (1 << 64) if number >> 63 else number

@@ -1,5 +1,6 @@
 """Broadcast parameters, optimizer state and Python objects."""
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from hvdkit.core.collectives import check_root
 from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.devices import OwnGpuUnpickler
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 
@@ -267,6 +269,7 @@ def broadcast_object(
 
     Unlike with Horovod's function, ranks may pass objects of different types, such as None on all
     but the root. Horovod names the collective after the type, so ranks with different types hang.
+    Tensors on a GPU arrive on the receiver's current GPU.
 
     Args:
         obj: the object to send; ignored on the other ranks.
@@ -283,11 +286,13 @@ def broadcast_object(
     """
     # Horovod's function converts the bytes one by one: 400 MB take a minute.
     name = name or "hvdkit.broadcast_object"
-    return objects.broadcast_object(TorchCollectives(process_set), obj, root_rank, name)
+    return objects.broadcast_object(TorchCollectives(process_set), obj, root_rank, name, _loads)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Gather an object, pickled, from every rank.
+
+    Tensors on a GPU arrive on the receiver's current GPU.
 
     Returns:
         One object per rank, in the order of the ranks.
@@ -296,4 +301,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         HvdkitError: on every rank, if a rank cannot pickle its object, or unpickle another's.
     """
     collectives = TorchCollectives(mpi_ops.global_process_set)
-    return objects.allgather_object(collectives, obj, name or "hvdkit.allgather_object")
+    return objects.allgather_object(collectives, obj, name or "hvdkit.allgather_object", _loads)
+
+
+def _loads(content: Any) -> Any:
+    return OwnGpuUnpickler(io.BytesIO(content)).load()

@@ -46,7 +46,19 @@ _Snapshot = tuple["weakref.ref[torch.Tensor]", int]
 
 def _snapshot(gradient: torch.Tensor | None) -> _Snapshot | None:
     """Return a gradient's identity and version counter, to detect changes."""
-    return None if gradient is None else (weakref.ref(gradient), gradient._version)
+    return None if gradient is None else (weakref.ref(gradient), _version(gradient))
+
+
+def _is_changed(snapshot: _Snapshot, gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient was changed or replaced since the snapshot."""
+    return gradient is not snapshot[0]() or (
+        gradient is not None and _version(gradient) != snapshot[1]
+    )
+
+
+def _version(gradient: torch.Tensor) -> int:
+    # Tensors of the inference mode have no version counter.
+    return 0 if gradient.is_inference() else gradient._version
 
 
 class Owner(Protocol):
@@ -114,6 +126,8 @@ class OptimizerGradients:
         self._window = window
         self._keep_sparse = keep_sparse
         self._nonfinite = NonFiniteNames() if finds_nonfinite else None
+        # Name -> the gradient as it was when `_nonfinite` looked at it.
+        self._checked: dict[str, _Snapshot] = {}
         self.synchronizers: list[TorchSynchronizer] = []
         self.invalid_reason = ""
         self.awaits_step = False
@@ -173,7 +187,7 @@ class OptimizerGradients:
             self._unplanned.pop(p, None)
             self._owner._register_hooks(p, self._numbers[p])
             if self._numbers[p] in self._unreduced:
-                self.check_finite(self._numbers[p])
+                self._check_finite(p)
         return True
 
     def hook_unplanned_parameters(self) -> None:
@@ -333,11 +347,54 @@ class OptimizerGradients:
         self._check_finite(self._parameters[number])
 
     def _check_finite(self, parameter: torch.nn.Parameter) -> None:
-        if self._nonfinite is not None and parameter.grad is not None:
-            self._nonfinite.add(self._owner._name_of(parameter), parameter.grad)
+        if self._nonfinite is None:
+            return
+        name, snapshot = self._owner._name_of(parameter), _snapshot(parameter.grad)
+        if parameter.grad is None or snapshot is None:
+            self._checked.pop(name, None)
+            self._nonfinite.discard(name)
+        else:
+            self._checked[name] = snapshot
+            self._nonfinite.add(name, parameter.grad)
+
+    def _check_if_changed(self, parameter: torch.nn.Parameter) -> None:
+        """Look again at a gradient that the script has changed, replaced or removed."""
+        if self._nonfinite is None:
+            return
+        snapshot, gradient = self._checked.get(self._owner._name_of(parameter)), parameter.grad
+        if gradient is None or snapshot is None or _is_changed(snapshot, gradient):
+            self._check_finite(parameter)
+
+    def check_written(self, assigned: bool) -> None:
+        """Look for NaN and infinity in unreduced gradients that the script has written.
+
+        Not during a round, which may reduce gradients in place.
+
+        Args:
+            assigned: see `LocalGradients.begin_round`. If so, gradients that the script has written
+                in place count as unreduced, too.
+        """
+        if self._nonfinite is None:
+            return
+        for number, p in enumerate(self._parameters):
+            snapshot = self._after_round[number]
+            if number in self._unreduced or (
+                assigned
+                and number not in self._bases
+                and (snapshot is None or _is_changed(snapshot, p.grad))
+            ):
+                self._check_if_changed(p)
+        self._check_unfrozen()
+
+    def _check_unfrozen(self) -> None:
+        """Look at gradients of parameters that the next round plans."""
+        for p in self._unplanned:
+            if p.requires_grad:
+                self._check_if_changed(p)
 
     def forget_nonfinite(self) -> None:
         """Forget which gradients contain NaN or infinity."""
+        self._checked.clear()
         if self._nonfinite is not None:
             self._nonfinite.clear()
 
@@ -359,6 +416,9 @@ class OptimizerGradients:
         for number in self._expected - self._arrived - self._unreduced:
             if number in self._bases:
                 self._parameters[number].grad = self._bases.pop(number)
+        # The buckets of other gradients may be reduced in place already.
+        for number in self._unreduced - self._arrived:
+            self._check_if_changed(self._parameters[number])
         any_arrived = self.any_arrived
         self._expected.clear()
         self._arrived.clear()
@@ -481,10 +541,7 @@ class OptimizerGradients:
 
     def _record_change(self, number: int, gradient: torch.Tensor | None) -> None:
         snapshot = self._after_round[number]
-        if snapshot is not None and (
-            gradient is not snapshot[0]()
-            or (gradient is not None and gradient._version != snapshot[1])
-        ):
+        if snapshot is not None and _is_changed(snapshot, gradient):
             self._changed = True
 
     def are_equal(self, assigned: bool) -> bool:
@@ -510,6 +567,8 @@ class OptimizerGradients:
         for number, p in enumerate(self._parameters):
             if number not in self._unreduced and number not in self._bases:
                 self._after_round[number] = _snapshot(p.grad)
+        if not self._unreduced:
+            self.forget_nonfinite()
 
     def begin_round(self, assigned: bool) -> None:
         """Split off the bases: leave in each gradient only its unreduced part."""
@@ -525,6 +584,8 @@ class OptimizerGradients:
                 p.grad = None
             else:
                 self._unreduced.add(number)
+                self._check_if_changed(p)
+        self._check_unfrozen()
         self._in_round = True
 
     @torch.no_grad()

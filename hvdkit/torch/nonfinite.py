@@ -16,7 +16,11 @@ class NonFiniteNames:
 
     @torch.no_grad()
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Add the gradient of a parameter, in the order in which a pass computes them."""
+        """Add the gradient of a parameter, in the order in which a pass computes them.
+
+        It replaces an earlier gradient of the parameter.
+        """
+        self.discard(name)
         values = gradient._values() if gradient.is_sparse else gradient
         # Compute the sum now: at the end of the pass, the gradient may be reduced in place already.
         if values.device.type == "cpu":
@@ -28,6 +32,11 @@ class NonFiniteNames:
         # In these wide dtypes the sum does not overflow. The host does not wait for the device.
         wide = torch.complex128 if values.is_complex() else torch.float64
         self._sums[name] = values.sum(dtype=wide)
+
+    def discard(self, name: str) -> None:
+        """Forget the gradient of a parameter."""
+        self._sums.pop(name, None)
+        self._found.pop(name, None)
 
     @torch.no_grad()
     def names(self) -> list[str]:

@@ -152,6 +152,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._no_sync = False
         # Whether gradients were added under `no_sync` on one rank, where nothing is reduced.
         self._added_locally = False
+        # Whether the current pass has added gradients on one rank, where nothing is reduced.
+        self._arrived_locally = False
         # Whether the modules that hold the parameters were checked; see `wrapped_modules`.
         self._modules_checked = False
         # The current backward pass.
@@ -223,6 +225,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
         if self._nothing_to_reduce:
             self._added_locally = self._no_sync
+            self._arrived_locally = True
+            # Gradients of one rank are reduced, unless a reduction on several ranks would follow.
+            self.rounds.participated = not self._no_sync
             if number is not None:
                 self._gradients.check_finite(number)
             return
@@ -257,6 +262,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"{window.size}. Call optimizer.step() after every {window.size} passes, or make "
                 f"additional passes inside hvd.no_sync(optimizer)."
             )
+        if self.rounds.skips_step and not self._gradients.exist():
+            # The script has dropped the gradients that are not finite.
+            self.rounds.skips_step = False
         self._nothing_to_reduce = window.size == 1 and self._collectives.single_rank
         self._local_pass = self._no_sync or (window.size > 1 and window.passes < window.size - 1)
         self._plan_outdated = not self._local_pass and self.rounds.plan_outdated
@@ -269,9 +277,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             # On several ranks, the next round plans parameters that were unfrozen.
             self._gradients.plan_new_parameters(with_gradients=self._window.size > 1)
         self._gradients.hook_unplanned_parameters()
-        arrived = self._nothing_to_reduce or self._gradients.end_pass()
+        arrived = self._arrived_locally if self._nothing_to_reduce else self._gradients.end_pass()
+        self._arrived_locally = False
         if self._collectives.single_rank and not self._local_pass:
-            self._report_nonfinite()
+            if arrived:  # torch.autograd.grad accumulates nothing
+                self._report_nonfinite(assigned=True)
             self.coordinator.times.enter(UPDATE)
         if not arrived or self._nothing_to_reduce:
             return False
@@ -281,12 +291,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.coordinator.times.enter(FORWARD)
         return not self._local_pass
 
-    def _report_nonfinite(self) -> None:
+    def _report_nonfinite(self, assigned: bool) -> None:
         """Raise or skip the step on a single rank, as `Coordinator` does on several.
+
+        Args:
+            assigned: see `LocalGradients.begin_round`.
 
         Raises:
             NonFiniteGradients: with `on_nonfinite="raise"`.
         """
+        self._gradients.check_written(assigned)
         names = self._gradients.nonfinite()
         if not names:
             return
@@ -405,6 +419,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return False
         self._check_usable()
         self._gradients.hook_unplanned_parameters()
+        if self._collectives.single_rank:
+            self._report_nonfinite(assigned=not self.rounds.participated)
         with entry_lock:
             self.coordinator.reduce_at_step(self.rounds)
         return True
@@ -535,7 +551,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.awaits_step = self._added_locally = False
         self._window.close()
         self._gradients.discard()
-        self.rounds.participated = False
+        self.rounds.participated = self.rounds.skips_step = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, and begin a new window.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -100,6 +101,26 @@ def test_a_new_host_that_cannot_take_part_does_not_interrupt_the_job(start):
     job.wait_for("host9 cannot take part")
     assert job.finish() == 0
     assert "the hosts have changed" not in job.text
+    check(job.lines, ranks=1)
+
+
+@pytest.mark.long
+def test_a_new_host_with_another_version_is_left_out(start, tmp_path):
+    info = tmp_path / "other" / "tensorflow_cpu-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorflow-cpu\nVersion: 0.1\n")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={info.parent}:$PYTHONPATH exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    job = start("host0:1", "--restarts", "1", "--python", str(python))
+    job.wait_for("batch 0 2 ")
+    job.set_hosts("host0:1,host1:1")
+    job.wait_for(r"0\.1 \(host1\)")
+    job.wait_for("left out for 600 s if the other hosts are enough, .* failed start: host1")
+    assert int(job.wait_for(r"begin 0 (\d+) size 1")[1]) >= 2
+    assert job.finish() == 0
     check(job.lines, ranks=1)
 
 

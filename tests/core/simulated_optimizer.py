@@ -295,6 +295,9 @@ class SimulatedGradients:
             elif p.gradient is not None:
                 p.gradient *= factor
 
+    def check_written(self, assigned: bool) -> None:
+        pass
+
     def nonfinite(self) -> list[str]:
         return []
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.core.collectives import alltoall_in_rounds
+from hvdkit.core.collectives import ProcessSetCollectives, alltoall_in_rounds
 from tests.core.simulated_ranks import on_every_rank
 
 
@@ -28,3 +28,28 @@ def test_alltoall_in_rounds(size, most):
         assert received == [content(sender, rank) for sender in range(size)]
         # A rank sends at least one byte to each other rank.
         assert largest <= max(most, size)
+
+
+@pytest.mark.parametrize(
+    ("length", "count"), [(0, 1), (1, 1), (4088, 1), (4089, 2), (9088, 2), (9089, 3), (20_000, 5)]
+)
+def test_a_short_broadcast_is_one_collective(monkeypatch, length, count):
+    """Each collective takes about a millisecond, and an elastic job may commit often."""
+    monkeypatch.setattr("hvdkit.core.collectives._CHUNK_BYTES", 5000)
+
+    def content(rank):
+        return bytes([rank]) * (length if rank == 1 else 6000)
+
+    def run(collectives):
+        calls = []
+
+        class Counted(type(collectives)):
+            def broadcast_into(self, buffer, root_rank, name):
+                calls.append(name)
+                super().broadcast_into(buffer, root_rank, name)
+
+        collectives.__class__ = Counted
+        taken = ProcessSetCollectives.broadcast(collectives, content(collectives.rank), 1, "one")
+        return taken, len(calls)
+
+    assert on_every_rank(3, run) == [(content(1), count)] * 3

@@ -4,6 +4,7 @@ import errno
 import functools
 import itertools
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -31,7 +32,7 @@ def small_pieces(monkeypatch):
 
 
 def writes(content):
-    return lambda file: file.write(content)
+    return lambda file, *_: file.write(content)
 
 
 def newest(store):
@@ -127,12 +128,17 @@ CommitStore([Path({str(tmp_path)!r})], 0).write(CommitId(0, 2), write)
 
 
 class Ranks:
-    """Ranks in threads, each on a host of its own; rank i calls `work` with its collectives."""
+    """Ranks in threads; rank i calls `work` with its collectives.
 
-    def __init__(self, folders):
+    Each rank is on a host of its own. With `one_host`, only the first rank writes.
+    """
+
+    def __init__(self, folders, one_host=False):
         self.folders = folders
+        self.one_host = one_host
         self.barrier = threading.Barrier(len(folders), timeout=20)
         self.sent = [None] * len(folders)
+        self.names = []
 
     def exchange(self, rank, value):
         self.sent[rank] = value
@@ -146,7 +152,8 @@ class Ranks:
 
         def call(rank):
             elastic_start = ElasticStart([self.folders[rank]], start, 4, committed)
-            committer = Committer(elastic_start, RankCollectives(self, rank), 0, writes=True)
+            writes = rank == 0 or not self.one_host
+            committer = Committer(elastic_start, RankCollectives(self, rank), 0, writes)
             try:
                 results[rank] = work(committer, rank)
             except Exception as error:
@@ -166,15 +173,25 @@ class RankCollectives:
         self.rank = rank
         self.ranks = range(len(world.folders))
 
+    def exchange(self, value, name):
+        if self.rank == 0:
+            self.world.names.append(name)
+        return self.world.exchange(self.rank, value)
+
+    def sum(self, values, name):
+        return [sum(column) for column in zip(*self.exchange(values, name), strict=True)]
+
     def max(self, values, name):
-        gathered = self.world.exchange(self.rank, values)
-        return [max(column) for column in zip(*gathered, strict=True)]
+        return [max(column) for column in zip(*self.exchange(values, name), strict=True)]
 
     def allgather(self, data, name):
-        return self.world.exchange(self.rank, data)
+        return self.exchange(data, name)
+
+    def broadcast(self, data, root_rank, name):
+        return self.exchange(data, name)[root_rank]
 
     def broadcast_into(self, buffer, root_rank, name):
-        buffer[:] = self.world.exchange(self.rank, buffer.copy())[root_rank]
+        buffer[:] = self.exchange(buffer.copy(), name)[root_rank]
 
 
 class OneRank(RankCollectives):
@@ -268,7 +285,7 @@ def test_a_commit_that_one_host_cannot_store_raises_on_all_ranks(world):
     def work(committer, rank):
         committer.commit(writes(b"good"))
 
-        def write(file):
+        def write(file, _):
             if rank == 1:
                 raise TypeError("cannot pickle '_thread.lock' object")
             file.write(b"bad")
@@ -286,6 +303,42 @@ def test_a_copy_that_one_host_cannot_store_raises_on_all_ranks(world):
     for error in world.run(lambda committer, _: resumed(committer), start=1):
         assert isinstance(error, HvdkitError)
         assert "not copied to a new host: rank 2: IsADirectoryError" in str(error)
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
+    """The ranks of a host need no further collective for this."""
+    world = Ranks(world.folders, one_host)
+
+    def work(committer, rank):
+        committer.resume(pytest.fail)
+        if rank == 0:
+            world.names.clear()
+        state = WindowState(committer, False)
+        state._saved_state = {"best": f"of rank {rank}"}
+        state.commit()
+        world.exchange(rank, None)
+        assert state._saved_state == {"best": f"of rank {rank}"}
+        commit = newest(CommitStore([world.folders[rank]], 0))
+        return commit and pickle.loads(commit[1])
+
+    of_first = {"best": "of rank 0"}
+    assert world.run(work) == [of_first, *[None if one_host else of_first] * 2]
+    more = [] if one_host else ["hvdkit.elastic.values"]
+    assert world.names == ["hvdkit.elastic.window", *more, "hvdkit.elastic.commit"]
+
+
+def test_values_that_the_first_rank_cannot_pickle_raise_on_all_ranks(world):
+    def work(committer, rank):
+        committer.resume(pytest.fail)
+        committer.commit(writes(b"good"), values=lambda: rank)
+        committer.commit(writes(b"bad"), values=lambda: threading.Lock())
+
+    for error in world.run(work):
+        assert isinstance(error, HvdkitError)
+        assert "commit 2 of the elastic state was not stored: rank 0: TypeError" in str(error)
+    for folder in world.folders:
+        assert newest(CommitStore([folder], 0)) == (CommitId(0, 1), b"good")
 
 
 @pytest.mark.parametrize(
@@ -358,6 +411,12 @@ class Saved:
     def save(self):
         self.saves += 1
 
+    def check_host_updates(self):
+        pass
+
+
+SAVED = pickle.dumps({})
+
 
 class WindowState(CommittedState, Saved):
     """A state with an optimizer that accumulates gradients."""
@@ -374,7 +433,7 @@ class WindowState(CommittedState, Saved):
         return {self.in_window} - {False}
 
     def write_saved(self, file):
-        file.write(b"saved")
+        pickle.dump(self._values_to_write()["objects"], file)
 
 
 @pytest.mark.parametrize("method", ["commit", "check_host_updates"])
@@ -392,7 +451,7 @@ def test_nothing_is_committed_within_an_accumulation_window(world, caplog, metho
             getattr(state, method)()
         return within, newest(store), state.saves
 
-    after = (CommitId(0, 1), b"saved"), 1
+    after = (CommitId(0, 1), SAVED), 1
     assert world.run(work) == [((None, 0), *after)] * 3
     warned = [record for record in caplog.records if "window is open" in record.getMessage()]
     assert len(warned) == (method == "commit")
@@ -426,7 +485,7 @@ def test_commits_that_are_always_within_windows_are_stored_after_some_time(world
             state.check_host_updates()
         return newest(CommitStore([world.folders[rank]], 0)), state.saves
 
-    assert world.run(work) == [((CommitId(0, 1), b"saved"), 1)] * 3
+    assert world.run(work) == [((CommitId(0, 1), SAVED), 1)] * 3
 
 
 class PlainState:
@@ -444,14 +503,17 @@ def test_a_job_that_is_not_elastic_calls_the_function(monkeypatch):
     assert run(lambda s: 1, adapter())(state) == ("in process", 1)
 
 
-class StartedState(CommittedState):
+class StartedState(CommittedState, Saved):
     """A state that counts its resets and writes its number of epochs."""
 
     _interrupt = Interrupt
-    epochs = resets = 0
+    epochs = resets = rank = 0
 
     def __init__(self):
         self._saved_state = {}
+
+    def _rank(self):
+        return self.rank
 
     def on_reset(self):
         self.resets += 1
@@ -496,9 +558,72 @@ def test_a_state_that_is_trained_in_several_calls(monkeypatch, tmp_path):
     assert start(1, 4) == [(2, 1), (3, 2), (4, 2), (5, 2)]
 
 
-def test_a_state_without_commits(monkeypatch, tmp_path):
+@pytest.fixture
+def in_elastic_job(monkeypatch, tmp_path):
     for name, value in ElasticStart([tmp_path], 0, 0, False).variables().items():
         monkeypatch.setenv(name, value)
+
+
+started = functools.partial(run, adapter=replace(adapter(), collectives=lambda: OneRank()))
+
+
+@pytest.mark.parametrize("method", ["commit", "check_host_updates"])
+def test_a_commit_of_another_state_than_that_of_the_function(in_elastic_job, method):
+    """Nothing would store it."""
+
+    @started
+    def train(state):
+        with pytest.raises(UsageError, match="stores only the state of the function"):
+            getattr(other, method)()
+        state.commit()
+        return state.saves
+
+    state, other = CountedState(), StartedState()
+    assert train(state) == 1
+
+
+class CountedState(StartedState):
+    saves = 0
+
+    def save(self):
+        self.saves += 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("method", ["commit", "check_host_updates"])
+def test_a_commit_outside_the_function_warns_once(in_elastic_job, caplog, method, rank):
+    """A script of Horovod may call it before the function, where it changes nothing."""
+    state = StartedState()
+    state.rank = rank
+    getattr(state, method)()
+    getattr(state, method)()
+    warned = [record.getMessage() for record in caplog.records]
+    assert [("no commit is stored" in text) for text in warned] == [True] * (rank == 0)
+
+
+def test_nested_functions_are_an_error(in_elastic_job, tmp_path):
+    """The commits of the outer call after the inner one would be lost."""
+
+    @started
+    def inner(state):
+        return state.epochs
+
+    @started
+    def train(state):
+        for each in (state, StartedState()):
+            with pytest.raises(UsageError, match="within another elastic training function"):
+                inner(each)
+        state.epochs = 3
+        state.commit()
+
+    state = StartedState()
+    train(state)
+    (commit,) = tmp_path.glob("*.commit")
+    assert commit.read_bytes() == b"3"
+    assert inner(state) == 3
+
+
+def test_a_state_without_commits(in_elastic_job):
     with pytest.raises(UsageError, match="PlainState, whose commits cannot be stored"):
         run(lambda s: 1, adapter())(PlainState())
 

@@ -159,12 +159,10 @@ def loss_of(outputs, targets):
     return outputs[:, 0] + 0.02 * (outputs[:, 1] - targets[:, 0]) ** 2
 
 
-def commit(state, sampler, due=True):
-    """Commit, or only look for changed hosts. A `ResumableSampler` gives its position."""
+def commit(state, due=True):
+    """Commit, or only look for changed hosts."""
     if not (due or JOB["checks"]):
         return
-    if sampler is not None:
-        state.position = sampler.save()
     if IN_PROCESS and state.epoch == EPOCHS:
         disturbances.settle()
     try:
@@ -244,7 +242,7 @@ def torch_job():
 
     def after_batch(state):
         point("before commit")
-        commit(state, sampler if resumable else None, state.step % JOB["commit"] == 0)
+        commit(state, state.step % JOB["commit"] == 0)
         if checkpointer is not None:
             objects.update({name: getattr(state, name) for name in objects})
             checkpointer.maybe_save(state.step)
@@ -253,8 +251,6 @@ def torch_job():
     @hvd.elastic.run
     def train(state):
         disturbances.begin(hvd, state)
-        if resumable:
-            sampler.restore(state.position)
         while state.epoch < EPOCHS:
             batches = sampler.batches(loader) if resumable else loader
             count = len(batches)
@@ -277,11 +273,12 @@ def torch_job():
             scheduler.step()
             if not resumable:
                 state.sampler.set_epoch(state.epoch)
-            commit(state, sampler if resumable else None)
+            commit(state)
         point("end")
 
-    more = {"position": sampler.save()} if resumable else {"sampler": sampler}
-    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, **objects, **more)
+    state = hvd.elastic.TorchState(
+        model, optimizer, scheduler=scheduler, sampler=sampler, **objects
+    )
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     train(state)
     point("trained")
@@ -494,8 +491,6 @@ def tensorflow_job():
     @hvd.elastic.run
     def train(state):
         disturbances.begin(hvd, state)
-        if sampler is not None:
-            sampler.restore(state.position)
         data = dataset()
         while state.epoch < EPOCHS:
             optimizer.learning_rate.assign(rate(state.epoch))
@@ -506,17 +501,17 @@ def tensorflow_job():
                 state.step += 1
                 state.batch += 1
                 point("before commit")
-                commit(state, sampler, state.step % JOB["commit"] == 0)
+                commit(state, state.step % JOB["commit"] == 0)
                 point("after commit")
             point("epoch end")
             state.epoch += 1
             state.batch = 0
-            commit(state, sampler)
+            commit(state)
         point("end")
 
     objects = {"epoch": 0, "batch": 0, "step": 0, "seen": []}
     if sampler is not None:
-        objects["position"] = sampler.save()
+        objects["sampler"] = sampler
     if JOB["state"] == "keras":
         state = hvd.elastic.TensorFlowKerasState(model, optimizer, **objects)
     else:

@@ -390,8 +390,9 @@ def test_another_number_of_ranks_loses_no_samples(hvd):
             assert skipped * new <= trained * old
 
 
+@pytest.mark.parametrize("in_state", [False, True])
 @pytest.mark.parametrize("has_checkpoint", [False, True])
-def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
+def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint, in_state):
     """The killed epoch is not the first, so its samples have another order."""
     import keras
 
@@ -407,7 +408,6 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
                 raise _KilledError
 
     def fit():
-        sampler = hvd.ResumableSampler(8, batch_size=2, seed=1)
         callbacks = [
             *(hvd.elastic.UpdateBatchStateCallback(state), Kill()),
             *(hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)),
@@ -424,17 +424,102 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint):
         model = keras.Sequential([keras.Input((8,)), layer])
         # Each weight becomes the number of times that its sample is trained.
         model.compile(keras.optimizers.SGD(2.0), loss=lambda _, output: -output, metrics=["mae"])
-        state = State(model, epoch=0, batch=0)
-        if (tmp_path / "commit").exists():
-            state.read_saved(tmp_path / "commit")
-            state.restore()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ElasticStart, "read", lambda: object())
             patch.setattr(data, "_made", Counter())  # as in a new process
             patch.setattr(data, "_samplers", WeakKeyDictionary())
+            sampler = hvd.ResumableSampler(8, batch_size=2, seed=1)
+            more = {"sampler": sampler} if in_state else {}
+            state = State(model, epoch=0, batch=0, **more)
+            if (tmp_path / "commit").exists():
+                state.read_saved(tmp_path / "commit")
+                state.restore()
             with pytest.raises(_KilledError) if killed else contextlib.nullcontext():
                 fit()
     np.testing.assert_allclose(model.get_weights()[0], 4)
+
+
+def test_a_state_of_objects_keeps_the_epochs_of_samplers(hvd, tmp_path):
+    """`fit` counts them."""
+    sampler = hvd.ResumableSampler(8, batch_size=2, seed=97)
+    model = small_model()
+    model.compile("sgd", loss="mse")
+
+    def fit(epochs):
+        samples = sampler.arrays((np.ones((8, 3)), np.ones((8, 2))))
+        model.fit(samples, shuffle=False, epochs=epochs, verbose=0)
+
+    fit(2)
+    state = hvd.elastic.ObjectState(epoch=2)
+    with (tmp_path / "commit").open("wb") as file:
+        state.write_saved(file)
+    sampler.set_epoch(0)
+    state.read_saved(tmp_path / "commit")
+    fit(1)
+    assert sampler.epoch == 3
+
+
+class Holder:
+    """An object of a script."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+def built_optimizer(keras, model):
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+#: Values that a state cannot copy: the copy would not be used, or would use other copies.
+NOT_COPIED = {
+    r"second is a SGD": lambda keras, model: built_optimizer(keras, model),
+    r"second\[0\] is a SGD": lambda keras, model: [built_optimizer(keras, model)],
+    r"second\['step'\] is a Variable": lambda keras, _: {"step": keras.Variable(1.0)},
+    r"second is a Sequential": lambda *_: small_model(),
+    r"second\[0\] is a ResumableSampler": lambda keras, _: [made_sampler()],
+    r"second .* refers to a Variable": lambda _, model: Holder(model.trainable_variables),
+}
+
+
+def made_sampler():
+    import hvdkit.keras as hvd
+
+    return hvd.ResumableSampler(8, 2)
+
+
+@pytest.mark.parametrize("error", NOT_COPIED)
+def test_values_that_cannot_be_copied(hvd, error):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    model = small_model()
+    with pytest.raises(UsageError, match=error):
+        hvd.elastic.KerasState(model, second=NOT_COPIED[error](keras, model))
+    if "refers" in error:
+        return
+    # Also later, and for a state that keeps objects only.
+    state = hvd.elastic.KerasState(model, second=None)
+    with pytest.raises(UsageError, match=error):
+        state.second = NOT_COPIED[error](keras, model)
+    with pytest.raises(UsageError, match=error):
+        hvd.elastic.ObjectState(second=NOT_COPIED[error](keras, model))
+
+
+def test_values_that_are_copied(hvd):
+    import keras
+
+    values = [keras.ops.ones(2), np.zeros(2), {"rate": 0.5}]
+    # To copy a metric on PyTorch, Keras imports TensorFlow, which takes seconds.
+    metric = keras.metrics.Mean() if keras.backend.backend() == "tensorflow" else None
+    state = hvd.elastic.KerasState(small_model(), metrics={"loss": metric}, values=values)
+    state.sync()
+    state.values[1] += 1
+    state.values[2]["rate"] = 0.25
+    state.restore()
+    assert (state.values[1].tolist(), state.values[2]["rate"]) == ([0, 0], 0.5)
 
 
 def test_a_state_that_begins_after_the_end_of_the_epoch(hvd):

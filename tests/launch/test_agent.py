@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,22 +60,38 @@ class Launched:
         self.send("start", ranks=[rank], size=6)
 
 
-@pytest.fixture
-def agent():
+@contextmanager
+def launched(code="from hvdkit.launch.agent import main; main()", **options):
+    """Context with a running agent.
+
+    Args:
+        code: its Python code.
+        options: further arguments of `subprocess.Popen`.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "hvdkit.launch.agent"],
+        [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"HOROVOD_RANK": "99", "OWN": "mine"},
         start_new_session=True,
+        **options,
     )
-    yield Launched(process)
-    process.kill()
-    process.wait(timeout=10)
-    process.stdin.close()
-    process.stdout.close()
-    process.stderr.close()
+    try:
+        yield Launched(process)
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdin.close()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture
+def agent(request):
+    """Return an agent. The parameter is its Python code."""
+    with launched(*([request.param] if hasattr(request, "param") else [])) as started:
+        yield started
 
 
 def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent):
@@ -259,12 +276,15 @@ def test_a_second_request_shortens_the_grace(agent):
     assert time.monotonic() - began < 15
 
 
-def test_an_agent_that_has_ended_has_no_guard(agent):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_agent_that_has_ended_has_no_guard(agent, stopped):
     agent.start("import time; print('up', flush=True); time.sleep(0.2)")
     agent.line()
     (guard,) = (
         c for c in psutil.Process(agent.process.pid).children() if "time" not in c.cmdline()[-1]
     )
+    if stopped:
+        guard.suspend()
     agent.receive("done")
     agent.process.wait(timeout=10)
     wait_until_gone(guard.pid)
@@ -302,6 +322,55 @@ def test_an_agent_that_cannot_make_a_folder_says_so(agent):
     process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), process.num_fds()))
     agent.start_prepared()
     assert "temporary directory" in agent.receive("failed")["reason"]
+
+
+def test_an_agent_stays_after_a_start_that_failed(agent):
+    """A node of `--nodes` could not join the job again."""
+    agent.send("task", command=["/no/program"], directory="/", path=None, files=[], stay=True)
+    agent.receive("hello")
+    agent.start_prepared()
+    assert "cannot start '/no/program'" in agent.receive("failed")["reason"]
+    assert agent.receive("done")["stays"]
+    agent.prepare("print('up')", stay=True)
+    agent.start_prepared()
+    assert agent.line() == "up\n"
+    assert agent.receive("ended")["status"] == 0
+
+
+def test_the_ranks_of_an_agent_that_gets_sigterm_before_their_start_are_reported(agent):
+    agent.prepare("import time; time.sleep(60)", stay=True)
+    while psutil.Process(agent.process.pid).status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.01)
+    # Both arrive at the same time.
+    agent.process.send_signal(signal.SIGSTOP)
+    agent.start_prepared()
+    agent.process.send_signal(signal.SIGTERM)
+    agent.process.send_signal(signal.SIGCONT)
+    assert agent.receive("ended", "done") == {"kind": "ended", "rank": 5, "status": -15}
+    assert not agent.receive("done")["stays"]
+
+
+STUCK = """
+from hvdkit.errors import HvdkitError
+from hvdkit.launch import agent
+from hvdkit.processes import ProcessGroup
+
+def terminate(*_):
+    raise HvdkitError("processes [7] did not end")
+    yield
+
+ProcessGroup.terminate = terminate
+agent.main()
+"""
+
+
+@pytest.mark.parametrize("agent", [STUCK], indirect=True)
+def test_a_process_that_sigkill_does_not_end_is_reported(agent):
+    agent.start("import os; print(os.environ['HVDKIT_RECORD_DIR'])")
+    folder = Path(agent.line().strip())
+    assert agent.receive("failed", "done")["reason"] == "processes [7] did not end"
+    assert agent.process.wait(timeout=10) == 0
+    assert not folder.exists()
 
 
 def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent):

@@ -273,7 +273,7 @@ def test_a_restart_uses_a_host_of_the_user_that_had_no_ranks():
     code = "print(os.environ['HOROVOD_HOSTNAME'], flush=True); sys.exit(1)"
     done = run(*hosts, "--restarts", "2", "--min-np", "1", *python(code))
     assert done.returncode == 1
-    assert "left out, because ranks failed there 2 times: localhost" in done.stderr
+    assert "left out, because the job failed there 2 times: localhost" in done.stderr
     assert "127.0.0.1" in done.stdout
 
 

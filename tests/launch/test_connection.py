@@ -5,6 +5,8 @@ import os
 import queue
 import select
 import signal
+import socket
+import struct
 import threading
 import time
 from contextlib import contextmanager
@@ -14,8 +16,9 @@ import pytest
 from hvdkit.launch import connection as connection_module
 from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
-from hvdkit.launch.connection import Connection, Event
+from hvdkit.launch.connection import Connection, Event, ProcessConnection, SocketConnection
 from hvdkit.launch.hosts import Host
+from hvdkit.launch.ssh import Ssh
 
 
 class PipeConnection(Connection):
@@ -63,13 +66,13 @@ def test_a_greeting_after_text_without_a_line_end():
         assert received(connection, output)[0] == ["hello", "lost"]
 
 
-@pytest.mark.parametrize("line", [b"hi", b"5", b"\xff", b"{}"])
+@pytest.mark.parametrize("line", [b"hi", b"5", b"\xff", b"{}", b"[" * 10_000])
 def test_a_line_that_is_not_a_message(line):
     with a_connection() as connection:
         output = messages.GREETING + line + b"\n" + messages.encode("done")
         kinds, first = received(connection, output)
     assert kinds == ["failed", "done", "lost"]
-    assert f"contains {line!r}"[:-1] in first["reason"]
+    assert f"contains {line[:80]!r}"[:-1] in first["reason"]
     assert "expected a message of the agent" in first["reason"]
 
 
@@ -185,8 +188,49 @@ def test_events_of_idle_agents_do_not_end_a_wait():
         timer.join()
 
 
+def test_an_agent_that_is_killed_before_the_launcher_uses_its_connection():
+    events = queue.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agent = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        # The connection is reset.
+        agent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        agent.close()
+    connection = SocketConnection(Host("h", 1), accepted, events)
+    assert events.get(timeout=10).message == {"kind": "lost"}
+    connection.close(timeout=1)
+
+
+def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
+    """Such a process waits for a disk or a GPU."""
+    monkeypatch.setattr(connection_module, "agent_command", lambda *_: ["sleep", "60"])
+    connection = ProcessConnection(Host("localhost", 1), True, Ssh(), "python", queue.Queue())
+    with monkeypatch.context() as patched:
+        patched.setattr(ProcessConnection, "_kill", lambda _: None)
+        began = time.monotonic()
+        connection.close(timeout=0.1)
+        assert time.monotonic() - began < 10
+    connection._kill()
+    connection.close(timeout=5)
+
+
+def test_an_agent_that_ends_after_its_answer_cannot_take_part():
+    """It got SIGTERM while the launcher waited for another host."""
+    with a_connection() as ended, a_connection() as other:
+        pool = AgentPool(silence=30)
+        pool.connections = [ended, other]
+        hello = {"kind": "hello", "reached_at": None}
+        gone = {"kind": "failed", "reason": "it has ended"}
+        for each, message in ((ended, hello), (ended, gone), (other, hello)):
+            pool.events.put(Event(each, message))
+        facts, problems = pool.collect_facts({}, timeout=30)
+        assert [*facts] == [other]
+        assert problems == {ended: "it has ended"}
+
+
+@pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_of_a_node_has_an_effect_on_a_launcher_that_ignores_it(number):
+def test_a_signal_of_a_node_has_an_effect_on_a_launcher_that_ignores_it(number, unused):
     """A launcher in the background of a script ignores SIGINT, and under nohup SIGHUP."""
     got = []
     before = [(n, signal.getsignal(n)) for n in (number, signal.SIGTERM)]
@@ -195,6 +239,8 @@ def test_a_signal_of_a_node_has_an_effect_on_a_launcher_that_ignores_it(number):
     try:
         with a_connection() as connection:
             pool = AgentPool(silence=30)
+            # The node may have no ranks, because the job continues without it.
+            pool.unused = [connection] if unused else []
             pool.events.put(Event(connection, {"kind": "signal", "number": int(number)}))
             assert pool.next_event(0) is None
     finally:

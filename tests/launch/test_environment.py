@@ -92,8 +92,9 @@ def test_the_timeout_of_gloo_is_that_of_the_launcher():
 def test_a_gpu_for_each_rank():
     assert environment.pinned_gpu(place(1), None) == {"CUDA_VISIBLE_DEVICES": "1"}
     assert environment.pinned_gpu(place(1), "4,GPU-abc") == {"CUDA_VISIBLE_DEVICES": "GPU-abc"}
-    with pytest.raises(UsageError, match="a has CUDA_VISIBLE_DEVICES=4 and 2 ranks"):
+    with pytest.raises(UsageError, match="a has CUDA_VISIBLE_DEVICES=4 and 2 ranks") as caught:
         environment.pinned_gpu(place(1), "4")
+    assert caught.value.hosts == ["a"]
 
 
 def test_hosts_with_different_numbers_of_ranks_have_no_nnodes():

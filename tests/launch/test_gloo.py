@@ -4,16 +4,20 @@ import json
 import signal
 import socket
 import sys
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hvdkit import cli
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch import gloo
+from hvdkit.launch import gloo, prepare
 from hvdkit.launch.network import LOOPBACK
 from hvdkit.launch.outcome import Outcome
 from hvdkit.rendezvous import RendezvousServer
+
+AGENT = "hvdkit.launch.agent"
 
 
 def put(server, path, key=None):
@@ -65,6 +69,28 @@ def test_a_stop_signal_while_connections_are_tried(tmp_path, monkeypatch, restar
     assert (folder / "error.json").is_file()
     start = json.loads((folder / "start.json").read_text())
     assert (start["status"], start["failed"]) == (1, True)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_agent_that_gets_sigterm_before_the_start(monkeypatch, capfd, restarts):
+    start = prepare.start_ranks
+
+    def start_late(agents, *arguments):
+        if len(ended) < 1:
+            (agent,) = (c for c in psutil.Process().children() if AGENT in c.cmdline())
+            agent.terminate()
+            while agent.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            ended.append(agent)
+        start(agents, *arguments)
+
+    ended = []
+    monkeypatch.setattr(prepare, "start_ranks", start_late)
+    arguments = ["run", "--restarts", str(restarts), "-np", "1", "sh", "-c", "echo ran; exit 3"]
+    assert cli.main(arguments) == (3 if restarts else 1)
+    shown = capfd.readouterr()
+    assert ("[0] ran" in shown.out) == bool(restarts)
+    assert "localhost: its agent got SIGTERM or SIGHUP before it started rank 0" in shown.err
 
 
 def test_connections_are_not_tried_without_an_agent(monkeypatch):

@@ -88,12 +88,17 @@ def test_a_missing_hostfile():
         ("localhost", set(), True),
         ("me", {"127.0.1.1"}, True),
         ("me", {"10.0.0.1"}, True),
+        ("me", {"127.0.1.1", "10.0.0.1", "fe80::1%eth0"}, True),
         ("other", {"10.0.0.2"}, False),
+        # Docker's bridge, which has the same address on every machine.
+        ("other", {"10.0.0.2", "172.17.0.1"}, False),
+        ("other", {"10.0.0.2", "127.0.0.1"}, False),
         ("alias-of-ssh", set(), False),
     ],
 )
 def test_local_hosts(name, addresses, expected):
-    found = is_local(Host(name, 1), own=lambda: {"10.0.0.1"}, resolve=lambda name: addresses)
+    own = {"10.0.0.1", "127.0.0.1", "172.17.0.1", "fe80::1"}
+    found = is_local(Host(name, 1), own=lambda: own, resolve=lambda name: addresses)
     assert found is expected
 
 

@@ -14,6 +14,8 @@ from hvdkit.launch.plan import make_plan
 from hvdkit.launch.timeouts import Timeouts
 from tests.launch.test_stalls import record
 
+#: The plan of each job here.
+PLAN = make_plan(["true"], "/", [Host("host0", 1), Host("host1", 1)], 2)
 #: An event: the launcher ends the ranks.
 END = "end"
 
@@ -46,7 +48,7 @@ class Agent:
 def outcome(monkeypatch):
     """Return a function that returns the outcome of a job of two ranks, one on each host.
 
-    Its events are messages with the number of an agent, or seconds that pass, or `END`.
+    Its events are messages with the number of an agent, signals, seconds that pass, or `END`.
     """
     passed = 0.0
     monotonic = time.monotonic
@@ -60,17 +62,21 @@ def outcome(monkeypatch):
         aborted="",
         **timeouts,
     ):
-        hosts = [Host("host0", 1), Host("host1", 1)]
-        agents = [Agent(host) for host in hosts]
+        agents = [Agent(host) for host in PLAN.hosts]
         left = list(events)
+        began = monotonic()
 
         def next_event(_):
             nonlocal passed
             if not left or (left[0] == END and not agents[0].ending):
+                assert monotonic() < began + 20, "the job does not end"
                 return None
             event = left.pop(0)
             if isinstance(event, tuple):
                 return SimpleNamespace(connection=agents[event[0]], message=event[1])
+            if isinstance(event, signal.Signals):
+                signal.raise_signal(event)
+                return None
             passed += 0.0 if event == END else event
             return None
 
@@ -80,10 +86,9 @@ def outcome(monkeypatch):
             killed=lambda: "",
             aborted=lambda: aborted,
         )
-        plan = make_plan(["true"], "/", hosts, 2)
         with Output(2, None, None, say=print, progress=False) as output:
             output.stdout_closed = stdout_closed
-            found = Job(plan, pool, output, Timeouts(**timeouts), registered, say).run()
+            found = Job(PLAN, pool, output, Timeouts(**timeouts), registered, say).run()
         run.explained = pool.explained
         return found
 
@@ -130,6 +135,83 @@ def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     )
     assert found.status == 3
     assert found.report.startswith("rank 0 on host0 failed: exit status 3")
+
+
+def failed(agent, reason="processes [7] did not end"):
+    return agent, {"kind": "failed", "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "report"),
+    [
+        ((DONE[1], END, ended(0), DONE[0]), 1, "host1: its agent got SIGTERM or SIGHUP before it"),
+        ((ended(0), *DONE), 1, "host1: its agent got SIGTERM or SIGHUP before it started rank 1"),
+        ((*[signal.SIGINT] * 2, ended(0), DONE[0], (1, {"kind": "lost"})), 130, "ended by SIGINT"),
+        ((*[signal.SIGTERM] * 2, *DONE), 143, "ended by SIGTERM"),
+        (
+            (*[signal.SIGINT] * 2, ended(0), DONE[0], failed(1), (1, {"kind": "lost"})),
+            130,
+            "ended by SIGINT\nhost1: processes [7] did not end",
+        ),
+    ],
+    ids=["before others", "after others", "lost", "stopped", "failed"],
+)
+def test_a_job_without_the_status_of_a_rank_has_not_succeeded(outcome, events, status, report):
+    found = outcome(*events)
+    assert found.status == status
+    assert found.report.startswith(report)
+
+
+def test_a_process_that_does_not_end_is_reported_beside_the_failure(outcome):
+    found = outcome(ended(0, 3), 3.0, END, failed(1), failed(1), DONE[0], (1, {"kind": "lost"}))
+    assert found.status == 3
+    assert found.report.startswith("rank 0 on host0 failed: exit status 3")
+    assert found.report.count("host1: processes [7] did not end") == 1
+    assert found.failing_host(PLAN) == "host0"
+
+
+@pytest.mark.parametrize(
+    ("event", "options", "host"),
+    [
+        (failed(1), {}, "host1"),
+        (failed(1), {"registered": None}, "host1"),
+        ((1, {"kind": "lost"}), {}, "host1"),
+        # mpirun ends all agents after one of them.
+        ((1, {"kind": "lost"}), {"registered": None}, None),
+        (DONE[1], {}, "host1"),
+    ],
+)
+def test_the_failure_of_an_agent_counts_for_its_host(outcome, event, options, host):
+    found = outcome(event, (1, {"kind": "lost"}), END, ended(0, -15), DONE[0], **options)
+    assert found.failing_host(PLAN) == host
+
+
+def test_an_agent_that_ends_because_the_launcher_was_stopped_does_not_count(outcome):
+    found = outcome(70.0, (1, {"kind": "lost"}), END, ended(0, -15), DONE[0])
+    assert "this launcher did not run for 70 s" in found.report
+    assert found.failing_host(PLAN) is None
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "interrupted"),
+    [
+        # The other ranks have 0.5 s to 5 s to fail by themselves.
+        ((ended(0, 3), signal.SIGTERM, ended(1, 75)), 3, signal.SIGTERM),
+        ((ended(0, 3), signal.SIGTERM, ended(1, -15)), 3, signal.SIGTERM),
+        ((ended(0, 3), 3.0, END, signal.SIGUSR1, ended(1, -9)), 3, signal.SIGUSR1),
+        ((failed(0), signal.SIGTERM, ended(0, -9), ended(1, -9)), 1, signal.SIGTERM),
+        # The answers to the signal: no restart would follow.
+        ((signal.SIGTERM, ended(0, 3), 3.0, END, ended(1, -9)), 3, None),
+        ((signal.SIGTERM, ended(0, -15), ended(1, -15)), 143, None),
+        ((signal.SIGTERM, ended(0, 75), ended(1, 75)), 75, None),
+        # A batch system that signals all processes.
+        ((ended(0, -15), signal.SIGTERM, ended(1, -15)), 143, None),
+    ],
+)
+def test_a_stop_signal_after_a_failure_prevents_the_restart(outcome, events, status, interrupted):
+    found = outcome(*events, *DONE)
+    assert (found.status, found.interrupted) == (status, interrupted)
+    assert found.restartable == (interrupted is not None)
 
 
 def exited(rank, status):

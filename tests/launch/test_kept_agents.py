@@ -6,13 +6,13 @@ import sys
 import psutil
 import pytest
 
-from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.kept_agents import KeptAgents
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.start_error import StartError
 from hvdkit.launch.timeouts import Timeouts
 
 PLAN = make_plan(["true"], "/", [Host("localhost", 1)], 1)
@@ -32,8 +32,9 @@ def test_an_agent_that_was_stopped_between_two_starts_is_replaced():
             prepare.collect_facts(kept.of(PLAN, settings(60)), PLAN, settings(60))
             (agent,) = agents()
         agent.send_signal(signal.SIGSTOP)
-        with pytest.raises(HvdkitError, match=r"within 1 s: its agent has not ended"):
+        with pytest.raises(StartError, match=r"within 1 s: its agent has not ended") as caught:
             prepare.collect_facts(kept.of(PLAN, settings(1)), PLAN, settings(1))
+        assert caught.value.hosts == ["localhost"]
         assert kept.connected() == []
         prepare.collect_facts(kept.of(PLAN, settings(60)), PLAN, settings(60))
         (successor,) = agents()

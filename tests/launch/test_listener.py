@@ -2,6 +2,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.listener import AgentListener, agents_started_by
+from hvdkit.launch.listener import AgentListener, Listener, agents_started_by
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.start_error import StartError
 
 
 @pytest.fixture
@@ -81,6 +83,73 @@ def test_an_agent_is_accepted_while_strangers_hold_many_connections(listener):
         assert connect(listener, f"{token(listener)} 1\n".encode(), seconds=20) == 1
 
 
+def permit_no_threads(patched):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    patched.setattr(threading.Thread, "start", start)
+
+
+def permit_no_files(patched):
+    def accept(server):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    patched.setattr(socket.socket, "accept", accept)
+
+
+@pytest.mark.parametrize("forbid", [permit_no_threads, permit_no_files])
+def test_agents_are_accepted_after_an_error_of_the_system(listener, monkeypatch, forbid):
+    with monkeypatch.context() as patched:
+        forbid(patched)
+        for _ in range(3):  # the call that waits for the first one is not patched
+            assert connect(listener, b"wrong 1\n") is None
+    assert connect(listener, f"{token(listener)} 1\n".encode(), seconds=10) == 1
+
+
+def test_an_agent_whose_connection_is_closed_while_it_authenticates():
+    """The caller registers the agent, finds that it is lost, and permits it to connect again."""
+    server = socket.create_server(("127.0.0.1", 0))
+    begun, may_end = threading.Event(), threading.Event()
+
+    def authenticate(connection):
+        if begun.is_set():
+            connection.recv(1)
+            return None
+        begun.set()
+        may_end.wait(20)
+        return "agent"
+
+    listener = Listener(server, 0, authenticate)
+    try:
+        with contextlib.ExitStack() as stack:
+            agent = stack.enter_context(socket.create_connection(server.getsockname(), timeout=20))
+            assert begun.wait(20)
+            for _ in range(64):
+                stack.enter_context(socket.create_connection(server.getsockname(), timeout=20))
+            assert agent.recv(1) == b""
+            may_end.set()
+            deadline = time.monotonic() + 10
+            while (accepted := listener.accept()) is None:
+                assert time.monotonic() < deadline
+            name, connection = accepted
+            with connection:
+                assert (name, connection.recv(1)) == ("agent", b"")
+    finally:
+        may_end.set()
+        listener.close()
+
+
+def test_nobody_stays_connected_after_the_end(listener):
+    """An agent starts ranks after that, which is safe only without threads."""
+    before = threading.active_count()
+    with socket.create_connection(listener.address, timeout=2) as stranger:
+        while threading.active_count() == before:
+            time.sleep(0.01)
+        listener.close()
+        assert stranger.recv(1) == b""
+        assert threading.active_count() < before
+
+
 def test_a_rank_out_of_range(listener):
     assert connect(listener, f"{token(listener)} 2\n".encode()) is None
 
@@ -109,10 +178,13 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
 def test_a_step_that_waits_for_another_step_of_the_allocation(listener):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
     with (
-        pytest.raises(HvdkitError, match=r"no other step uses the allocation \(`squeue --steps`"),
+        pytest.raises(
+            StartError, match=r"no other step uses the allocation \(`squeue --steps`"
+        ) as caught,
         agents_started_by("srun", ["sleep", "3"], dict(os.environ), listener, plan, 0.5, print),
     ):
         pytest.fail("no agent is connected")
+    assert caught.value.hosts == ["localhost"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from hvdkit.launch.network import (
     HostNetwork,
     Interface,
@@ -14,6 +14,7 @@ from hvdkit.launch.network import (
     reached_address,
     rendezvous_address,
 )
+from hvdkit.launch.start_error import StartError
 
 DOCKER = Interface("docker0", "172.17.0.1", 16)
 
@@ -68,28 +69,38 @@ def test_ssh_over_ipv6(monkeypatch):
 
 def test_a_host_without_ipv4_is_named():
     hosts = {"a": host(Interface("eth0", "10.0.0.1", 24)), "b": HostNetwork([], None)}
-    with pytest.raises(HvdkitError, match="b has no IPv4 address that other hosts could reach"):
+    with pytest.raises(
+        StartError, match="b has no IPv4 address that other hosts could reach"
+    ) as caught:
         choose_interfaces(hosts)
+    assert caught.value.hosts == ["b"]
 
 
 def test_the_users_choice_by_subnet_name_or_host():
     assert names(SLOW, "10.0.0.0/8") == {"a": "eth0", "b": "ens3"}
     assert names(SLOW, "ib0") == {"a": "ib0", "b": "ib0"}
     assert names(SLOW, "a=ib0,b=ens3") == {"a": "ib0", "b": "ens3"}
+    # A restart without host c.
+    assert names(SLOW, "a=ib0,b=ens3,c=eth0") == {"a": "ib0", "b": "ens3"}
 
 
 @pytest.mark.parametrize(
-    ("network", "expected"),
+    ("network", "expected", "without"),
     [
-        ("192.168.0.0/16", "a has no such interface; it has docker0 172.17.0.1/16, eth0 10.0.0.1"),
-        ("eth0", "b has no such interface"),
-        ("a=eth0", "b has no such interface"),
-        ("a=eth0,c=eth0", "c has no ranks; the hosts are a, b"),
+        (
+            "192.168.0.0/16",
+            "a has no such interface; it has docker0 172.17.0.1/16, eth0 10.0.0.1",
+            ["a", "b"],
+        ),
+        ("eth0", "b has no such interface", ["b"]),
+        ("a=eth0", "b has no such interface", ["b"]),
+        ("a=eth0,c=eth0", "c has no ranks; the hosts are a, b", None),
     ],
 )
-def test_a_network_that_a_host_does_not_have(network, expected):
-    with pytest.raises(UsageError, match=expected):
+def test_a_network_that_a_host_does_not_have(network, expected, without):
+    with pytest.raises(UsageError, match=expected) as caught:
         choose_interfaces(SLOW, network)
+    assert getattr(caught.value, "hosts", None) == without
 
 
 def test_hosts_on_different_subnets_use_the_network_of_ssh():
@@ -101,9 +112,12 @@ def test_hosts_on_different_subnets_use_the_network_of_ssh():
 
 
 def test_hosts_without_a_common_network():
-    with pytest.raises(HvdkitError, match="no network connects the hosts") as caught:
-        choose_interfaces({"a": host(), "b": host()})
+    a = host(Interface("eth0", "10.0.1.1", 24), reached_at="10.0.1.1")
+    b = host(Interface("eth0", "10.0.2.1", 24), reached_at="192.168.1.1")
+    with pytest.raises(StartError, match="no network connects the hosts") as caught:
+        choose_interfaces({"a": a, "b": b})
     assert "--network" in str(caught.value)
+    assert caught.value.hosts == ["b"]
 
 
 def test_a_faster_network_than_the_one_that_ssh_uses():

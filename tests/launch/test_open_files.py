@@ -25,6 +25,28 @@ def test_the_soft_limit_is_raised_to_the_needed_number(needed, soft):
     assert done.stdout.splitlines() == [f"200 {soft}", f"({soft}, 200)", str(soft)]
 
 
+def test_node_0_raises_its_limit_before_the_nodes_connect(tmp_path):
+    code = """
+import contextlib, pathlib, resource, sys
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.nodes.gathering import GatheredNodes
+from hvdkit.launch.nodes.settings import NodeSettings
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000))
+settings = NodeSettings(500, 0, 1, None, pathlib.Path(sys.argv[1]), b"", timeout=0.1)
+with contextlib.suppress(HvdkitError), GatheredNodes(settings, print):
+    pass
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "job")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert int(done.stdout) >= 4 * 500
+
+
 def test_ranks_get_a_higher_limit_than_the_shell():
     run = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "sh", "-c", "ulimit -n"]
     done = subprocess.run(

@@ -5,10 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.diagnostics import ERROR, OK, WARNING
-from hvdkit.errors import HvdkitError
 from hvdkit.launch import inspection, preflight, reachability
 from hvdkit.launch.hosts import Host
+from hvdkit.launch.launcher import Settings
 from hvdkit.launch.network import Interface
+from hvdkit.launch.outcome import Outcome
+from hvdkit.launch.plan import make_plan
+from hvdkit.launch.ssh import Ssh
+from hvdkit.launch.start_error import StartError
 
 HOSTS = [Host(f"node{n:02}", 1) for n in range(64)]
 
@@ -40,14 +44,14 @@ class Answers:
 
 
 def test_equal_values_of_all_hosts_are_one_short_line():
-    (found,) = preflight._versions({host: facts() for host in HOSTS})
+    (found,) = preflight._compared(preflight._versions({host: facts() for host in HOSTS}))
     assert (found.status, found.found) == (OK, "3.11.7 (all 64 hosts)")
 
 
 def test_hosts_with_other_values_are_named():
     other = facts(versions={"Python": "3.9.2"})
     found = {host: facts() for host in HOSTS} | dict.fromkeys(HOSTS[10:16], other)
-    (diagnostic,) = preflight._versions(found)
+    (diagnostic,) = preflight._compared(preflight._versions(found))
     assert diagnostic.status == ERROR
     assert diagnostic.found == (
         "3.11.7 (node00, node01, node02, node03 and 54 more); "
@@ -57,7 +61,8 @@ def test_hosts_with_other_values_are_named():
 
 def test_a_package_that_one_host_lacks():
     with_torch = facts(versions={"torch": "2.13.0"})
-    (diagnostic,) = preflight._versions({HOSTS[0]: with_torch, HOSTS[1]: facts(versions={})})
+    found = {HOSTS[0]: with_torch, HOSTS[1]: facts(versions={})}
+    (diagnostic,) = preflight._compared(preflight._versions(found))
     assert diagnostic.status == ERROR
     assert "none (node01)" in diagnostic.found
 
@@ -120,10 +125,49 @@ def test_blocked_connections():
     interfaces = {h: Interface("eth0", f"10.0.0.{n}", 24) for n, h in enumerate(HOSTS[:2])}
     connect = {"node00": "no answer", "the launcher": ""}
     answers = Answers(listen=1, connect=connect, stop_listening=None)
-    (diagnostic,) = preflight._connections(answers, interfaces, ("10.0.0.0", 2), bandwidth=False)
+    (diagnostic,), _ = preflight._connections(answers, interfaces, ("10.0.0.0", 2), bandwidth=False)
     assert diagnostic.status == ERROR
     assert "node01 to node00 (10.0.0.0): no answer" in diagnostic.found
     assert "firewall" in diagnostic.advice
+
+
+def test_the_error_names_the_hosts_that_a_restart_leaves_out(monkeypatch):
+    """Host 1 has another version, and host 3 does not reach host 0."""
+
+    class Differing(Answers):
+        def __init__(self, *arguments):
+            super().__init__(clock=0.0, listen=1, stop_listening=None)
+            self.hosts = HOSTS[:4]
+
+        def each(self, question, arguments):
+            if question == "examine":
+                torch = ["2.5", "2.6", "2.5", "2.5"]
+                return {
+                    h: facts(versions={"torch": v}) for h, v in zip(self.hosts, torch, strict=True)
+                }
+            if question == "connect":
+                return {
+                    host: {
+                        name: "no answer"
+                        for name in arguments[host]["targets"]
+                        if (host.name, name) == ("node03", "node00")
+                    }
+                    for host in arguments
+                }
+            return super().each(question, arguments)
+
+    monkeypatch.setattr(preflight, "Questions", Differing)
+    hosts = HOSTS[:4]
+    interfaces = {h: Interface("eth0", f"10.0.0.{n}", 24) for n, h in enumerate(hosts)}
+    plan = make_plan(["true"], "/", hosts, 4)
+    with pytest.raises(StartError, match="the hosts are not ready") as caught:
+        preflight.before_start(
+            None, interfaces, plan, Settings(Ssh(), "python"), ("10.0.0.0", 1), lambda text: None
+        )
+    outcome = Outcome.not_started(caught.value)
+    assert outcome.unfit(hosts, proven=()) == [hosts[1], hosts[3]]
+    # Ranks ran on host 3 before.
+    assert outcome.unfit(hosts, proven={"node03"}) == [hosts[0], hosts[1]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 32, 33, 1000])
@@ -150,8 +194,9 @@ def test_a_limit_on_open_files_that_a_large_job_exceeds():
 
 
 def test_connections_and_bandwidth():
-    # In a new process, as the threads of an agent run until it ends.
+    # In a new process, whose threads are counted.
     code = """
+import select
 import socket
 import threading
 from hvdkit.launch import inspection
@@ -165,11 +210,12 @@ with socket.create_server(("127.0.0.1", 0)) as silent:
     for size in 0, 9999:
         print(inspection.connect({n: ("127.0.0.1", p, size) for n, p in ports.items()}))
 print(inspection.send("127.0.0.1", port, 0.1) > 1e6)
+inspection._CONNECT_SECONDS = 10
+strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+print(inspection.connect({"open": ("127.0.0.1", port, 9999)}))
+print(len(strangers) - len(select.select(strangers, [], [], 10)[0]) < 100)
 inspection.stop_listening()
 print(inspection.connect({"open": ("127.0.0.1", port, 0)}))
-for thread in threading.enumerate():
-    if thread is not threading.main_thread():
-        thread.join(10)
 print(threading.active_count())
 """
     done = subprocess.run(
@@ -179,6 +225,8 @@ print(threading.active_count())
         "{'open': '', 'shut': 'Connection refused', 'silent': ''}",
         "{'open': '', 'shut': 'Connection refused', "
         "'silent': 'connected, but 9,999 bytes did not arrive'}",
+        "True",
+        "{'open': ''}",
         "True",
         "{'open': 'Connection refused'}",
         "1",
@@ -210,7 +258,9 @@ def test_no_host_listens_any_more_if_one_does_not_answer():
         next_event=lambda _: events.pop() if events else None,
     )
     interfaces = dict.fromkeys(hosts, Interface("eth0", "10.0.0.1", 24))
-    with pytest.raises(HvdkitError, match="host0, host1 did not answer the question `connect`"):
+    expected = "host0, host1 did not answer the question `connect`"
+    with pytest.raises(StartError, match=expected) as caught:
         reachability.broken_connections(agents, interfaces, ("10.0.0.1", 1), 0.1)
+    assert caught.value.hosts == ["host0", "host1"]
     for connection in agents.connections:
         assert connection.asked == ["listen", "connect", "stop_listening"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from hvdkit.launch.plan import make_plan
 from hvdkit.launch.reachability import BrokenConnection, best_connected
 from hvdkit.launch.restarting import Supervisor
 from hvdkit.launch.spares.spare import same_for_imports
+from hvdkit.launch.start_error import StartError
 from hvdkit.processes import GROUP_VARIABLE
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 from tests.without_dynamo import WITHOUT_DYNAMO
@@ -90,6 +92,20 @@ def test_a_job_that_was_stopped_is_not_restarted(outcome):
     assert supervise([outcome])[0] == outcome
 
 
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_stop_signal_that_prevents_a_restart(number, status):
+    """The status is that of the same signal in the pause before a restart."""
+    stopped = replace(FAILED, interrupted=number)
+    outcome, _, texts, pauses = supervise([FAILED, stopped])
+    assert (outcome.status, outcome.restartable) == (status, False)
+    assert texts[-1].startswith(f"no restart after {number.name}. The job ends with status")
+    assert pauses == []
+    # Without the signal, the job would have ended, too.
+    assert supervise([FAILED, FAILED, stopped])[0].status == 1
+
+
 def test_a_host_that_does_not_answer_is_left_out():
     outcome, plans, texts, _ = supervise([FAILED, Outcome(0)], min_size=2, lost=["host0"])
     assert outcome.status == 0
@@ -116,11 +132,11 @@ def test_an_idle_host_is_not_examined_without_need():
     assert texts == ["restart 1 of 2"]
 
 
-def test_a_host_where_ranks_fail_twice_is_left_out():
-    failure = failed(3)
+@pytest.mark.parametrize("failure", [failed(3), replace(FAILED, failed_agents=("host1",))])
+def test_a_host_where_ranks_or_the_agent_fail_twice_is_left_out(failure):
     _, plans, texts, _ = supervise([failure, failure, Outcome(0)], min_size=2)
     assert plans == [["host0:2", "host1:2"]] * 2 + [["host0:2"]]
-    assert "left out, because ranks failed there 2 times: host1" in texts
+    assert "left out, because the job failed there 2 times: host1" in texts
 
 
 def test_the_reason_of_a_failure_names_a_rank_that_ended_too_early():
@@ -176,6 +192,59 @@ def test_a_restart_that_cannot_start_is_final_if_no_host_returns():
     outcome, _, texts, _ = supervise([FAILED, HvdkitError("lost node 1")], hosts_return=False)
     assert (outcome.status, outcome.restartable) == (1, False)
     assert texts == ["restart 1 of 2", "lost node 1"]
+
+
+def start_error(*hosts, torch=None, broken=()):
+    versions = {} if torch is None else {"torch": torch}
+    return StartError(
+        "", hosts, versions, [BrokenConnection(*pair, "10.0.0.9", "?") for pair in broken]
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        start_error("host2"),
+        # The version of the host where ranks ran before is right.
+        start_error(torch={"host0": "2.5", "host2": "2.6"}),
+        start_error(broken=[("host0", "host2")]),
+    ],
+    ids=["silent", "version", "connection"],
+)
+@pytest.mark.parametrize("hosts_return", [True, False])
+def test_a_new_host_with_which_a_start_fails_is_left_out(error, hosts_return):
+    hosts = [Host("host2", 3), HOSTS[0], Host("host3", 2)]
+    lost = replace(FAILED, lost=(HOSTS[1],))
+    outcome, plans, texts, _ = supervise(
+        [lost, error, FAILED, Outcome(0)], 3, hosts, hosts_return=hosts_return
+    )
+    assert outcome.status == 0
+    assert plans[1:] == [["host2:3", "host0:1"], *[["host0:2", "host3:2"]] * 2]
+    assert texts.count("left out, because of a failed start: host2") == 2
+
+
+def test_a_host_with_which_two_starts_fail_is_left_out_for_the_rest_of_the_job():
+    hosts = [HOSTS[0], Host("host2", 2), Host("host3", 2)]
+    error = start_error("host2")
+    _, plans, texts, _ = supervise([SAVED, error, SAVED, error, SAVED, Outcome(0)], hosts=hosts)
+    assert [plan[1] for plan in plans] == ["host1:2", *["host2:2", "host3:2"] * 2, "host3:2"]
+    assert texts[-1] == "left out, because the job failed there 2 times: host2"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        start_error(torch={"host0": "2.5", "host1": "2.6"}),
+        start_error("host0", "host1"),
+    ],
+    ids=["two versions of hosts with ranks", "all hosts"],
+)
+def test_no_host_is_left_out_at_random(error):
+    _, plans, texts, _ = supervise([FAILED, error, Outcome(0)], min_size=2)
+    assert plans == [["host0:2", "host1:2"]] * 3
+    assert any("no host is left out because of its version of torch" in t for t in texts) == bool(
+        error.versions
+    )
 
 
 def test_a_job_that_has_lost_a_host_is_requeued():

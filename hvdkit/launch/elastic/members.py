@@ -192,6 +192,11 @@ class Members:
                     member.fit = False
                     member.connection.send("task", **self.task)
 
+    def holders(self) -> frozenset[str]:
+        """Return the names of the hosts that have the newest commit."""
+        with self._changed:
+            return self._holders
+
     def begin(self, plan: Plan) -> int:
         """Begin a start with `plan`. From now on, ranks are told if the hosts differ from the plan.
 

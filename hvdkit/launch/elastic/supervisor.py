@@ -15,14 +15,16 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
+from hvdkit.launch.restarting import not_restarted
 
 #: Seconds before a restart, after a failure without a new commit or checkpoint: the first,
 #: and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-#: Failures of ranks on one host after which a restart leaves the host out.
+#: Failures of ranks or the agent on one host after which a restart leaves the host out.
 _MOST_FAILURES = 2
-#: Seconds for which a host is left out whose connections to other hosts fail.
-_UNCONNECTED_SECONDS = 600.0
+#: Seconds for which a host is left out whose connections to other hosts fail, or that made a start
+#: fail. They double with each further time.
+_UNFIT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ElasticLimits:
 
 @dataclass
 class Exclusions:
-    """The hosts that are left out, because ranks have failed there.
+    """The hosts that are left out, because ranks, the agent or a start with them have failed.
 
     Attributes:
         cooldown: as in `ElasticLimits`.
@@ -62,6 +64,8 @@ class Exclusions:
     now: Callable[[], float] = time.monotonic
     _failures: Counter[str] = field(default_factory=Counter)
     _until: dict[str, float] = field(default_factory=dict)
+    # How often a host was left out by `leave_out`.
+    _times: Counter[str] = field(default_factory=Counter)
 
     def add(self, name: str) -> str:
         """Add a failure on a host. Return a message if the host is left out from now on."""
@@ -70,8 +74,8 @@ class Exclusions:
         if beyond < 0:
             return ""
         text = (
-            f"ranks failed {self._failures[name]} times on {name}, which is left out if the other "
-            f"hosts are enough"
+            f"the job failed {self._failures[name]} times on {name}, which is left out if the "
+            f"other hosts are enough"
         )
         if self.cooldown is None:
             self._until[name] = float("inf")
@@ -81,9 +85,12 @@ class Exclusions:
         self._until[name] = self.now() + seconds
         return f"{text}, for {seconds:g} s (--blacklist-cooldown-range)"
 
-    def leave_out(self, name: str, seconds: float) -> None:
-        """Leave a host out for at least some seconds."""
+    def leave_out(self, name: str) -> float:
+        """Leave a host out at once, and return for how many seconds. They double each time."""
+        seconds = _UNFIT_SECONDS * 2 ** self._times[name]
+        self._times[name] += 1
         self._until[name] = max(self.now() + seconds, self._until.get(name, 0.0))
+        return seconds
 
     def __contains__(self, name: str) -> bool:
         return self.now() < self._until.get(name, float("-inf"))
@@ -116,6 +123,8 @@ class ElasticSupervisor:
     _used: int = 0
     _committed: bool = False
     _first: Outcome | None = None
+    # The hosts on which ranks have been started.
+    _proven: set[str] = field(default_factory=set)
 
     def run(self) -> Outcome:
         """Run the job until it succeeds, is stopped, or fails too often.
@@ -136,6 +145,9 @@ class ElasticSupervisor:
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last
+            if outcome.interrupted is not None:
+                return not_restarted(outcome, self.say)
+            self._begin_restart(outcome)
             self.members.confirm(outcome.committed)
             try:
                 hosts = self.members.wait_for(self.limits.min_size, self.limits.timeout)
@@ -159,16 +171,18 @@ class ElasticSupervisor:
             return ElasticStart(folders, self._starts, version, self._committed).variables()
 
         try:
-            return self.start(plan, variables)
+            outcome = self.start(plan, variables)
         except HvdkitError as error:
             if self._starts == 0:
                 raise
             # A host may just have been lost: a restart can succeed without it.
             self.say(str(error))
-            return Outcome(1, str(error), restartable=True)
+            return Outcome.not_started(error)
+        self._proven |= {host.name for host in plan.hosts}
+        return outcome
 
     def _may_restart(self, plan: Plan, outcome: Outcome) -> bool:
-        """Count a restart, and return whether the limits permit it."""
+        """Count a failure, and return whether the limits permit a restart."""
         self._used = 0 if outcome.saved else self._used
         if not outcome.hosts_changed:
             if not self._used or self._first is None:
@@ -176,13 +190,11 @@ class ElasticSupervisor:
             name = outcome.failing_host(plan)
             if name is not None and (message := self.exclusions.add(name)):
                 self.say(message)
-            if without := best_connected(plan.hosts, outcome.broken)[1]:
-                for host in without:
-                    self.exclusions.leave_out(host.name, _UNCONNECTED_SECONDS)
-                self.say(
-                    f"left out for {_UNCONNECTED_SECONDS:g} s if the other hosts are enough, "
-                    f"because connections to other hosts fail: {named(without)}"
-                )
+            without = best_connected(plan.hosts, outcome.broken)[1]
+            self._leave_out(without, "because connections to other hosts fail")
+            self._leave_out(self._unfit(plan, outcome), "because of a failed start")
+            if outcome.start_error and (undecided := outcome.start_error.undecided(self._proven)):
+                self.say(undecided)
             if self._used == self.limits.restarts:
                 count = f"{self._used + 1} times in a row" if self._used else "once"
                 self.say(
@@ -190,19 +202,38 @@ class ElasticSupervisor:
                     f"(--restarts). The first failure: {self._first.reason}"
                 )
                 return False
-            if self._used:
-                self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
-            self._used += 1
         if self._resets == self.limits.resets:
             times = "once" if self._resets == 1 else f"{self._resets} times"
             self.say(f"the job was restarted {times}, and ends (--reset-limit)")
             return False
+        return True
+
+    def _begin_restart(self, outcome: Outcome) -> None:
+        """Count a restart, and wait before it if the job has made no progress."""
         self._resets += 1
         if outcome.hosts_changed:
             self.say("the hosts have changed: the ranks start again")
-        else:
+            return
+        if self._used:
+            self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
+        self._used += 1
+        self.say(
+            f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
+            "commit or checkpoint)"
+        )
+
+    def _unfit(self, plan: Plan, outcome: Outcome) -> Sequence[Host]:
+        """Return the hosts because of which the start failed, and that can be left out."""
+        unfit = outcome.unfit(plan.hosts, self._proven)
+        holders = self.members.holders() & {host.name for host in plan.hosts}
+        # Without the newest commit, the training would begin again.
+        return [] if holders and holders <= {host.name for host in unfit} else unfit
+
+    def _leave_out(self, hosts: Sequence[Host], why: str) -> None:
+        by_seconds: dict[float, list[Host]] = {}
+        for host in hosts:
+            by_seconds.setdefault(self.exclusions.leave_out(host.name), []).append(host)
+        for seconds, group in by_seconds.items():
             self.say(
-                f"restart {self._used} (at most {self.limits.restarts} in a row without a new "
-                "commit or checkpoint)"
+                f"left out for {seconds:g} s if the other hosts are enough, {why}: {named(group)}"
             )
-        return True

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch import open_files
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
 from hvdkit.launch.hosts import Host, own_addresses
 from hvdkit.launch.listener import BACKLOG, Listener
-from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, is_node_0
+from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, expect_node_0
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.outcome import Outcome
@@ -58,9 +59,12 @@ class GatheredNodes:
         self.hosts: list[Host] = []
 
     def __enter__(self) -> Self:
+        # Before the nodes connect, because each connection needs a descriptor.
+        settings = self._settings
+        open_files.raise_limit(open_files.needed_by_launcher(settings.size or 0, settings.nodes))
         self.agents.__enter__()
         try:
-            with _listening(self._settings) as (server, key):
+            with _listening(settings) as (server, key):
                 connected = self._gather(server, key)
         except BaseException as error:
             self.close(_outcome_of(error))
@@ -216,7 +220,7 @@ def _is_in_use(path: Path) -> bool:
     """Return whether a node 0 listens at the address in an `--rdzv-file`."""
     try:
         addresses, _ = read_file(path)
-        with connect_to_any(addresses, timeout=1.0) as connection:
-            return is_node_0(connection)
+        with connect_to_any(addresses, expect_node_0, timeout=1.0):
+            return True
     except (OSError, HvdkitError):
         return False

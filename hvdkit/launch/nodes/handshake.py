@@ -184,13 +184,14 @@ def authenticate_to_node_0(connection: socket.socket, settings: NodeSettings, ke
     connection.settimeout(None)
 
 
-def is_node_0(connection: socket.socket) -> bool:
-    """Return whether the other end of a new connection is a node 0.
+def expect_node_0(connection: socket.socket) -> None:
+    """Read the first line from the other end of a new connection.
 
     Raises:
-        OSError: the other end sends nothing.
+        OSError: the other end does not answer as node 0 does.
     """
-    return read_line(connection, _LONGEST_LINE).startswith(_GREETING)
+    if not read_line(connection, _LONGEST_LINE).startswith(_GREETING):
+        raise OSError("another program listens there")
 
 
 def _size_option(size: object) -> str:

@@ -7,7 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -73,22 +74,18 @@ def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[s
     while time.monotonic() < deadline:
         try:
             addresses, key = _addresses_and_key(settings)
-            connection = connect_to_any(addresses)
+            authenticate = partial(authenticate_to_node_0, settings=settings, key=key)
+            connection = connect_to_any(addresses, authenticate)
         except OSError as error:
             problem = error.strerror or str(error)
+        except WrongKey as error:
+            if settings.file is None:
+                raise
+            problem = str(error)  # the file may be that of an earlier job
         else:
             with connection:
-                try:
-                    authenticate_to_node_0(connection, settings, key)
-                except OSError as error:
-                    problem = error.strerror or str(error)
-                except WrongKey as error:
-                    if settings.file is None:
-                        raise
-                    problem = str(error)  # the file may be that of an earlier job
-                else:
-                    yield connection
-                    return
+                yield connection
+            return
         if time.monotonic() > say_at:
             say_at = float("inf")
             say(f"waiting for node 0 at {settings.rendezvous}: {problem}")
@@ -139,18 +136,36 @@ def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
 
 
 def connect_to_any(
-    addresses: Sequence[tuple[str, int]], timeout: float = STEP_SECONDS
+    addresses: Sequence[tuple[str, int]],
+    authenticate: Callable[[socket.socket], None],
+    timeout: float = STEP_SECONDS,
 ) -> socket.socket:
-    """Connect to the first of these addresses that answers.
+    """Connect to the first of these addresses where node 0 answers.
+
+    Another program may listen at the same port: 127.0.0.1 and the addresses of bridges such as
+    docker0 are those of this machine, too.
+
+    Args:
+        addresses: the addresses of node 0.
+        authenticate: raises OSError or `WrongKey` if the other end is not node 0.
+        timeout: seconds for each connection.
 
     Raises:
-        OSError: none answers.
+        OSError: node 0 answers at none of the addresses.
+        WrongKey: the same, and another node 0 answers.
     """
-    problem: OSError = OSError("there is no address")
+    problem: OSError | WrongKey = OSError("there is no address")
     for address in addresses:
         try:
-            return socket.create_connection(address, timeout=timeout)
+            with ExitStack() as unless_connected:
+                connection = socket.create_connection(address, timeout=timeout)
+                unless_connected.callback(connection.close)
+                authenticate(connection)
+                unless_connected.pop_all()
+                return connection
         except OSError as error:
+            problem = problem if isinstance(problem, WrongKey) else error
+        except WrongKey as error:
             problem = error
         except (UnicodeError, OverflowError) as error:
             problem = OSError(f"{address[0]!r} cannot be a host: {error}")

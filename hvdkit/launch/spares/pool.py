@@ -171,7 +171,7 @@ class SparePool:
 
     def _read_reports(self, folder: Path, now: float) -> None:
         for slot in self._slots:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 found = json.loads((folder / file_name(slot.rank)).read_text())
                 # A script can write anything to this file, so accept only these modules.
                 groups: list[Mapping[str, Any]] = [
@@ -228,6 +228,9 @@ def _can_undo_nice() -> bool:
             undone.append(True)
 
     thread = threading.Thread(target=attempt)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # this user may start no more threads
+        return False
     thread.join()
     return bool(undone)

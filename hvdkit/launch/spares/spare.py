@@ -21,6 +21,8 @@ _VARIABLE = "HVDKIT_SPARE"
 _PATH = "PYTHONPATH"
 _SEND_SECONDS = 1.0
 _WAIT_SECONDS = 0.2
+# SIGKILL does not end a process that waits for a disk or a GPU.
+_KILL_SECONDS = 1.0
 
 
 class Spare:
@@ -58,7 +60,8 @@ class Spare:
         self._directory = directory
         self._received = b""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as unless_started, theirs:
+            unless_started.callback(ours.close)
             descriptor = theirs.fileno()
             paths = [str(_HOOK), *filter(None, [environment.get(_PATH)])]
             self.process = group.start(
@@ -72,6 +75,7 @@ class Spare:
                 cpus=cpus,
                 pass_fds=[descriptor],
             )
+            unless_started.pop_all()
         ours.setblocking(False)
         self._socket = ours
 
@@ -146,7 +150,8 @@ class Spare:
         """End the process."""
         self.close()
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_SECONDS)
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

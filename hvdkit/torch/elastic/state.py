@@ -1,7 +1,7 @@
 """The state of an elastic job: save it, restore it, and broadcast it to new ranks."""
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,8 +18,11 @@ from horovod.torch.elastic.state import (
     get_handler_registry,
     set_handler_registry,
 )
+from torch.utils.data import DataLoader, Sampler
 
 from hvdkit.core.elastic import CommittedState
+from hvdkit.core.replaced_state import restore_positions
+from hvdkit.torch.devices import on_own_gpu
 from hvdkit.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -74,7 +77,11 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
     Args:
         bcast_object: broadcasts an object from rank 0; default: hvdkit's `broadcast_object`.
         get_rank: returns this rank; default: `hvd.rank`.
-        kwargs: the objects; they become attributes.
+        kwargs: picklable objects, and `hvd.ResumableSampler`s; they become attributes. Picklable
+            objects are replaced by copies at a start, samplers get the position.
+
+    Raises:
+        UsageError: an object must not be replaced by a copy, such as a model or a `DataLoader`.
     """
 
     _interrupt = HostsUpdatedInterrupt
@@ -88,27 +95,33 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
         super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
     def write_saved(self, file: IO[bytes]) -> None:
-        """Write what `save` has saved to a file."""
+        """Write what `save` has saved, and the positions of checkpointers, to a file."""
+        small = self._values_to_write()
         content = {
-            "objects": self._saved_state,
-            "handlers": self._saved_handlers(),
-            "reduction": self._saved_reduction,
+            "objects": small["objects"],
+            "handlers": {**self._saved_handlers(), **small.get("handlers", {})},
+            "items": self._saved_items,
+            "positions": small["positions"],
         }
         torch.save(content, file)
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`."""
         # The file contains arbitrary objects, and belongs to the user of this process.
-        saved = torch.load(str(path), map_location="cpu", weights_only=False, mmap=True)
+        saved = torch.load(str(path), map_location=on_own_gpu, weights_only=False, mmap=True)
         self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
-        self._saved_reduction = saved.get("reduction", {})
+        self._saved_items = saved.get("items", {})
+        restore_positions(saved.get("positions", {}))
 
     def _saved_handlers(self) -> Mapping[str, Any]:
         return {}
 
     def _load_handlers(self, saved: Mapping[str, Any]) -> None:
         pass
+
+    def _advice(self, value: Any) -> str:
+        return super()._advice(value) or copy_advice(value)
 
 
 class TorchState(ObjectState, horovod_state.TorchState):
@@ -121,9 +134,14 @@ class TorchState(ObjectState, horovod_state.TorchState):
     Args:
         model: a model.
         optimizer: an optimizer.
-        kwargs: further models, optimizers, `ElasticSampler`s, objects with `state_dict` and
-            `load_state_dict` (such as schedulers), and picklable objects; they become attributes.
-            Picklable objects are replaced by copies at a start, the others get the state.
+        kwargs: further models, optimizers, samplers (`hvd.ResumableSampler`, `ElasticSampler`),
+            objects with `state_dict` and `load_state_dict` (such as schedulers), and picklable
+            objects; they become attributes. Picklable objects are replaced by copies at a start,
+            the others get the state.
+
+    Raises:
+        UsageError: an object must not be replaced by a copy, such as a `DataLoader`, a list of
+            schedulers, or an object that refers to the model.
     """
 
     def __init__(
@@ -141,11 +159,31 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 self._handlers[name] = _OptimizerHandler(handler.value)
         # After the optimizers: a scheduler may read the learning rates.
         for name, value in list(self._saved_state.items()):
-            if _has_state_dict(value):
+            if _has_state_dict(value) and not isinstance(value, DataLoader):
                 del self._saved_state[name]
                 self._handlers[name] = _StateDictHandler(value)
-        self._copy_objects()
-        self._save_reduction()
+        self._sort_objects()
+
+    def sync(self) -> None:
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+        super().sync()
+        # Horovod's method saves the objects, but not the models, optimizers and samplers. A
+        # `restore` before the first commit would join values of two points in time.
+        for handler in self._handlers.values():
+            handler.save()
+
+    def _originals(self) -> Iterable[Any]:
+        yield from super()._originals()
+        kept = [handler.value for handler in self._handlers.values()]
+        yield from kept
+        for module in kept:
+            if isinstance(module, torch.nn.Module):
+                yield from module.modules()
+                yield from module.parameters()
+                yield from module.buffers()
+        for optimizer in self._optimizers().values():
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
         values = {name: handler.value for name, handler in self._handlers.items()}
@@ -172,6 +210,15 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 for p in group["params"]:
                     p.grad = None
 
+    def _values(self) -> Mapping[str, Any]:
+        large = (torch.nn.Module, torch.optim.Optimizer)
+        handlers = {
+            name: attributes
+            for name, attributes in self._saved_handlers().items()
+            if not isinstance(self._handlers[name].value, large)
+        }
+        return {**super()._values(), "handlers": handlers}
+
     def _saved_handlers(self) -> Mapping[str, Any]:
         # All handlers, also those of the user, keep in attributes what their `save` has saved.
         return {
@@ -182,6 +229,33 @@ class TorchState(ObjectState, horovod_state.TorchState):
     def _load_handlers(self, saved: Mapping[str, Any]) -> None:
         for name, attributes in saved.items():
             vars(self._handlers[name]).update(attributes)
+
+
+def copy_advice(value: Any) -> str:
+    """Return what to do with a value that must not be copied; "" if it may be copied."""
+    if isinstance(value, DataLoader):
+        return (
+            "pass the sampler of the DataLoader, a hvd.ResumableSampler or a "
+            "hvd.elastic.ElasticSampler. For a StatefulDataLoader, use hvd.Checkpointer"
+        )
+    if isinstance(value, Sampler) and not _has_state_dict(value):
+        return (
+            "use a hvd.ResumableSampler or a hvd.elastic.ElasticSampler, whose position the state "
+            "keeps"
+        )
+    if isinstance(value, torch.nn.Module):
+        # A metric of torchmetrics has neither, and may belong to the state alone.
+        has_variables = any(True for each in (value.parameters(), value.buffers()) for _ in each)
+        return _OWN_ARGUMENT if has_variables else ""
+    if isinstance(value, torch.optim.Optimizer) or _has_state_dict(value):
+        return _OWN_ARGUMENT
+    return ""
+
+
+_OWN_ARGUMENT = (
+    "pass it to hvd.elastic.TorchState(...), as a keyword argument of its own. The state then "
+    "changes the object itself"
+)
 
 
 def _has_state_dict(value: Any) -> bool:

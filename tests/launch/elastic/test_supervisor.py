@@ -1,5 +1,8 @@
 """The restarts of an elastic job, without ranks."""
 
+import signal
+from dataclasses import replace
+
 import pytest
 
 from hvdkit.core.elastic_start import ElasticStart
@@ -11,6 +14,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.reachability import BrokenConnection
+from hvdkit.launch.start_error import StartError
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
 FAILED = Outcome(1, restartable=True)
@@ -24,8 +28,10 @@ LIMITS = ElasticLimits(1, 1, None, restarts=2, resets=None, timeout=5.0)
 class FakeMembers:
     """Hosts that are given for each start."""
 
-    def __init__(self, hosts):
+    def __init__(self, hosts, excluded):
         self.hosts = list(hosts)
+        self.excluded = excluded
+        self.held = frozenset()
         self.waits = []
         self.confirmed = 0
         self.version = 0
@@ -35,12 +41,18 @@ class FakeMembers:
         found = self.hosts.pop(0) if len(self.hosts) > 1 else self.hosts[0]
         if isinstance(found, Exception):
             raise found
-        return found
+        return [host for host in found if host.name not in self.excluded] or found
 
     def confirm(self, committed):
         self.confirmed += 1
+        if committed:
+            self.held = self.current
+
+    def holders(self):
+        return self.held
 
     def begin(self, plan):
+        self.current = frozenset(host.name for host in plan.hosts)
         self.version += 2
         return self.version
 
@@ -60,11 +72,12 @@ def supervise(outcomes, hosts=(ONE,), limits=LIMITS):
             raise outcome
         return outcome
 
+    exclusions = Exclusions(limits.cooldown)
     supervisor = ElasticSupervisor(
         start,
         lambda given, size: make_plan(["true"], "/", given, size),
-        FakeMembers(hosts),
-        Exclusions(limits.cooldown),
+        FakeMembers(hosts, exclusions),
+        exclusions,
         limits,
         texts.append,
         pauses.append,
@@ -142,6 +155,16 @@ def test_too_few_hosts_end_the_job_with_its_failure():
     assert texts[-1] == "after 5 s: 0 slots"
 
 
+@pytest.mark.parametrize("interrupted", [FAILED, CHANGED], ids=["failed", "hosts changed"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_stop_signal_that_prevents_a_restart(interrupted, number, status):
+    stopped = replace(interrupted, interrupted=number)
+    outcome, *_, texts, pauses = supervise([FAILED, stopped])
+    assert (outcome.status, outcome.restartable) == (status, False)
+    assert texts[-1].startswith(f"no restart after {number.name}. The job ends with status")
+    assert pauses == []
+
+
 def test_the_largest_size():
     limits = ElasticLimits(1, 1, 3, restarts=2, resets=None, timeout=5.0)
     hosts = [Host("host0", 2), Host("host1", 4)]
@@ -156,10 +179,36 @@ def test_a_start_that_fails_is_tried_again_but_not_the_first():
         supervise([HvdkitError("host1: no route")])
 
 
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (StartError("", ["host1"]), ONE),
+        # The version of the host where ranks ran before is right.
+        (StartError("", versions={"torch": {"host0": "2.5", "host1": "2.6"}}), ONE),
+        (StartError("", broken=[BrokenConnection("host0", "host1", "10.0.0.2", "?")]), ONE),
+        # Only host 0 has the commit.
+        (StartError("", ["host0"]), TWO),
+        (HvdkitError("no route"), TWO),
+    ],
+    ids=["silent", "version", "connection", "commit", "unknown"],
+)
+def test_a_new_host_with_which_a_start_fails_is_left_out(error, left):
+    new = [Host("host0", 1), Host("host1", 8)]
+    _, plans, _, texts, _ = supervise([CHANGED, error, Outcome(0)], hosts=[ONE, new])
+    assert plans[1] == [("host0", 1), ("host1", 8)]
+    assert [name for name, _ in plans[2]] == [host.name for host in left]
+    assert (
+        "left out for 600 s if the other hosts are enough, because of a failed start: host1"
+        in texts
+    ) == (left is ONE)
+
+
 def test_a_host_is_left_out_after_two_failures():
     failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True, suspects=(1,))
     *_, texts, _ = supervise([failure, failure, Outcome(0)], hosts=[TWO])
-    assert "ranks failed 2 times on host1, which is left out if the other hosts are enough" in texts
+    assert "the job failed 2 times on host1, which is left out if the other hosts are enough" in (
+        texts
+    )
 
 
 def test_a_host_that_cannot_connect_to_the_others_is_left_out():
@@ -180,7 +229,9 @@ def test_a_host_is_left_out_for_some_time():
         assert "a" in exclusions
         now += 2
         assert "a" not in exclusions
-    exclusions.leave_out("b", 5.0)
-    assert "b" in exclusions
-    now += 6
-    assert "b" not in exclusions
+    for seconds in (600, 1200):
+        assert exclusions.leave_out("b") == seconds
+        now += seconds - 1
+        assert "b" in exclusions
+        now += 2
+        assert "b" not in exclusions

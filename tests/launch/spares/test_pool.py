@@ -112,11 +112,34 @@ def test_the_only_spare_of_a_host_for_another_rank(pool, tmp_path, variables):
         assert process.communicate(timeout=SECONDS)[0] == b"0 True\n"
 
 
-def test_a_malformed_report_is_ignored(pool, tmp_path):
+@pytest.mark.parametrize(
+    "report", [json.dumps({"imports": [{"modules": {}}]}), "[" * 100_000, '{"imports": 5}']
+)
+def test_a_malformed_report_is_ignored(pool, tmp_path, report):
     pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
-    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps({"imports": [{"modules": {}}]}))
+    (tmp_path / loaded_modules.file_name(0)).write_text(report)
     pool.step(tmp_path)
     assert children() == []
+
+
+def test_a_spare_that_cannot_be_bound_to_cpus_is_not_started(pool, tmp_path):
+    """The CPUs that the agent may use have changed since the start of the rank."""
+    slot = Slot(0, environment(HOROVOD_RANK="0"), [900])
+    pool.watch([sys.executable, "script.py"], str(tmp_path), [slot])
+    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps(REPORT))
+    pool.step(tmp_path)
+    assert children() == []
+
+
+def test_a_system_that_permits_no_thread(pool, tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool_module._can_undo_nice.cache_clear()
+    monkeypatch.setattr(pool_module.threading.Thread, "start", start)
+    prepare(pool, tmp_path)
+    assert sorted(pool.claim(slots())[1]) == [0, 1]
+    pool_module._can_undo_nice.cache_clear()
 
 
 def test_a_rank_with_another_environment_gets_none(pool, tmp_path):
@@ -160,6 +183,22 @@ def test_a_spare_that_is_stopped_does_not_block(pool, tmp_path):
     assert started == {}
     assert len(calls) >= 4  # in two seconds
     assert not children()
+
+
+def test_a_spare_that_sigkill_does_not_end_does_not_block(pool, tmp_path, monkeypatch):
+    """Such a process waits for a disk or a GPU."""
+    prepare(pool, tmp_path)
+    found = children()
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "kill", lambda _: None)
+        for child in found:
+            child.suspend()
+        began = time.monotonic()
+        pool.end()
+        assert time.monotonic() - began < 10
+    for child in found:
+        child.kill()
+        child.wait(SECONDS)
 
 
 def test_ranks_that_report_nothing_have_no_spares(pool, tmp_path):

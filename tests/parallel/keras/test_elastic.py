@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.parallel.elastic_hosts import commit_in, host_of_its_own
 from tests.parallel.keras.job import classifier, distributed, same_everywhere
 
 STEPS, COMMITTED = 12, 6
@@ -120,3 +121,40 @@ def test_a_commit_waits_for_the_end_of_the_accumulation_window(hvd):
     state.commit()
     state.restore()
     assert state.batch == 0
+
+
+def test_a_commit_has_the_callback_states_of_rank_0_on_each_host(hvd):
+    """Only rank 0 has a `ModelCheckpoint`. After a loss of its host, another host has rank 0."""
+    import keras
+
+    def fit(state, folder, epochs, metadata):
+        x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+        # The loss decreases, so the first epoch is the best.
+        best = keras.callbacks.ModelCheckpoint(
+            f"{folder}/best.keras", monitor="loss", mode="max", save_best_only=True
+        )
+        checkpoint = hvd.callbacks.Checkpoint(f"{folder}/checkpoints", metadata=metadata)
+        commits = hvd.elastic.CommitStateCallback(state)
+        options = {"epochs": epochs, "verbose": 0, "callbacks": [best, checkpoint, commits]}
+        history = state.model.fit(x, y, batch_size=4, **options)
+        return best.best, history.history["loss"]
+
+    def made():
+        return hvd.elastic.KerasState(classifier(distributed(hvd, 0.1), metrics=()))
+
+    with host_of_its_own() as host, tempfile.TemporaryDirectory() as own:
+        folder = hvd.broadcast_object(own)
+        metadata = {"best": 3} if hvd.rank() == 0 else {}
+        hvd.elastic.run(fit)(made(), folder, 1, metadata)
+        commit = host / "of the last rank"
+        last = commit_in(host).read_bytes()
+        commit.write_bytes(hvd.broadcast_object(last, root_rank=hvd.size() - 1))
+        state, metadata = made(), {}
+        state.read_saved(commit)
+        state.restore()
+        best, losses = fit(state, folder, 2, metadata)
+        hvd.allreduce(np.ones(1), name="all have read the folder")
+    assert metadata == {"best": 3}
+    assert len(losses) == 2
+    if hvd.rank() == 0:
+        assert best == losses[0] > losses[1]

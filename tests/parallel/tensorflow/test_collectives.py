@@ -46,11 +46,12 @@ def test_collectives_for_core(hvd, where):
             collectives.allgather(b"", "nothing"),
             collectives.broadcast(b"from %d" % rank, 1, "one"),
             collectives.broadcast(b"" if rank == 1 else b"ignored", 1, "empty"),
+            collectives.broadcast(b"%d" % rank * 5000, 1, "long"),
             collectives.alltoall([b"%d" % rank * (3 * r) for r in range(n)], "to each"),
             collectives.alltoall([b""] * n, "nothing to each"),
         )
 
-    total, largest, gathered, nothing, taken, empty, to_each, nothing_to_each = (
+    total, largest, gathered, nothing, taken, empty, long, to_each, nothing_to_each = (
         all_of_them() if where == "eager" else traced(all_of_them)
     )
     wrapped = (n * big + 2**63) % 2**64 - 2**63
@@ -60,6 +61,7 @@ def test_collectives_for_core(hvd, where):
     assert nothing == [b""] * n
     assert taken == b"from 1"
     assert empty == b""
+    assert long == b"1" * 5000
     assert to_each == [b"%d" % r * (3 * rank) for r in range(n)]
     assert nothing_to_each == [b""] * n
     assert list(collectives.ranks) == list(range(n))

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,56 @@ def test_a_state_contains_the_variables_of_its_optimizers(hvd):
     state = hvd.elastic.TensorFlowState(model.variables, optimizer={"a": optimizer}, step=0)
     state.sync()
     assert optimizer.variables[-1].numpy().tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("state_class", ["ObjectState", "TensorFlowState"])
+def test_a_state_keeps_the_position_of_a_sampler(hvd, state_class):
+    """Of the script's own sampler. The last rank has no commit, as on a host that was lost."""
+
+    def start():
+        sampler = hvd.ResumableSampler(40, 2, seed=3)
+        return sampler, getattr(hvd.elastic, state_class)(sampler=sampler, batch=0)
+
+    sampler, state = start()
+    state.sync()
+    batches, trained = sampler.batches(), []
+    for _ in range(3):
+        trained += next(batches).numpy().tolist()
+        state.batch += 1
+        state.commit()
+    with tempfile.TemporaryDirectory() as folder:
+        commit = Path(folder) / "commit"
+        with commit.open("wb") as file:
+            state.write_saved(file)
+        sampler, state = start()
+        if hvd.rank() < hvd.size() - 1:
+            state.read_saved(commit)
+            state.restore()
+    state.sync()
+    assert (state.batch, state.sampler) == (3, sampler)
+    for batch in sampler.batches():
+        trained += batch.numpy().tolist()
+    assert sorted(chain(*hvd.allgather_object(trained))) == list(range(40))
+
+
+def test_values_that_cannot_be_copied(hvd):
+    """The copy of a variable would not be used by a traced function."""
+    import tensorflow as tf
+
+    variable = tf.Variable(1.0)
+    for kind in (hvd.elastic.ObjectState, hvd.elastic.TensorFlowState):
+        for value in (variable, [variable], {"a": variable}):
+            with pytest.raises(UsageError, match=r"ResourceVariable.*use the argument `variables`"):
+                kind(weight=value)
+    with pytest.raises(UsageError, match=r"weight .* refers to a ResourceVariable"):
+        hvd.elastic.TensorFlowState([variable], weight=Holder(variable))
+
+
+class Holder:
+    """An object of a script."""
+
+    def __init__(self, held):
+        self.held = held
 
 
 def test_a_model_that_is_not_built_raises(hvd):

@@ -1,11 +1,21 @@
 """Elastic states and samplers of PyTorch, in a job whose ranks stay."""
 
 import os
+import re
 import tempfile
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, RandomSampler
+
+from hvdkit.errors import HvdkitError, UsageError
+from tests.parallel.elastic_hosts import commit_in, host_of_its_own
 
 
 def test_the_objects_of_a_state_are_sent_as_other_objects(hvd):
@@ -82,6 +92,60 @@ def test_a_scheduler_and_a_scaler_get_the_state(hvd, tmp_path, wrapped):
     assert state.names == ["a", "b"]
 
 
+def test_a_commit_has_the_values_of_rank_0_on_each_host(hvd):
+    """After a loss of rank 0, another host continues with these values."""
+
+    def start():
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        sampler = hvd.elastic.ElasticSampler(range(64))
+        return hvd.elastic.TorchState(
+            model, optimizer, scheduler=scheduler, sampler=sampler, best=None
+        )
+
+    @hvd.elastic.run
+    def train(state):
+        if hvd.rank() == 0:
+            state.best = 3.0
+            state.sampler.record_batch(0, 2)
+        state.scheduler.step(5.0 + hvd.rank())
+        state.commit()
+
+    with host_of_its_own() as folder:
+        train(start())
+        state = start()
+        state.read_saved(commit_in(folder))
+    state.restore()
+    assert (state.best, state.scheduler.best) == (3.0, 5.0)
+    assert state.sampler.processed_num == 2 * hvd.size()
+
+
+@pytest.mark.parametrize("method", ["commit", "check_host_updates"])
+@pytest.mark.parametrize("joined", [0, 1])
+def test_a_commit_while_a_rank_waits_in_join_is_an_error(hvd, joined, method):
+    """The host of this rank would store nothing."""
+
+    @hvd.elastic.run
+    def train(state):
+        state.commit()
+        state.batch = 1
+        if hvd.rank() != joined:
+            others = f"{hvd.size() - 1} of {hvd.size()} ranks have called commit"
+            with pytest.raises(HvdkitError, match=others):
+                getattr(state, method)()
+        hvd.join()
+        state.batch = 2
+        state.commit()
+
+    state = hvd.elastic.ObjectState(batch=0)
+    with host_of_its_own() as folder:
+        train(state)
+        state.read_saved(commit_in(folder))
+    state.restore()
+    assert state.batch == 2
+
+
 def test_objects(hvd):
     state = hvd.elastic.ObjectState(step=hvd.rank(), names=["a"])
     state.sync()
@@ -95,6 +159,237 @@ def test_objects(hvd):
     state.step = 7
     state.restore()
     assert state.step == 6
+
+
+def test_restore_after_sync_returns_to_the_sync(hvd):
+    """The script may restore a checkpoint before the training function, and fail before a commit.
+
+    A state would be mixed if its epoch were that of the last `sync`, and its weights older.
+    """
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sampler = hvd.elastic.ElasticSampler(range(20))
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+    def move_to(number):
+        torch.nn.init.constant_(model.weight, number)
+        optimizer.param_groups[0]["lr"] = number
+        sampler.load_state_dict({"epoch": number, "processed_num": number})
+        state.epoch = number
+
+    def position():
+        rate = optimizer.param_groups[0]["lr"]
+        return model.weight[0, 0].item(), rate, sampler.epoch, sampler.processed_num, state.epoch
+
+    move_to(5 + hvd.rank())
+    state.sync()
+    move_to(7)
+    state.restore()
+    assert position() == (5, 5, 5, 5, 5)
+
+
+@pytest.mark.parametrize("kind", ["ObjectState", "TorchState"])
+def test_a_state_keeps_the_position_of_a_sampler(hvd, tmp_path, kind):
+    """Of the script's own sampler. The last rank has no commit, as on a host that was lost."""
+
+    def start():
+        sampler = hvd.ResumableSampler(40, 2, seed=3)
+        return sampler, getattr(hvd.elastic, kind)(sampler=sampler, batch=0)
+
+    sampler, state = start()
+    state.sync()
+    batches, trained = sampler.batches(), []
+    for _ in range(3):
+        trained += next(batches).tolist()
+        state.batch += 1
+        state.commit()
+    with (tmp_path / str(hvd.rank())).open("wb") as file:
+        state.write_saved(file)
+    next(batches)
+    state.restore()
+    assert sampler.position.consumed == 6 * hvd.size()
+    with pytest.raises(UsageError, match="the sampler was restored in this loop"):
+        next(batches)
+
+    sampler, state = start()
+    if hvd.rank() < hvd.size() - 1:
+        state.read_saved(tmp_path / str(hvd.rank()))
+        state.restore()
+    state.sync()
+    assert (state.batch, state.sampler) == (3, sampler)
+    for batch in sampler.batches():
+        trained += batch.tolist()
+    assert sorted(chain(*hvd.allgather_object(trained))) == list(range(40))
+
+
+def test_a_sampler_of_a_state_can_be_replaced(hvd):
+    state = hvd.elastic.TorchState(sampler=hvd.ResumableSampler(40, 2), batch=0)
+    state.sampler = sampler = hvd.ResumableSampler(12, 1)
+    sampler.set_epoch(3)
+    state.commit()
+    sampler.set_epoch(4)
+    state.restore()
+    assert sampler.epoch == 3
+    with pytest.raises(UsageError, match="state.sampler is a ResumableSampler, and was set to 7"):
+        state.sampler = 7
+
+
+def test_a_sampler_without_counted_batches_is_not_committed(hvd):
+    sampler = hvd.ResumableSampler(40, 2)
+    next(iter(sampler))  # for example to build a model
+    state = hvd.elastic.TorchState(sampler=sampler)
+    state.sync()
+    next(iter(sampler))
+    with pytest.raises(UsageError, match="no batch was counted after that: iterate its DataLoader"):
+        state.commit()
+
+
+class Holder:
+    """An object of a script, without `state_dict`."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+class Tracker(torch.nn.Module):
+    """A module without variables, as a metric of torchmetrics."""
+
+    total = 0
+
+
+#: Values that a state cannot copy: the copy would not be used, or would use other copies.
+NOT_COPIED = {
+    "data is a DistributedSampler": lambda hvd, *_: {"data": hvd.DistributedSampler(range(4))},
+    "data is a RandomSampler": lambda *_: {"data": RandomSampler(range(4))},
+    "data is a DataLoader": lambda *_: {"data": DataLoader(range(4))},
+    "data['train'] is a DataLoader": lambda *_: {"data": {"train": DataLoader(range(4))}},
+    "samplers[1] is a ResumableSampler": (
+        lambda hvd, *_: {"samplers": (None, hvd.ResumableSampler(4, 1))}
+    ),
+    "samplers['a'] is a ElasticSampler": (
+        lambda hvd, *_: {"samplers": {"a": hvd.elastic.ElasticSampler(range(4))}}
+    ),
+    "of_parts[0] is a StepLR": lambda _, model, optimizer: {"of_parts": [StepLR(optimizer, 1)]},
+    "of_parts[0][0] is a SGD": lambda _, model, optimizer: {"of_parts": [[optimizer]]},
+    "models[0] is a Linear": lambda *_: {"models": [torch.nn.Linear(1, 1)]},
+    "models[0] is a BatchNorm1d": (lambda *_: {"models": [torch.nn.BatchNorm1d(1, affine=False)]}),
+    "tools .* refers to a Linear": lambda _, model, optimizer: {"tools": Holder(model)},
+    "tools .* refers to a SGD": lambda _, model, optimizer: {"tools": Holder(optimizer)},
+    "tensors .* refers to a Parameter": lambda _, model, optimizer: {"tensors": [model.weight]},
+}
+
+
+@pytest.mark.parametrize("error", NOT_COPIED)
+def test_values_that_cannot_be_copied(hvd, error):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = NOT_COPIED[error](hvd, model, optimizer)
+    pattern = error if "refers" in error else re.escape(error)
+    with pytest.raises(UsageError, match=pattern):
+        hvd.elastic.TorchState(model, optimizer, **values)
+    if "refers" in error:
+        return
+    # Also later, and for a state that keeps objects only.
+    state = hvd.elastic.TorchState(**dict.fromkeys(values))
+    ((name, value),) = values.items()
+    with pytest.raises(UsageError, match=pattern):
+        setattr(state, name, value)
+    with pytest.raises(UsageError, match=pattern):
+        hvd.elastic.ObjectState(**values)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer", "sampler"])
+def test_a_state_of_objects_does_not_keep_objects_with_a_state(hvd, kind):
+    model = torch.nn.Linear(3, 1)
+    value = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "sampler": hvd.elastic.ElasticSampler(range(4)),
+    }[kind]
+    with pytest.raises(UsageError, match=f"{kind} is a .* pass it to hvd.elastic.TorchState"):
+        hvd.elastic.ObjectState(**{kind: value})
+
+
+def test_values_that_are_copied(hvd):
+    model = torch.nn.Linear(3, 1)
+    values = {
+        "numbers": [1, 2.0, {"a": (3, None)}],
+        "names": {"b"},
+        "tensors": [torch.ones(2), {"a": torch.zeros(1, requires_grad=True)}],
+        "array": np.arange(3),
+        "random": np.random.default_rng(hvd.rank()),
+        "metrics": {"loss": Tracker(), "accuracy": Holder(Tracker())},
+        "frozen": Holder(torch.nn.Linear(1, 1)),
+        "best": None,
+    }
+    values["itself"] = [values["numbers"]]
+    values["itself"].append(values["itself"])
+    state = hvd.elastic.TorchState(model, **values)
+    state.metrics["loss"].total = hvd.rank() + 1
+    state.best = {"weights": [1.0]}
+    state.sync()
+    state.metrics["loss"].total = 5
+    state.restore()
+    assert (state.metrics["loss"].total, state.best) == (1, {"weights": [1.0]})
+
+
+@contextmanager
+def own_gpu(number):
+    """Simulate that new CPU tensors are on GPU 0, and that this rank's GPU is `number`.
+
+    Yields:
+        A list that gets the device of each tensor that is read.
+    """
+    devices = []
+
+    def place(storage, location):
+        if location.startswith("cuda"):
+            devices.append(location)
+            return storage
+        return None
+
+    torch.serialization.register_package(0, lambda _: "cuda:0", place)
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=number),
+    ):
+        try:
+            yield devices
+        finally:
+            packages = torch.serialization._package_registry
+            packages[:] = [package for package in packages if package[2] is not place]
+
+
+def test_tensors_of_other_gpus_arrive_on_the_own_gpu(hvd, tmp_path):
+    with own_gpu(3 + hvd.rank()) as devices:
+        state = hvd.elastic.ObjectState(history=[torch.full((2,), hvd.rank())])
+        state.sync()
+        assert devices == ([] if hvd.rank() == 0 else [f"cuda:{3 + hvd.rank()}"])
+        devices.clear()
+        with (tmp_path / str(hvd.rank())).open("wb") as file:
+            state.write_saved(file)
+        state.history.clear()
+        state.read_saved(tmp_path / str(hvd.rank()))
+        state.restore()
+        assert devices == [f"cuda:{3 + hvd.rank()}"]
+    assert [tensor.tolist() for tensor in state.history] == [[0, 0]]
+
+
+def test_a_sampler_without_set_epoch_raises(hvd):
+    """It works until a restart. All later epochs would then be empty."""
+    sampler = hvd.elastic.ElasticSampler(range(20))
+    for number, _ in enumerate(sampler):
+        sampler.record_batch(number, 1)
+    with pytest.raises(UsageError, match=r"Call sampler.set_epoch\(epoch \+ 1\) at the end"):
+        iter(sampler)
+    restarted = hvd.elastic.ElasticSampler(range(20))
+    restarted.load_state_dict(sampler.state_dict())
+    # The script has not called `set_epoch` between the last batch and the commit.
+    assert list(restarted) == []
+    with pytest.raises(UsageError, match="all samples of epoch 0 were recorded"):
+        iter(restarted)
+    restarted.set_epoch(1)
+    assert list(restarted)
 
 
 @pytest.mark.parametrize("left", [0, 1, 3, 5, 8])

@@ -1,6 +1,7 @@
 """Gradients with NaN or infinity: their rank and parameter are named before the sum hides them."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -124,6 +125,120 @@ def test_gradients_that_no_sync_has_added(hvd):
         optimizer.step()
         assert optimizer.stepped == (step != 1)
     assert_same_on_all_ranks(hvd, model)
+
+
+@contextmanager
+def ranks_of(hvd, alone):
+    """Return a process set of one rank or of all ranks; None on a rank outside of it."""
+    if not alone:
+        yield hvd.global_process_set
+        return
+    own = hvd.add_process_set([0])
+    try:
+        yield own if hvd.rank() == 0 else None
+    finally:
+        hvd.remove_process_set(own)
+
+
+def gradients_of(model, step, bad):
+    """Compute gradients like a script that assigns them."""
+    loss = loss_of(model, batch_of(0, step))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    if bad:
+        gradients[1].view(-1)[-1] = float("nan")
+    return gradients
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("way", ["assign", "assign one", "write in place", "no_sync", "flush"])
+def test_every_way_to_a_step(hvd, way, alone):
+    with ranks_of(hvd, alone) as group:
+        if group is None:
+            return
+        model = small_model()
+        passes = 3 if way == "flush" else 1
+        optimizer = wrapped(hvd, model, "skip", process_set=group, accumulation_steps=passes)
+        first, second, *others = model.parameters()
+        for step in range(4):
+            bad = step == 2 and hvd.rank() == 0
+            if way != "write in place":
+                optimizer.zero_grad()
+            if way in ("assign", "write in place") and not (way == "write in place" and step == 0):
+                for p, gradient in zip(
+                    model.parameters(), gradients_of(model, step, bad), strict=True
+                ):
+                    if way == "assign":
+                        p.grad = gradient
+                    else:
+                        # Different values on the ranks: otherwise they count as reduced.
+                        p.grad.copy_(gradient * (1 + hvd.rank()))
+            elif way == "assign one":
+                first.grad, second.grad = gradients_of(model, step, bad)[:2]
+                torch.autograd.backward(
+                    loss_of(model, batch_of(hvd.rank(), step)), inputs=list(others)
+                )
+            else:
+                if bad:
+                    spoil(second, float("nan"))
+                loss = loss_of(model, batch_of(hvd.rank(), step))
+                if way == "no_sync":
+                    with hvd.no_sync(optimizer):
+                        loss.backward()
+                else:
+                    loss.backward()
+            if way == "flush":
+                assert optimizer.flush()
+            else:
+                optimizer.step()
+            assert optimizer.stepped == (step != 2)
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("mend", ["remove", "repair"])
+@pytest.mark.parametrize("then", ["pass", "pass of others", "step"])
+def test_a_gradient_that_the_script_mends_raises_no_error(hvd, mend, then, alone):
+    with ranks_of(hvd, alone) as group:
+        if group is None:
+            return
+        model = small_model()
+        optimizer = wrapped(hvd, model, "raise", process_set=group)
+        _, second, *others = model.parameters()
+        if hvd.rank() == 0:
+            spoil(second, float("nan"))
+        with hvd.no_sync(optimizer):
+            loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        if mend == "remove":
+            model.zero_grad()
+        else:
+            second.grad.nan_to_num_()
+        if then != "step":
+            inputs = None if then == "pass" else list(others)
+            torch.autograd.backward(loss_of(model, batch_of(hvd.rank(), 1)), inputs=inputs)
+        optimizer.step()
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("drop", ["optimizer.zero_grad", "model.zero_grad", "load_state_dict"])
+def test_gradients_that_the_script_drops_skip_no_later_step(hvd, drop, alone):
+    with ranks_of(hvd, alone) as group:
+        if group is None:
+            return
+        model = small_model()
+        optimizer = wrapped(hvd, model, "skip", process_set=group)
+        state = optimizer.state_dict()
+        if hvd.rank() == 0:
+            spoil(model[0].bias, float("nan"))
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        if drop == "load_state_dict":
+            optimizer.load_state_dict(state)
+        (optimizer if drop == "optimizer.zero_grad" else model).zero_grad()
+        loss_of(model, batch_of(hvd.rank(), 1)).backward()
+        optimizer.step()
+        assert optimizer.stepped
+        assert optimizer.skipped_steps == 0
+        assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_one_rank(hvd):

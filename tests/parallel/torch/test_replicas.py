@@ -11,7 +11,7 @@ import torch
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.replicas import FOLDER, ReplicaCheck
+from hvdkit.core.replicas import FOLDER, ReplicaCheck, _compare
 from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.torch.oracle import (
@@ -231,6 +231,30 @@ def test_ranks_that_joined_are_not_compared(hvd):
     hvd.broadcast_optimizer_state(optimizer, root_rank=last)
     train(hvd, model, optimizer, 5)
     assert_same_on_all_ranks(hvd, model)
+
+
+def test_optimizer_states_are_compared_after_each_join(hvd, tmp_path):
+    """`join` may end every epoch before the first comparison is due."""
+    with contextlib.chdir(tmp_path):
+        model = small_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        train(hvd, model, optimizer, 5 if hvd.rank() == 0 else 4)
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        with pytest.raises(RankMismatchError) as caught:
+            train(hvd, model, optimizer, 1)
+        message = assert_raised_on_all_ranks(hvd, caught)
+        assert "Ranks have different values after step 5: momentum_buffer of '0.weight'" in message
+        assert "called hvd.join()" in message
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        train(hvd, model, optimizer, 4)
+        assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("own", [20_001.0, 20_000.5])
+def test_a_counter_differs_by_more_than_rounding(own):
+    is_far, _ = _compare(np.array([own]), np.array([20_000.0]), 0)
+    assert is_far == (own == 20_001.0)
 
 
 @pytest.mark.parametrize("options", [{"check_interval": 0}, {"check_parameters": False}])

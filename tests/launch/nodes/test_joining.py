@@ -1,0 +1,79 @@
+"""How a node finds node 0. `tests/cluster/test_nodes.py` runs jobs on several hosts."""
+
+import json
+import socket
+import threading
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from hvdkit.errors import UsageError
+from hvdkit.launch.listener import Listener
+from hvdkit.launch.nodes.gathering import _write_privately
+from hvdkit.launch.nodes.handshake import Authenticator
+from hvdkit.launch.nodes.joining import _connected
+from hvdkit.launch.nodes.settings import NodeSettings
+
+KEY = b"0123456789abcdef"
+#: Addresses of this machine: of another program, and of node 0.
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+
+
+def settings(file, node):
+    return NodeSettings(2, node, 1, None, file, b"", timeout=20.0)
+
+
+@contextmanager
+def node_0(server, file, key):
+    with closing(Listener(server, 2, Authenticator(settings(file, 0), key).authenticate)) as node:
+        yield node
+
+
+@contextmanager
+def web_server(server, *_):
+    def serve():
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.fixture(params=[web_server, node_0])
+def rendezvous(request, tmp_path):
+    """Yield the file of a node 0, and its listener. Another program has the same port."""
+    file = tmp_path / "job"
+    with ExitStack() as stack:
+        other = stack.enter_context(socket.create_server((FIRST, 0)))
+        port = other.getsockname()[1]
+        stack.enter_context(request.param(other, file, b"another key"))
+        server = stack.enter_context(socket.create_server((SECOND, port)))
+        listener = stack.enter_context(node_0(server, file, KEY))
+        content = {"addresses": [FIRST, SECOND], "port": port, "key": KEY.decode()}
+        _write_privately(file, json.dumps(content))
+        yield file, listener
+
+
+def test_another_program_at_the_port_of_node_0(rendezvous):
+    file, listener = rendezvous
+    said = []
+    with _connected(settings(file, 1), said.append) as connection:
+        node, accepted = listener.accept()
+        with accepted:
+            assert (node.number, connection.getpeername()[0], said) == (1, SECOND, [])
+
+
+def test_a_file_in_use_is_not_replaced_if_another_program_has_the_port(rendezvous):
+    file, _ = rendezvous
+    before = file.read_text()
+    with pytest.raises(UsageError, match="is in use by another job"):
+        _write_privately(file, "{}")
+    assert file.read_text() == before

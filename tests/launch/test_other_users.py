@@ -1,0 +1,135 @@
+"""Processes of a rank that its agent may not signal, as with sudo.
+
+Here the agent is root without the capability CAP_KILL, and the processes belong to another user.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.launch.test_agent import launched, wait_until_gone
+
+OTHER = 65534
+SLEEP = ["sleep", "60"]
+_PR_CAPBSET_DROP, _CAP_KILL = 24, 5
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+#: Start a process of the other user, and print its number.
+CHILD = f"import subprocess; print(subprocess.Popen({SLEEP}, user={OTHER}, stdout=-3).pid)"
+GROUP = """
+import os, pathlib, sys, time
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.guard import Guard
+from hvdkit.processes import ProcessGroup
+
+group = ProcessGroup()
+"""
+
+
+def give_up_kill():
+    # A program that root starts then has no CAP_KILL.
+    if _libc.prctl(_PR_CAPBSET_DROP, _CAP_KILL):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+@contextmanager
+def killed_at_the_end(pid):
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone(pid)
+
+
+def run(code):
+    """Run code that may not signal the other user's processes. Return its output."""
+    done = subprocess.run(
+        [sys.executable, "-c", GROUP + code],
+        preexec_fn=give_up_kill,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_rank_that_leaves_a_process_of_another_user():
+    with launched(preexec_fn=give_up_kill) as agent:
+        agent.start(CHILD)
+        with killed_at_the_end(int(agent.line())):
+            assert agent.receive("ended")["status"] == 0
+            agent.send("end", grace=0.2)
+            agent.receive("done")
+            assert agent.process.wait(timeout=5) == 0
+
+
+def test_a_signal_to_a_rank_of_another_user():
+    code = f"import os, time; os.setuid({OTHER}); print(flush=True); time.sleep(1); os._exit(3)"
+    with launched(preexec_fn=give_up_kill) as agent:
+        agent.start(code)
+        agent.line()
+        agent.send("signal", number=signal.SIGTERM)
+        assert agent.receive("ended")["status"] == 3
+
+
+def test_a_rank_of_another_user_that_does_not_end():
+    code = f"import os, time; os.setuid({OTHER}); print(flush=True); time.sleep(60)"
+    output = run(
+        f"""
+process = group.start([sys.executable, "-c", {code!r}], os.environ, stdout=-1)
+process.stdout.readline()
+print(process.pid)
+try:
+    for _ in group.terminate(0.1, 0.1):
+        time.sleep(0.02)
+except HvdkitError as error:
+    print(error)
+"""
+    )
+    pid, error = output.splitlines()
+    with killed_at_the_end(int(pid)):
+        assert f"processes [{pid}] of a group" in error
+        assert "this user may not signal them" in error
+
+
+def test_a_discovery_script_that_leaves_a_process_of_another_user(tmp_path):
+    script = tmp_path / "script"
+    script.write_text(f"#!{sys.executable}\n{CHILD}")
+    script.chmod(0o755)
+    output = run(
+        f"""
+from hvdkit.launch.discovery import discover
+print(*(host.name for host in discover(pathlib.Path({str(script)!r}))))
+"""
+    )
+    # The script prints a number instead of a host.
+    with killed_at_the_end(int(output)):
+        pass
+
+
+def test_the_guard_ends_the_other_processes_and_deletes_the_folders(tmp_path):
+    output = run(
+        f"""
+other = group.start({SLEEP}, os.environ, stderr=None)
+rank = group.start([sys.executable, "-c", {CHILD!r}], os.environ, stdout=-1)
+print(other.pid, rank.stdout.readline().decode(), flush=True)
+Guard(group, 0.2, pathlib.Path({str(tmp_path / "deleted")!r}).touch)
+os._exit(0)
+"""
+    )
+    other, left = map(int, output.split())
+    with killed_at_the_end(left):
+        wait_until_gone(other)
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "deleted").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
