@@ -216,9 +216,10 @@ class Coordinator:
             GradientsChanged: on every rank, when only some ranks have written gradients, or when
                 reduced gradients were changed before all ranks had them.
         """
-        changed = bool(slot.changed) and rounds.has_late_ranks
-        compared = slot.held if not slot.reduced or rounds.has_late_ranks else 0
-        if not changed and (not compared or rounds.are_equal()):
+        # After a round of this step without late ranks, all ranks may change their gradients.
+        if slot.reduced and not rounds.has_late_ranks:
+            return False
+        if not slot.changed and (not slot.held or rounds.are_equal()):
             return False
         if slot.reduced or 0 < slot.written < count:
             self._raise_changed([rounds], slot.changed or slot.written, count)

@@ -251,11 +251,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             check_not_reduced((self._name_of(p), p) for p in self._all_parameters())
             self._modules_checked = True
         window = self._window
-        full = window.size > 1 and not self._no_sync and window.passes >= window.size
+        full = window.size > 1 and window.passes >= window.size
         if full and not self._gradients.exist():
             # A GradScaler has skipped the step, and the script has called `model.zero_grad()`.
             self._begin_without_gradients()
-        elif full:
+        elif full and not self._no_sync:
             setting = "accumulation_steps" if window.mean else "backward_passes_per_step"
             raise HvdkitError(
                 f"backward pass {window.size + 1} began before optimizer.step(), but {setting} is "
