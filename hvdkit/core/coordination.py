@@ -79,6 +79,10 @@ class Coordinator:
 
         Returns:
             The entry, for `wait`.
+
+        Raises:
+            Exception: a bucket cannot be packed. Other ranks wait for these rounds, so call `send`
+                again with all of `passed` as `failed`.
         """
         if self._collectives.single_rank:
             return Entry(passed)
@@ -180,13 +184,10 @@ class Coordinator:
                 rounds.make_plan()
             if own is not rounds or slot.is_void(result.count):
                 raise self._make_error(entry, result)
-            # No rank made a pass since its last step, but the script has written gradients.
-            written = bool(slot.written) and not slot.unreduced and not rounds.gradients.are_equal()
-            if written and slot.written < result.count:
-                self._raise_changed([rounds], slot.written, result.count)
-            if written:
-                rounds.gradients.mark_changed_unreduced()
-            if (slot.unreduced or written) and not only_rounds_of_others:
+            if only_rounds_of_others:
+                return
+            written = self._was_written(rounds, slot, result.count)
+            if slot.unreduced or written:
                 rounds.begin()
                 if not rounds.planned:
                     rounds.make_plan()
@@ -196,9 +197,34 @@ class Coordinator:
                 rounds.complete(bool(slot.outdated), bool(slot.sparse))
                 if slot.nonfinite:
                     self._report_nonfinite(rounds, names, slot, result)
-            if rounds.has_late_ranks and slot.changed:
-                self._raise_changed([rounds], slot.changed, result.count)
+            else:
+                rounds.compare_without_round()
             return
+
+    def _was_written(self, rounds: Rounds, slot: Slot, count: int) -> bool:
+        """Return whether the script has written gradients that the step must reduce. A collective.
+
+        Mark these gradients as unreduced. Compare contents, because flags do not show a write
+        through `p.grad.data`.
+
+        Args:
+            rounds: the rounds of the optimizer at whose step all ranks are.
+            slot: the sums of the optimizer's slots.
+            count: the number of ranks.
+
+        Raises:
+            GradientsChanged: on every rank, when only some ranks have written gradients, or when
+                reduced gradients were changed before all ranks had them.
+        """
+        # After a round of this step without late ranks, all ranks may change their gradients.
+        if slot.reduced and not rounds.has_late_ranks:
+            return False
+        if not slot.changed and (not slot.held or rounds.are_equal()):
+            return False
+        if slot.reduced or 0 < slot.written < count:
+            self._raise_changed([rounds], slot.changed or slot.written, count)
+        rounds.gradients.mark_changed_unreduced()
+        return True
 
     def _complete_rounds(self, entry: Entry, result: HeaderResult) -> None:
         """Complete the rounds of all optimizers that a backward pass has reached on any rank.
@@ -233,10 +259,13 @@ class Coordinator:
             unexpected = slot.in_pass + slot.late < result.count
             if slot.changed and (rounds.has_late_ranks or unexpected):
                 comparable = slot.changed == result.count or not rounds.has_late_ranks
-                equal = comparable and rounds.gradients.are_equal()
+                equal = comparable and rounds.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
             if not slot.outdated:
                 attempt(rounds, rounds.send)
+        # The first round allocates the buckets, so this is where memory may be lacking.
+        if any(slot.unplanned for _, slot in result.in_pass):
+            self._check_sent(running, errors, result.count)
         names = {rounds: rounds.gradients.nonfinite() for rounds, _ in running}
         for rounds, slot in running:
             if rounds not in errors:
@@ -257,6 +286,38 @@ class Coordinator:
             _raise_first(errors)
         if changed:
             self._raise_changed([each for each, _ in running], changed, result.count)
+
+    def _check_sent(
+        self,
+        running: Sequence[tuple[Rounds, Slot]],
+        errors: dict[Rounds | None, Exception],
+        count: int,
+    ) -> None:
+        """Check that all ranks have packed the first buckets of a new plan. A collective.
+
+        Args:
+            running: the optimizers whose rounds have begun, and their slots.
+            errors: this rank's errors in them.
+            count: the number of ranks.
+
+        Raises:
+            BackwardFailed: on every rank but those that could not pack a bucket, which raise their
+                own error.
+        """
+        broken = [rounds for rounds, _ in running if rounds in errors]
+        (failed,) = self._collectives.sum([int(bool(broken))], "hvdkit.rounds.sent")
+        if not failed:
+            return
+        for rounds, slot in running:
+            if not slot.outdated:
+                rounds.abandon(rounds.plans_made)
+        error = BackwardFailed(
+            f"{failed} of {count} ranks could not pack gradients into buckets, for instance for "
+            f"lack of memory, so no rank can use the gradients. Call optimizer.zero_grad() on "
+            f"every rank to continue."
+        )
+        self._reset([rounds for rounds, _ in running], True, error)
+        _raise_first({rounds: errors[rounds] for rounds in broken} or {None: error})
 
     # --- errors ---------------------------------------------------------------------------------
 
@@ -335,8 +396,10 @@ class Coordinator:
             _log.warning("%s. All ranks skip this step.", text)
 
     def _raise_changed(self, optimizers: Sequence[Rounds], changed: int, count: int) -> NoReturn:
+        # No flag shows a write through `p.grad.data`.
+        where = f"{changed} of {count}" if changed else "some"
         error = GradientsChanged(
-            f"on {changed} of {count} ranks gradients were changed after loss.backward(), but "
+            f"on {where} ranks gradients were changed after loss.backward(), but "
             f"another rank had made no backward pass, or only passes under hvd.no_sync, so these "
             f"gradients were not final. If a rank may do so, call hvd.clip_grad_norm_(optimizer, "
             f"...) or optimizer.synchronize() on every rank before changing gradients. Call "

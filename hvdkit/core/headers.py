@@ -34,8 +34,10 @@ class Slot:
         busy: a backward pass in another thread is adding to the gradients.
         unreduced: the rank is late and has gradients that are not reduced.
         changed: gradients were changed after a round of this step.
+        reduced: the rank was in a round of this step.
+        held: the rank is late and has gradients of earlier rounds, of this step or an earlier one.
         written: the rank is late, was in no round of this step, and its gradients differ from those
-            that the last step left.
+            that the last step left. A write through `p.grad.data` is not recognised.
         failed: the backward pass raised.
         outdated: parameters have another dtype or device than the buckets.
         sparse: a sparse gradient has a dense bucket.
@@ -51,6 +53,8 @@ class Slot:
     busy: int = 0
     unreduced: int = 0
     changed: int = 0
+    reduced: int = 0
+    held: int = 0
     written: int = 0
     failed: int = 0
     outdated: int = 0
@@ -165,7 +169,10 @@ class Headers:
     def send(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
     ) -> Entry:
-        """Start the header, and the buckets of the optimizers that the pass has reached.
+        """Start the buckets of the optimizers that the pass has reached, and the header.
+
+        The header comes last. If a bucket cannot be packed, for instance for lack of memory, no
+        header is in flight, and the caller can enter the rounds as `failed`.
 
         Args:
             passed: see `Entry`.
@@ -176,8 +183,10 @@ class Headers:
             rounds.check_generation()
         outdated = [rounds for rounds in passed if rounds.plan_outdated]
         ordinary = late is None and not failed and not outdated
-        for rounds in passed:
+        used = [rounds for rounds in passed if rounds not in failed]
+        for rounds in used:
             rounds.begin()
+        for rounds in passed:
             ordinary = ordinary and rounds.planned and not rounds.gradients.needs_sparse_bucket()
             changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
             ordinary = ordinary and not changed and not rounds.gradients.nonfinite()
@@ -186,10 +195,10 @@ class Headers:
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
-        header = self._collectives.start_sum(values, "hvdkit.rounds.header")
-        for rounds in passed:
+        for rounds in used:
             if rounds.planned and rounds not in outdated:
                 rounds.send()
+        header = self._collectives.start_sum(values, "hvdkit.rounds.header")
         return Entry(passed, failed, late, outdated, header)
 
     def wait(self, entry: Entry) -> HeaderResult:
@@ -267,6 +276,8 @@ class Headers:
             busy=int(not (passed or late) and gradients.is_busy()),
             unreduced=int(late and rounds.has_unreduced),
             changed=int(rounds.participated and gradients.changed_since_round()),
+            reduced=int(rounds.participated),
+            held=int(late and gradients.has_reduced(not rounds.participated)),
             written=int(late and not rounds.participated and gradients.changed_since_round()),
             failed=int(rounds in entry.failed),
             outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),

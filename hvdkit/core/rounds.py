@@ -77,12 +77,24 @@ class LocalGradients(Protocol):
         """Make a synchronizer for the parameters without one; return whether there are any."""
         ...
 
-    def are_equal(self) -> bool:
-        """Return whether the reduced gradients have the same bits on all ranks. A collective."""
+    def has_reduced(self, assigned: bool) -> bool:
+        """Return whether earlier rounds have reduced a gradient or a part of one.
+
+        Args:
+            assigned: see `begin_round`.
+        """
+        ...
+
+    def are_equal(self, assigned: bool) -> bool:
+        """Return whether the reduced gradients have the same bits on all ranks. A collective.
+
+        Args:
+            assigned: see `begin_round`.
+        """
         ...
 
     def mark_changed_unreduced(self) -> None:
-        """Count gradients that the script has written in place as unreduced."""
+        """Count all gradients as unreduced, because the script has written them in place."""
         ...
 
     def begin_round(self, assigned: bool) -> None:
@@ -237,6 +249,10 @@ class Rounds:
         """Whether a gradient has an unreduced part."""
         return self.gradients.has_unreduced(assigned=not self.participated)
 
+    def are_equal(self) -> bool:
+        """Return whether the reduced gradients have the same bits on all ranks. A collective."""
+        return self.gradients.are_equal(not self.participated)
+
     def check_generation(self) -> None:
         """Reset the counters if Horovod was initialised again or ranks returned from `join`."""
         if self._generation != self._collectives.generation:
@@ -356,12 +372,27 @@ class Rounds:
         self._number += 1
         self.participated = True
         self.no_sync_used = False
+        if self._number == 1:
+            self._compare_replicas()
+
+    def compare_without_round(self) -> None:
+        """Compare the replicas in a step without a round, if it is time. A collective.
+
+        Raises:
+            RankMismatchError: on every rank, see `ReplicaCheck.compare`.
+        """
+        # `digest` contains the number of rounds, so it is the same on all ranks.
+        if self._number == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
         # The ranks are in the same step, and no rank changes parameters in a backward pass.
         replicas = self._replicas
-        if self._number == 1 and replicas is not None and replicas.is_due(self._step):
-            if self._stragglers is not None:
-                self._stragglers.report()
-            replicas.compare(self._step)
+        if replicas is None or not replicas.is_due(self._step):
+            return
+        if self._stragglers is not None:
+            self._stragglers.report()
+        replicas.compare(self._step)
 
     @property
     def plans_made(self) -> int:

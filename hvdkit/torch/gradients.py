@@ -165,8 +165,13 @@ class OptimizerGradients:
         Args:
             with_gradients: count the gradients that these parameters have as unreduced.
         """
+        # The script may assign gradients of frozen parameters. In a round, the ranks have compared
+        # which of them have one (`signature`).
         added = [
-            p for p in self._owner._all_parameters() if p.requires_grad and p not in self._numbers
+            p
+            for p in self._owner._all_parameters()
+            if (p.requires_grad or (self._in_round and p.grad is not None))
+            and p not in self._numbers
         ]
         if not added and self.synchronizers:
             return False
@@ -434,8 +439,19 @@ class OptimizerGradients:
 
     def signature(self, assigned: bool) -> Sequence[object]:
         """Return which parameters need gradients, and which have reduced gradients."""
-        needs = bytes(p.requires_grad for p in self._owner._all_parameters())
-        reduced = [
+        # A frozen parameter gets a reduced gradient only on ranks where it has one already.
+        needs = bytes(
+            1 if p.requires_grad else 2 * self._frozen_has_gradient(p)
+            for p in self._owner._all_parameters()
+        )
+        return needs, self._reduced(assigned)
+
+    def _frozen_has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        return parameter.grad is not None or self._numbers.get(parameter) in self._bases
+
+    def _reduced(self, assigned: bool) -> list[int]:
+        """Return the numbers of the parameters with a reduced gradient or a base."""
+        return [
             number
             for number, p in enumerate(self._parameters)
             if number in self._bases
@@ -446,7 +462,10 @@ class OptimizerGradients:
                 and self._is_reduced(number, gradient, assigned)
             )
         ]
-        return needs, reduced
+
+    def has_reduced(self, assigned: bool) -> bool:
+        """Return whether earlier rounds have reduced a gradient or a part of one."""
+        return bool(self._reduced(assigned))
 
     def describe(self) -> str:
         """Describe the signature for an error."""
@@ -504,7 +523,7 @@ class OptimizerGradients:
     def has_unreduced(self, assigned: bool) -> bool:
         """Return whether a gradient has an unreduced part."""
         if self._unreduced or any(
-            p.requires_grad and p.grad is not None and p not in self._numbers
+            (p.requires_grad or assigned) and p.grad is not None and p not in self._numbers
             for p in self._unplanned
         ):
             return True
@@ -525,20 +544,21 @@ class OptimizerGradients:
         if snapshot is not None and _is_changed(snapshot, gradient):
             self._changed = True
 
-    def are_equal(self) -> bool:
+    def are_equal(self, assigned: bool) -> bool:
         """Return whether the reduced gradients have the same bits on all ranks. A collective."""
-        reduced = [
-            self._bases.get(number, None if self._in_round or number in self._unreduced else p.grad)
-            for number, p in enumerate(self._parameters)
-        ]
+        reduced = (
+            self._bases.get(number, self._parameters[number].grad)
+            for number in self._reduced(assigned)
+        )
         own = digests([gradient for gradient in reduced if gradient is not None])
         value = zlib.crc32(repr(own).encode()) & 0xFFFFFF
         return are_equal(self._collectives, value, "hvdkit.equal")
 
     def mark_changed_unreduced(self) -> None:
         """Mark all gradients as unreduced, because the script has written to them in place."""
+        self._add_bases()
         for number, p in enumerate(self._parameters):
-            if p.grad is not None and number not in self._bases:
+            if p.grad is not None:
                 self._unreduced.add(number)
         self._changed = False
 
@@ -569,8 +589,8 @@ class OptimizerGradients:
         self._in_round = True
 
     @torch.no_grad()
-    def end_round(self) -> None:
-        """Add the bases to the reduced gradients."""
+    def _add_bases(self) -> None:
+        """Add the bases to the gradients."""
         for number, base in self._bases.items():
             p = self._parameters[number]
             if p.grad is None:
@@ -579,11 +599,16 @@ class OptimizerGradients:
                 p.grad = p.grad + base
             else:
                 p.grad.add_(base)
+        self._bases.clear()
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """Add the bases to the reduced gradients."""
+        self._add_bases()
         if self._keep_sparse:
             for p in self._parameters:
                 if p.grad is not None and not p.grad.is_sparse:
                     p.grad = p.grad.to_sparse(1)
-        self._bases.clear()
         self._unreduced.clear()
         self.forget_nonfinite()
         self._in_round = False
@@ -630,6 +655,15 @@ class OptimizerGradients:
         self.invalid_reason = reason
         self._window.close()
         self.discard()
+
+    def remove_unreduced(self) -> None:
+        """Remove the gradients that are not reduced; all of them if they cannot be used."""
+        for number, p in enumerate(self._parameters):
+            if number in self._unreduced or self.invalid_reason:
+                p.grad = None
+        for p in self._unplanned:
+            if p.requires_grad:
+                p.grad = None
 
     def discard(self) -> None:
         """Drop the bases and all records of passes and rounds."""

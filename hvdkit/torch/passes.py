@@ -107,7 +107,8 @@ def reduce(
     """Enter and complete the rounds of optimizers whose pass has ended.
 
     Send the buckets of all process sets, then wait for them, in the same order on all ranks. After
-    an error in one process set, complete the others, because other ranks wait in them.
+    an error in one process set, complete the others, because other ranks wait in them. If the
+    buckets cannot be sent, for instance for lack of memory, it is as if the pass had raised.
 
     Args:
         passed: optimizers whose pass has ended.
@@ -122,11 +123,13 @@ def reduce(
     sent: list[tuple[Coordinator, Entry]] = []
     with entry_lock:
         for coordinator, rounds in entered.items():
-            try:
-                failed_here = [each for each in rounds if each in failed_rounds]
-                sent.append((coordinator, coordinator.send(rounds, failed_here)))
-            except Exception as error:
-                raised.append(error)
+            failed_here = [each for each in rounds if each in failed_rounds]
+            for given_up in (failed_here, rounds):
+                try:
+                    sent.append((coordinator, coordinator.send(rounds, given_up)))
+                    break
+                except Exception as error:
+                    raised.append(error)
         for coordinator, entry in sent:
             try:
                 coordinator.wait(entry)

@@ -18,7 +18,9 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
     It takes the arguments of `torch.nn.BatchNorm2d`, and inputs of shape [samples, channels, ...].
     In training, each forward and each backward pass needs one collective, so all ranks must run the
     layer in the same order. Ranks may have different numbers of samples. Some may have none. A
-    batch without a sample on any rank does not change the running statistics.
+    batch without a sample on any rank does not change the running statistics. Evaluation (`eval()`)
+    does not communicate. The layer always uses all ranks, so do not use it in a model that only a
+    process set trains.
 
     For tensors on a GPU, this class calls Horovod's layer, which supports GPUs only and makes
     several collectives in each pass.
@@ -57,16 +59,18 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
         return new.train(layer.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        training = self.training or not self.track_running_stats
-        if input.is_cuda or not training or mpi_ops.size() == 1:
-            return super().forward(input) if input.is_cuda else self._run_alone(input)
+        # As in PyTorch's class, no evaluation communicates: a script may evaluate on one rank.
+        if not self.training or mpi_ops.size() == 1:
+            return self._run_alone(input)
+        if input.is_cuda:
+            return super().forward(input)
         self._check_input_dim(input)
         momentum = self._count_batch()
         output, mean, variance, count = _Normalization.apply(
             input, self.weight, self.bias, self.eps
         )
         # Without a sample on any rank there are no statistics. The count is equal on all ranks.
-        if count and self.training and self.track_running_stats:
+        if count and self.track_running_stats:
             with torch.no_grad():
                 unbiased = variance * (count / max(count - 1, 1))
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
@@ -74,7 +78,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
         return output
 
     def _count_batch(self) -> float:
-        """Count a training batch; return the weight of its statistics in the running ones."""
+        """Count a batch in training; return the weight of its statistics in the running ones."""
         if not self.training or not self.track_running_stats:
             return 0.0
         self.num_batches_tracked.add_(1)

@@ -20,6 +20,7 @@ shows whether all ranks reduce the same gradients (`hvdkit.core.headers`). A pas
 `no_sync`, or before the last one of an accumulation window, ends without `send` and `wait`.
 """
 
+import functools
 import itertools
 import logging
 import weakref
@@ -61,6 +62,17 @@ def coordinator_of(process_set: mpi_ops.ProcessSet) -> Coordinator:
         found = Coordinator(TorchCollectives(process_set))
         process_set._hvdkit_coordinator = found
     return found
+
+
+def _after_load_state_dict(
+    reference: "weakref.ref[WrappedOptimizer]", loaded: torch.optim.Optimizer
+) -> None:
+    """Hook: a plain optimizer, or the one that wraps it, has loaded its state."""
+    wrapped = reference()
+    if wrapped is not None and loaded is wrapped._plain:
+        wrapped.discard_accumulated()
+        # torch replaces the containers that both optimizers share.
+        wrapped.__dict__.update(state=loaded.state, param_groups=loaded.param_groups)
 
 
 def wrapped_optimizers() -> "list[WrappedOptimizer]":
@@ -184,6 +196,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
+        plain.register_load_state_dict_post_hook(
+            functools.partial(_after_load_state_dict, weakref.ref(self))
+        )
 
     # --- the backward pass ----------------------------------------------------------------------
 
@@ -236,7 +251,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             check_not_reduced((self._name_of(p), p) for p in self._all_parameters())
             self._modules_checked = True
         window = self._window
-        if window.size > 1 and not self._no_sync and window.passes >= window.size:
+        full = window.size > 1 and window.passes >= window.size
+        if full and not self._gradients.exist():
+            # A GradScaler has skipped the step, and the script has called `model.zero_grad()`.
+            self._begin_without_gradients()
+        elif full and not self._no_sync:
             setting = "accumulation_steps" if window.mean else "backward_passes_per_step"
             raise HvdkitError(
                 f"backward pass {window.size + 1} began before optimizer.step(), but {setting} is "
@@ -523,12 +542,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.open and self._window.passes and not self._gradients.invalid_reason:
             return
         self._gradients.invalid_reason = ""
+        super().zero_grad(*args, **kwargs)
+        self._begin_without_gradients()
+        self._gradients.hook_unplanned_parameters()
+
+    def _begin_without_gradients(self) -> None:
+        """Begin the next window, after the script has reset the gradients."""
         self._gradients.awaits_step = self._added_locally = False
         self._window.close()
-        super().zero_grad(*args, **kwargs)
         self._gradients.discard()
         self.rounds.participated = self.rounds.skips_step = False
-        self._gradients.hook_unplanned_parameters()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, and begin a new window.
@@ -559,6 +582,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def discard_accumulated(self) -> None:
         """Drop accumulated gradients and begin a new window. All ranks call it, or none."""
         self._drop_earlier_passes()
+        # The script may call zero_grad() only after the next step.
+        if self._added_locally:
+            super().zero_grad()
+        self._gradients.remove_unreduced()
         self._gradients.invalid_reason = ""
         self._stepped = self._gradients.awaits_step = self._added_locally = False
         self._window.close()

@@ -171,8 +171,10 @@ class SimulatedGradients:
         self._aside[number], p.gradient = copied(p.gradient), None
 
     def signature(self, assigned: bool) -> Sequence[object]:
-        needs = [p.requires_grad for p in self._all]
-        reduced = [
+        return [p.requires_grad for p in self._all], self._reduced(assigned)
+
+    def _reduced(self, assigned: bool) -> list[int]:
+        return [
             number
             for number, p in enumerate(self._planned)
             if number in self._aside
@@ -183,7 +185,9 @@ class SimulatedGradients:
                 and self._is_reduced(number, assigned)
             )
         ]
-        return needs, reduced
+
+    def has_reduced(self, assigned: bool) -> bool:
+        return bool(self._reduced(assigned))
 
     def describe(self) -> str:
         needing = sum(p.requires_grad for p in self._all)
@@ -226,18 +230,22 @@ class SimulatedGradients:
                 self._new.add(number)
         self._in_round = True
 
-    def end_round(self) -> None:
+    def _add_bases(self) -> None:
         for number, before in self._aside.items():
             p = self._planned[number]
             p.gradient = before if p.gradient is None else added(p.gradient, before, p.shape)
         self._aside.clear()
+
+    def end_round(self) -> None:
+        self._add_bases()
         self._new.clear()
         self._in_round = False
         self._left = [(p.gradient, copied(p.gradient)) for p in self._planned]
 
-    def are_equal(self) -> bool:
+    def are_equal(self, assigned: bool) -> bool:
+        held = set(self._reduced(assigned))
         reduced = [
-            self._aside.get(number, None if self._in_round or number in self._new else p.gradient)
+            self._aside.get(number, p.gradient) if number in held else None
             for number, p in enumerate(self._planned)
         ]
         own = [
@@ -248,8 +256,9 @@ class SimulatedGradients:
         return len(set(self._collectives.allgather(text.encode(), "equal"))) == 1
 
     def mark_changed_unreduced(self) -> None:
+        self._add_bases()
         for number, p in enumerate(self._planned):
-            if p.gradient is not None and number not in self._aside:
+            if p.gradient is not None:
                 self._new.add(number)
 
     def end_step(self) -> None:

@@ -443,15 +443,26 @@ def test_a_window_with_groups_and_a_predivide_factor(hvd):
     assert_close(model, reference)
 
 
-def test_loading_state_begins_a_new_window(hvd):
+@pytest.mark.parametrize("where", ["window", "no_sync", "raised"])
+@pytest.mark.parametrize("loads", ["plain", "wrapped"])
+def test_loading_state_begins_a_new_window(hvd, loads, where):
+    """The script calls `zero_grad()` only after a step."""
     model, reference = small_model(), small_model()
-    optimizer, plain = wrapped(hvd, model), adamw(reference.parameters())
+    own, plain = adamw(model.parameters()), adamw(reference.parameters())
+    optimizer = hvd.DistributedOptimizer(own, accumulation_steps=3, bucket_bytes=400)
     state = copy.deepcopy(optimizer.state_dict())
-    backward(hvd, model, 99)
-    optimizer.step()
-    optimizer.load_state_dict(state)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
+    if where == "no_sync":
+        with hvd.no_sync(optimizer):
+            backward(hvd, model, 99)
+    elif where == "raised":
+        handle = model[0].bias.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(hvd, model, 99)
+        handle.remove()
+    else:
+        backward(hvd, model, 99)
+        optimizer.step()
+    (own if loads == "plain" else optimizer).load_state_dict(state)
     for number in range(3):
         backward(hvd, model, number)
         optimizer.step()

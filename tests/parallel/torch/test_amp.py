@@ -197,6 +197,27 @@ def test_a_window_cut_short_that_overflows(hvd):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("zeroes", ["model", "optimizer"])
+def test_after_a_skipped_step_of_torchs_scaler_a_new_window_begins(hvd, zeroes):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), backward_passes_per_step=2)
+    plain = sgd(reference.parameters())
+    scaler = torch.amp.GradScaler(DEVICE.type, **SETTINGS)
+    for step in range(4):
+        plain.zero_grad()
+        for batch in (2 * step, 2 * step + 1):
+            loss = loss_of(model, batch_of(hvd.rank(), batch))
+            overflows = step == 1 and hvd.rank() == 0
+            scaler.scale(loss * math.inf if overflows else loss).backward()
+            loss_of(reference, whole_batch(hvd, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        (model if zeroes == "model" else optimizer).zero_grad()
+        if step != 1:
+            plain.step()
+    assert_close(model, reference)
+
+
 @pytest.mark.parametrize(
     ("compression", "kind", "scalers"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed
 from hvdkit.errors import HvdkitError, UsageError
@@ -662,17 +663,46 @@ def test_a_gradient_kept_by_the_user_may_be_overwritten_but_not_a_copy(hvd):
     assert torch.equal(local, kept)
 
 
+WRITES = {
+    "assign": lambda p, g: setattr(p, "grad", g),
+    "copy_": lambda p, g: p.grad.copy_(g),
+    "data": lambda p, g: p.grad.data.copy_(g),
+}
+
+
 @pytest.mark.device
-def test_gradients_given_by_hand(hvd):
-    """Gradients are assigned without a backward pass, as in some scripts."""
-    model = small_model()
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", [*WRITES, "assign and data", "assign and copy_"])
+def test_gradients_given_by_hand(hvd, kind, frozen):
+    """Gradients are written without a backward pass, as in some scripts."""
+    model = small_model().requires_grad_(not frozen)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    for _ in range(2):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, hvd.rank() + 1.0)
+    kinds = kind.split(" and ")
+    for step in range(3):
+        for number, p in enumerate(model.parameters()):
+            write = WRITES[kinds[number % len(kinds)] if step else "assign"]
+            write(p, torch.full_like(p, hvd.rank() + step))
         optimizer.step()
         for p in model.parameters():
-            assert (p.grad == (hvd.size() + 1) / 2).all()
+            assert (p.grad == (hvd.size() - 1) / 2 + step).all()
+
+
+def test_a_frozen_parameter_that_has_a_gradient_on_some_ranks_is_an_error(hvd):
+    """The ranks without one would not step this parameter."""
+    model = small_model()
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    for ranks in (range(1), range(hvd.size()), range(1)):
+        optimizer.zero_grad()
+        if hvd.rank() in ranks:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+        if len(ranks) == hvd.size():
+            optimizer.step()
+            continue
+        with pytest.raises(PassesDiffer):
+            optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
 
 
 @pytest.mark.device

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.coordination import BackwardFailed, Coordinator
+from hvdkit.core.coordination import BackwardFailed, Coordinator, GradientsChanged
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.torch.backend import TorchMemory
+from hvdkit.torch.gradients import OptimizerGradients
 from tests.logs import recorded
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.torch.oracle import (
@@ -1222,6 +1224,50 @@ class FailsLate(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+LACKING = {
+    "first bucket": (TorchMemory, "in_place", 0),
+    "bucket": (TorchMemory, "in_place", 1),
+    "base": (OptimizerGradients, "begin_round", 1),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("bucket_bytes", [200, 10**6])
+def test_memory_that_is_lacking_at_the_end_of_a_pass_is_a_pass_that_raised(
+    hvd, lacking, bucket_bytes
+):
+    owner, name, when = LACKING[lacking]
+    call = getattr(owner, name)
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=bucket_bytes)
+    plain = sgd(reference.parameters())
+
+    def fail(self, *arguments):
+        if torch._C._current_autograd_node() is not None:
+            return call(self, *arguments)  # a hook: an error there ends the pass
+        patch.undo()
+        raise MemoryError
+
+    for step in range(4):
+        loss = loss_of(model, batch_of(hvd.rank(), step))
+        with pytest.MonkeyPatch.context() as patch:
+            first = hvd.rank() == 0
+            if step == when and first:
+                patch.setattr(owner, name, fail)
+            if step == when:
+                with pytest.raises(MemoryError if first else BackwardFailed):
+                    loss.backward()
+                optimizer.zero_grad()
+                continue
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_loss(hvd, reference, step).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_close(model, reference)
+
+
 def test_a_loss_of_one_rank_under_no_sync_after_the_reduced_pass(hvd):
     model, optimizer = linear_and_optimizer(hvd, op=hvd.Sum)
     for _ in range(2):
@@ -1244,6 +1290,16 @@ def test_a_change_before_a_reduction_is_forgotten_after_it(hvd):
             model(ones()).sum().backward()
         optimizer.step()
         assert model.weight.grad.tolist() == [[hvd.size() - (step > 0)] * 2]
+
+
+def test_a_change_of_data_before_a_late_rank_takes_part_is_an_error(hvd):
+    """`p.grad.data` has no version counter, so only the values show the change."""
+    model, optimizer = linear_and_optimizer(hvd)
+    if hvd.rank() > 0:
+        model(ones()).sum().backward()
+        model.weight.grad.data.clamp_(max=0.25)
+    with pytest.raises(GradientsChanged, match="on some ranks"):
+        optimizer.step()
 
 
 def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):

@@ -310,7 +310,8 @@ def test_lr_schedulers_may_hold_either_optimizer(hvd, holds):
     assert_close(model, reference)
 
 
-def test_state_goes_to_and_from_a_plain_optimizer(hvd):
+@pytest.mark.parametrize("loads", ["before wrapping", "plain", "wrapped"])
+def test_state_goes_to_and_from_a_plain_optimizer(hvd, loads):
     model = small_model()
     plain = OPTIMIZERS["adamw"](model.parameters())
     optimizer = hvd.DistributedOptimizer(plain)
@@ -324,10 +325,14 @@ def test_state_goes_to_and_from_a_plain_optimizer(hvd):
     restored = small_model()
     restored.load_state_dict(weights)
     other = OPTIMIZERS["adamw"](restored.parameters())
-    other.load_state_dict(saved)
+    other.param_groups[0]["lr"] = 7.0
+    if loads == "before wrapping":
+        other.load_state_dict(saved)
     wrapped = hvd.DistributedOptimizer(other)
-    wrapped.load_state_dict(saved)
+    if loads != "before wrapping":
+        (other if loads == "plain" else wrapped).load_state_dict(saved)
     assert wrapped.state is other.state
+    assert wrapped.param_groups is other.param_groups
     for m, o in ((model, optimizer), (restored, wrapped)):
         o.zero_grad()
         loss_of(m, batch_of(hvd.rank(), 2)).backward()

@@ -92,6 +92,20 @@ def test_a_flipped_bit_is_found_and_named(hvd, tmp_path, seed, dtype):
     assert ("No majority" in message) == (hvd.size() == 2)
 
 
+def test_a_difference_is_found_in_steps_that_reduce_nothing(hvd, tmp_path):
+    with contextlib.chdir(tmp_path):
+        model = small_model()
+        optimizer = wrapped(hvd, model, sgd)
+        train(hvd, model, optimizer, 1)
+        if hvd.rank() == 0:
+            flip(model[2].weight, 5, 63)
+        # The script uses the gradients of the first step again.
+        for _ in range(INTERVAL - 1):
+            optimizer.step()
+        with pytest.raises(RankMismatchError, match="after step 3: '2.weight'"):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_both_versions_are_saved(hvd, tmp_path, make):
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")

@@ -95,10 +95,14 @@ def test_bfloat16_input(hvd):
 
 def test_without_running_statistics(hvd):
     batches = batches_of(hvd, (4,), [6] * 4)
-    layer = hvd.SyncBatchNorm(3, track_running_stats=False).double().eval()
-    wanted = nn.BatchNorm1d(3, track_running_stats=False).double()(torch.cat(batches))
+    layer = hvd.SyncBatchNorm(3, track_running_stats=False).double()
+    alone = nn.BatchNorm1d(3, track_running_stats=False).double()
+    wanted = alone(torch.cat(batches))
     mine = slice(6 * hvd.rank(), 6 * (hvd.rank() + 1))
     torch.testing.assert_close(layer(batches[hvd.rank()]), wanted[mine])
+    # As in PyTorch's class, an evaluation on one rank does not wait for the others.
+    if hvd.rank() == 0:
+        torch.testing.assert_close(layer.eval()(batches[0]), alone.eval()(batches[0]))
 
 
 def test_a_rank_that_has_joined_contributes_nothing(hvd):
