@@ -169,10 +169,10 @@ class Headers:
     def send(
         self, passed: Sequence[Rounds], failed: Sequence[Rounds], late: Rounds | None
     ) -> Entry:
-        """Start the buckets of the optimizers that the pass has reached, and the header.
+        """Start the header, and the buckets of the optimizers that the pass has reached.
 
-        The header comes last. If a bucket cannot be packed, for instance for lack of memory, no
-        header is in flight, and the caller can enter the rounds as `failed`.
+        The buckets are packed before. If this raises, for instance for lack of memory, no header is
+        in flight, and the caller can enter the rounds as `failed`.
 
         Args:
             passed: see `Entry`.
@@ -195,10 +195,12 @@ class Headers:
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
         length = len(newest_first)
         values = [1, int(not ordinary), digest, digest * digest, length, length * length]
-        for rounds in used:
-            if rounds.planned and rounds not in outdated:
-                rounds.send()
+        planned = [rounds for rounds in used if rounds.planned and rounds not in outdated]
+        for rounds in planned:
+            rounds.pack()
         header = self._collectives.start_sum(values, "hvdkit.rounds.header")
+        for rounds in planned:
+            rounds.send()
         return Entry(passed, failed, late, outdated, header)
 
     def wait(self, entry: Entry) -> HeaderResult:

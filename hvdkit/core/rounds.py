@@ -340,6 +340,11 @@ class Rounds:
         for synchronizer in self.gradients.synchronizers:
             synchronizer.forget()
 
+    def pack(self) -> None:
+        """Pack the buckets that `send` starts. If memory is lacking, this raises. No collective."""
+        for synchronizer in self.gradients.synchronizers:
+            synchronizer.pack()
+
     def send(self) -> None:
         """Start the buckets that have not started. `make_plan` comes first."""
         self._send(len(self.gradients.synchronizers))

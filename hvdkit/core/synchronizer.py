@@ -74,6 +74,7 @@ class _Round(Generic[Handle]):
         missing: for each bucket, the number of gradients that have not arrived.
         arrived: the parameters whose gradients have arrived, in the order of arrival.
         full: buckets whose gradients have all arrived, each with the thread of its last gradient.
+        packed: bucket index -> its reduction, whose first collective has not started.
         reductions: bucket index -> its running reduction.
     """
 
@@ -81,6 +82,7 @@ class _Round(Generic[Handle]):
     missing: list[int]
     arrived: dict[int, None] = field(default_factory=dict)
     full: list[tuple[int, Bucket]] = field(default_factory=list)
+    packed: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
     reductions: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
 
 
@@ -236,6 +238,12 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._planned_generation = self._collectives.generation
         self._begin_round()
 
+    def pack(self) -> None:
+        """Pack the buckets that `send` starts. If memory is lacking, this raises. No collective."""
+        with self._lock:
+            for bucket in self._next_buckets():
+                self._pack(bucket)
+
     def send(self) -> None:
         """Start a few of the buckets that have not started; `wait` starts the others.
 
@@ -243,11 +251,14 @@ class Synchronizer(Generic[Buffer, Handle]):
         model. The ranks must have agreed on the buckets (`make_plan`).
         """
         with self._lock:
-            assert self._plan is not None
             self._round.full.clear()
-            left = [b for b in self._plan.buckets if b.index not in self._round.reductions]
-            for bucket in left[:_IN_FLIGHT]:
+            for bucket in self._next_buckets():
                 self._start(bucket)
+
+    def _next_buckets(self) -> Sequence[Bucket]:
+        assert self._plan is not None
+        left = [b for b in self._plan.buckets if b.index not in self._round.reductions]
+        return left[:_IN_FLIGHT]
 
     def wait(self) -> None:
         """Start the buckets that `send` has not started. Wait for all buckets and unpack them."""
@@ -317,24 +328,39 @@ class Synchronizer(Generic[Buffer, Handle]):
         total = 1.0 / self._window.divisor / (ranks if self._reduction.average else 1)
         return Scaling(total, self._reduction.predivide, ranks)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _pack(self, bucket: Bucket) -> None:
+        if bucket.index in self._round.packed:
+            return
         self.complete_deferred()
         codec, memory = self._codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
         reduction: _RunningReduction[Handle] = _RunningReduction(
             steps, f"{self._name}.{bucket.index}"
         )
-        self._advance(reduction, None)
-        # Record the bucket after packing: if packing raises, the bucket has not started.
+        self._resume(reduction, None)
+        # Record the bucket after packing: if packing raises, the bucket is not packed.
+        self._round.packed[bucket.index] = reduction
+
+    def _start(self, bucket: Bucket) -> None:
+        self._pack(bucket)
+        reduction = self._round.packed.pop(bucket.index)
+        self._start_request(reduction)
         self._round.reductions[bucket.index] = reduction
 
     def _advance(self, reduction: _RunningReduction[Handle], result: Any) -> None:
         """Send a result to a bucket reduction; start the collective that it requests next."""
+        self._resume(reduction, result)
+        self._start_request(reduction)
+
+    def _resume(self, reduction: _RunningReduction[Handle], result: Any) -> None:
+        """Send a result to a bucket reduction, which makes its next request."""
         try:
             reduction.request = reduction.steps.send(result)
         except StopIteration:
             reduction.request = None
-            return
+
+    def _start_request(self, reduction: _RunningReduction[Handle]) -> None:
+        """Start the collective that a bucket reduction requests."""
         if isinstance(reduction.request, _COLLECTIVES):
             name = reduction.name
             if reduction.collectives:
