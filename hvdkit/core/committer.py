@@ -49,16 +49,23 @@ class Committer:
         collectives: the collectives of all ranks.
         key: the number of the state: 0 for the first call of an elastic training function.
         writes: whether this rank writes the commits of its host. True for one rank of each host.
+        loads: unpickles the values of another rank.
     """
 
     def __init__(
-        self, start: ElasticStart, collectives: Collectives, key: int, writes: bool
+        self,
+        start: ElasticStart,
+        collectives: Collectives,
+        key: int,
+        writes: bool,
+        loads: Callable[[bytes], Any] = pickle.loads,
     ) -> None:
         self._start = start
         self._collectives = collectives
         self._key = key
         self._store = CommitStore(start.folders, key)
         self._writes = writes
+        self._loads = loads
         self._number = 0
         self._warnings: set[bool] = set()
         # Whether a rank other than the first one writes. Set by `resume`, equal on all ranks.
@@ -119,7 +126,7 @@ class Committer:
         writes = self._writes
         if self._others_write:
             content, problem = self._of_first_rank(values, problem)
-            values, writes = partial(pickle.loads, content), writes and bool(content)
+            values, writes = partial(self._loads, content), writes and bool(content)
         if writes and problem is None:
             _, problem = attempt(self._store.write, identity, lambda file: write(file, values()))
         changed = self._start.current_hosts() > self._start.hosts

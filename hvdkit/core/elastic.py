@@ -119,9 +119,7 @@ class CommittedState:
             UsageError: a copy of an object would be useless.
         """
         self._samplers = {k: v for k, v in self._saved_state.items() if isinstance(v, Epochs)}
-        for sampler in self._samplers.values():
-            # The script may have read a batch to build its model. These samples are not trained.
-            sampler.uncounted = False
+        self._forget_uncounted()
         objects = {k: v for k, v in self._saved_state.items() if k not in self._samplers}
         self._saved_state = objects
         for name, value in objects.items():
@@ -129,6 +127,11 @@ class CommittedState:
             self._check_references(name, value)
         self._copy_objects()
         self._save_items()
+
+    def _forget_uncounted(self) -> None:
+        """Forget samples that were read before the training, for instance to build the model."""
+        for sampler in self._samplers.values():
+            sampler.uncounted = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         objects: Mapping[str, Any] = vars(self).get("_saved_state", {})
@@ -155,8 +158,9 @@ class CommittedState:
         Raises:
             UsageError: others refer to the object, or to a value in it.
         """
-        for path, each in _nested_values(name, value):
+        for (first, *keys), each in _nested_values(name, value):
             if advice := self._advice(each):
+                path = first + "".join(f"[{key!r:.40}]" for key in keys)
                 raise UsageError(
                     f"{path} is a {type(each).__name__}. The state would replace it by a copy, and "
                     f"the script or other objects would still use the original: {advice}"
@@ -306,6 +310,7 @@ class CommittedState:
         super().sync()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
+        self._forget_uncounted()
         self._save_items()
         # A rank on a host without a commit has no state, and the ranks' states must be equal.
         self._saved_items = self._bcast_object(self._saved_items)
@@ -436,9 +441,13 @@ def _key_of(name: str) -> str:
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 
 
-def _nested_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all values in its lists, tuples, sets and dicts, each with its path."""
-    found, seen = [(name, value)], set()
+def _nested_values(name: str, value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield a value and all values in its lists, tuples, sets and dicts.
+
+    Each comes with its path: the name, and then keys and indices.
+    """
+    found: list[tuple[tuple[Any, ...], Any]] = [((name,), value)]
+    seen = set()
     while found:
         path, each = found.pop()
         yield path, each
@@ -449,7 +458,7 @@ def _nested_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if set(map(type, values)) <= _PLAIN:
             continue
         pairs = each.items() if isinstance(each, dict) else enumerate(each)
-        found += [(f"{path}[{key!r:.40}]", inner) for key, inner in pairs]
+        found += [((*path, key), inner) for key, inner in pairs]
 
 
 def _is_of_keras(value: Any) -> bool:
@@ -560,6 +569,7 @@ class Adapter:
         shutdown: shuts down Horovod.
         horovods_run: Horovod's decorator, which shuts down and starts Horovod in the process.
         interrupt: Horovod's `HostsUpdatedInterrupt`.
+        loads: unpickles the values of another rank.
     """
 
     collectives: Callable[[], Collectives]
@@ -568,6 +578,7 @@ class Adapter:
     shutdown: Callable[[], None]
     horovods_run: Callable[[Callable[..., Any]], Callable[..., Any]]
     interrupt: type[Exception]
+    loads: Callable[[bytes], Any] = pickle.loads
 
 
 _keys = itertools.count()
@@ -631,7 +642,8 @@ def _run_started(
             f"stored under its number. Remove hvd.elastic.run from the inner function, and put its "
             f"objects into the state of the outer function"
         )
-    committer = Committer(start, adapter.collectives(), next(_keys), adapter.local_rank() == 0)
+    writes = adapter.local_rank() == 0
+    committer = Committer(start, adapter.collectives(), next(_keys), writes, adapter.loads)
 
     def load(path: Path) -> None:
         state.read_saved(path)

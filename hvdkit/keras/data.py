@@ -106,6 +106,9 @@ class _CommittedEpoch:
 def restore_epochs() -> None:
     """Begin the epochs that a restored commit of an elastic job contains. `fit` begins."""
     for sampler, epoch in _samplers.items():
+        # The script reads it in a loop of its own, which has called `fit` of another model.
+        if sampler._loop is not None:
+            continue
         sampler._read_by_fit = True
         epoch.restore()
 

@@ -66,15 +66,11 @@ def examine(options: argparse.Namespace) -> list[Diagnostic]:
     return preflight.examine(plan, _settings(options), options.bandwidth)
 
 
-def _settings(
-    options: argparse.Namespace, stall: float = Timeouts.stall, **others: Any
-) -> Settings:
+def _settings(options: argparse.Namespace, **others: Any) -> Settings:
     # `hvdkit doctor` has only some of the options of `hvdkit run`.
     silence = vars(options).get("host_timeout", HOST_SECONDS)
     timeouts = Timeouts(
-        options.start_timeout or Timeouts.start,
-        vars(options).get("stop_grace", Timeouts.stop),
-        stall=stall,
+        options.start_timeout or Timeouts.start, vars(options).get("stop_grace", Timeouts.stop)
     )
     if vars(options).get("restarts") or vars(options).get("elastic"):
         # After a failure, the other ranks cannot save, so they need little time to end.
@@ -108,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
         _check_pinning(variables)
     settings = _settings(
         options,
-        environment.rank_stall_seconds(os.environ, variables, options.debug_rank is not None),
         variables=variables,
         pin_gpus=options.pin_gpus,
         preflight=not options.no_preflight,

@@ -164,9 +164,11 @@ def is_local(
     if name == "localhost" or name.lower() == socket.gethostname().lower():
         return True
     addresses = {address.partition("%")[0] for address in resolve(name)}
-    # One common address does not suffice: Docker's bridge has the same address on every machine.
     others = {address for address in addresses if not ipaddress.ip_address(address).is_loopback}
-    return bool(addresses) and others <= own()
+    # One common address does not suffice: Docker's bridge has the same address on every machine.
+    # The network may not use the IPv6 addresses of its names.
+    of_ipv4 = {address for address in others if ipaddress.ip_address(address).version == 4}
+    return bool(addresses) and (of_ipv4 or others) <= own()
 
 
 def are_local(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hvdkit.launch import environment
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
@@ -77,7 +79,12 @@ class Settings:
 
     @property
     def rank_timeouts(self) -> Timeouts:
-        """The timeouts for running ranks."""
-        if self.debug_rank is None:
-            return self.timeouts
-        return replace(self.timeouts, start=float("inf"))
+        """The timeouts for running ranks.
+
+        Raises:
+            UsageError: the ranks' HVDKIT_STALL_TIMEOUT is not a number of seconds.
+        """
+        debug = self.debug_rank is not None
+        stall = environment.rank_stall_seconds(os.environ, self.variables, debug)
+        start = float("inf") if debug else self.timeouts.start
+        return replace(self.timeouts, start=start, stall=stall)

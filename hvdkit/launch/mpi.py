@@ -220,7 +220,7 @@ class Mpi:
                 prepare.start_ranks(
                     agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
                 )
-                return Job(self.plan, agents, output, self.settings.timeouts, None, say).run()
+                return Job(self.plan, agents, output, self.settings.rank_timeouts, None, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
         """Return the plan as text, and the command that would start the ranks."""

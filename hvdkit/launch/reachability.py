@@ -151,8 +151,8 @@ def best_connected(
     Args:
         hosts: the hosts.
         broken: the connections that fail.
-        proven: the names of hosts on which ranks have been started, which may have commits. Other
-            hosts are left out before these. None: all hosts are equal.
+        proven: the names of hosts on which ranks have been started, which may have commits. Of two
+            hosts that are equal otherwise, the other one is left out. None: no such hosts.
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
@@ -163,10 +163,12 @@ def best_connected(
         counts = Counter(name for pair in pairs for name in pair)
         alone = [host for host in left if frozenset((host.name, LAUNCHER)) in pairs]
         connected = [host for host in left if counts[host.name]]
-        new = [host for host in connected if proven is not None and host.name not in proven]
         worst = min(
-            reversed(alone or new or connected),
-            key=lambda host: host.slots / (counts[host.name] * (counts[host.name] + 1)),
+            reversed(alone or connected),
+            key=lambda host: (
+                host.slots / (counts[host.name] * (counts[host.name] + 1)),
+                proven is not None and host.name in proven,
+            ),
         )
         left.remove(worst)
         without.append(worst)

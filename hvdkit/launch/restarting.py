@@ -145,7 +145,11 @@ class Supervisor:
             left = self._without_bad(hosts, outcome)
             # Starting an agent on an unused host takes time: only if the host may be needed.
             needed = self.min_size < self.size or len(left) < len(hosts)
-            hosts = self.answering(left) if needed else left
+            usable = self.answering(left) if needed else left
+            if total_slots(usable) < self.min_size and len(left) < len(hosts):
+                # Not all idle hosts answer, so the hosts that were left out are needed.
+                usable = self.answering(hosts)
+            hosts = usable
         size = min(self.size, total_slots(hosts))
         if size < self.min_size:
             raise HvdkitError(

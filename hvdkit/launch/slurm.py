@@ -230,7 +230,7 @@ class Slurm:
         """Start the ranks, and watch them until they have ended."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
         settings = _settings(self.settings, self.allocation)
-        timeouts = settings.timeouts
+        timeouts = settings.rank_timeouts
         with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
             if self.kind is not None:
                 variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)

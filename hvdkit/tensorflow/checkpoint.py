@@ -174,7 +174,8 @@ class Checkpointer(Manager):
         if collectives.rank == collectives.ranks[0]:
             saved = [v for each in (models | optimizers).values() for v in _variables(each)]
             shards = [shard.tensor for shard in (sharded or {}).values()]
-            saved += [rows() if callable(rows) else rows for rows in shards]
+            # Only a save calls a function of a shard: its variable may not exist yet.
+            saved += [rows for rows in shards if not callable(rows)]
             _warn_of_others(models, saved)
 
     @property
@@ -224,7 +225,10 @@ def _warn_of_others(models: Mapping[str, Any], saved: Iterable[Any]) -> None:
     for name, model in models.items():
         if not isinstance(model, tf.Module | keras.layers.Layer):
             continue
-        found = list(tf.train.TrackableView(model).descendants())
+        try:
+            found = list(tf.train.TrackableView(model).descendants())
+        except ValueError:
+            continue  # TensorFlow cannot track all attributes, such as a dict with other keys
         # `compile` makes these.
         others = (keras.optimizers.Optimizer, keras.metrics.Metric)
         skipped = {id(v) for each in found if isinstance(each, others) for v in each.variables}

@@ -196,9 +196,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
-        plain.register_load_state_dict_post_hook(
-            functools.partial(_after_load_state_dict, weakref.ref(self))
-        )
+        # Some optimizers, such as those around another optimizer, do not call `Optimizer.__init__`.
+        if hasattr(plain, "_optimizer_load_state_dict_post_hooks"):
+            plain.register_load_state_dict_post_hook(
+                functools.partial(_after_load_state_dict, weakref.ref(self))
+            )
 
     # --- the backward pass ----------------------------------------------------------------------
 

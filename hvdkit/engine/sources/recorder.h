@@ -116,8 +116,11 @@ class Recorder {
     std::lock_guard<std::mutex> guard(mutex_);
     groups_[id] = ranks;
     if (id == 0) {
-      // Horovod has started again. Other ranks may be new processes, which count from 1.
-      forget_calls(id);
+      // Horovod has started again. Other ranks may be new processes, which count from 1. It has only
+      // this process set now.
+      calls_.clear();
+      names_ = 0;
+      groups_ = {{0, ranks}};
       ring_.clear();
       next_ = 0;
     }
@@ -128,7 +131,11 @@ class Recorder {
     std::lock_guard<std::mutex> guard(mutex_);
     groups_.erase(id);
     // A new process set may get the same id.
-    forget_calls(id);
+    auto calls = calls_.find(id);
+    if (calls != calls_.end()) {
+      names_ -= calls->second.size();
+      calls_.erase(calls);
+    }
   }
 
   // Starts to write records to `directory`. A second call replaces the settings of the first.
@@ -184,14 +191,6 @@ class Recorder {
     }
     ++names_;
     return calls[name] = 1;
-  }
-
-  void forget_calls(int set) {
-    auto calls = calls_.find(set);
-    if (calls != calls_.end()) {
-      names_ -= calls->second.size();
-      calls_.erase(calls);
-    }
   }
 
   struct Entry {

@@ -226,8 +226,10 @@ class ElasticSupervisor:
         """Return the hosts because of which the start failed, and that can be left out."""
         unfit = outcome.unfit(plan.hosts, self._proven)
         holders = self.members.holders() & {host.name for host in plan.hosts}
-        # Without the newest commit, the training would begin again.
-        return [] if holders and holders <= {host.name for host in unfit} else unfit
+        if holders <= {host.name for host in unfit}:
+            # Without the newest commit, the training would begin again.
+            return [host for host in unfit if host.name not in holders]
+        return unfit
 
     def _leave_out(self, hosts: Sequence[Host], why: str) -> None:
         by_seconds: dict[float, list[Host]] = {}
