@@ -151,8 +151,9 @@ def best_connected(
     Args:
         hosts: the hosts.
         broken: the connections that fail.
-        proven: the names of hosts on which ranks have been started, which may have commits. Of two
-            hosts that are equal otherwise, the other one is left out. None: no such hosts.
+        proven: the names of hosts on which ranks have been started, which may have commits. Another
+            host is left out first if no host has more broken connections. None: all hosts are
+            equal.
     """
     left: list[Host] = list(hosts)
     without: list[Host] = []
@@ -163,12 +164,15 @@ def best_connected(
         counts = Counter(name for pair in pairs for name in pair)
         alone = [host for host in left if frozenset((host.name, LAUNCHER)) in pairs]
         connected = [host for host in left if counts[host.name]]
+        most = max((counts[host.name] for host in connected), default=0)
+        new = [
+            host
+            for host in connected
+            if proven is not None and host.name not in proven and counts[host.name] == most
+        ]
         worst = min(
-            reversed(alone or connected),
-            key=lambda host: (
-                host.slots / (counts[host.name] * (counts[host.name] + 1)),
-                proven is not None and host.name in proven,
-            ),
+            reversed(alone or new or connected),
+            key=lambda host: host.slots / (counts[host.name] * (counts[host.name] + 1)),
         )
         left.remove(worst)
         without.append(worst)

@@ -94,6 +94,9 @@ def test_a_missing_hostfile():
         ("other", {"10.0.0.2", "172.17.0.1"}, False),
         ("other", {"10.0.0.2", "127.0.0.1"}, False),
         ("alias-of-ssh", set(), False),
+        # Its IPv6 address is not in use.
+        ("me.example", {"10.0.0.1", "2001:db8::1"}, True),
+        ("ipv6", {"2001:db8::1"}, False),
     ],
 )
 def test_local_hosts(name, addresses, expected):

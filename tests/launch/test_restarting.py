@@ -125,6 +125,13 @@ def test_a_host_that_was_idle_takes_the_place_of_another_host(failures):
     assert texts[-1].startswith("left out")
 
 
+def test_a_failing_host_is_used_again_if_no_idle_host_answers():
+    hosts = [*HOSTS, Host("host2", 2)]
+    outcome, plans, *_ = supervise([failed(3), failed(3), Outcome(0)], hosts=hosts, lost=["host2"])
+    assert outcome.status == 0
+    assert plans[-1] == ["host0:2", "host1:2"]
+
+
 def test_an_idle_host_is_not_examined_without_need():
     hosts = [*HOSTS, Host("host2", 2)]
     _, plans, texts, _ = supervise([FAILED, Outcome(0)], hosts=hosts, lost=["host1"])

@@ -29,6 +29,26 @@ def test_one_rank_trains_as_without_it(hvd):
     assert torch.equal(model.weight, reference.weight)
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one that does not call `Optimizer.__init__`."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_does_not_call_the_constructor_of_its_base(hvd):
+    model = nn.Linear(3, 2)
+    before = model.weight.clone()
+    optimizer = hvd.DistributedOptimizer(Around(sgd(model)), model.named_parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_layer_is_unfrozen_on_one_rank(hvd, passes):
     """Its gradients are averaged over the passes, and no gradients remain after the step."""

@@ -188,9 +188,10 @@ def test_a_start_that_fails_is_tried_again_but_not_the_first():
         (StartError("", broken=[BrokenConnection("host0", "host1", "10.0.0.2", "?")]), ONE),
         # Only host 0 has the commit.
         (StartError("", ["host0"]), TWO),
+        (StartError("", ["host0", "host1"]), TWO),
         (HvdkitError("no route"), TWO),
     ],
-    ids=["silent", "version", "connection", "commit", "unknown"],
+    ids=["silent", "version", "connection", "commit", "all", "unknown"],
 )
 def test_a_new_host_with_which_a_start_fails_is_left_out(error, left):
     new = [Host("host0", 1), Host("host1", 8)]
