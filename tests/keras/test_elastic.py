@@ -459,6 +459,19 @@ def test_a_state_of_objects_keeps_the_epochs_of_samplers(hvd, tmp_path):
     assert sampler.epoch == 3
 
 
+def test_a_loop_over_a_sampler_that_calls_fit_of_another_model(hvd):
+    sampler = hvd.ResumableSampler(8, batch_size=2, seed=3)
+    teacher = small_model()
+    teacher.compile("sgd", loss="mse")
+    state = hvd.elastic.ObjectState(sampler=sampler)
+    found = []
+    for _ in sampler.batches():
+        state.save()
+        found.append(state._saved_items["sampler sampler"]["consumed"])
+        teacher.fit(np.ones((2, 3)), np.ones((2, 2)), verbose=0)
+    assert found == [2, 4, 6, 8]
+
+
 class Holder:
     """An object of a script."""
 
