@@ -7,6 +7,7 @@ all data.
 import copy
 import gc
 import math
+import pkgutil
 import sys
 
 import pytest
@@ -20,8 +21,6 @@ from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed, Coordinator, GradientsChanged
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.torch.backend import TorchMemory
-from hvdkit.torch.gradients import OptimizerGradients
 from tests.logs import recorded
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.torch.oracle import (
@@ -1225,9 +1224,9 @@ class FailsLate(torch.autograd.Function):
 
 
 LACKING = {
-    "first bucket": (TorchMemory, "in_place", 0),
-    "bucket": (TorchMemory, "in_place", 1),
-    "base": (OptimizerGradients, "begin_round", 1),
+    "first bucket": ("backend.TorchMemory", "in_place", 0),
+    "bucket": ("backend.TorchMemory", "in_place", 1),
+    "base": ("gradients.OptimizerGradients", "begin_round", 1),
 }
 
 
@@ -1236,7 +1235,8 @@ LACKING = {
 def test_memory_that_is_lacking_at_the_end_of_a_pass_is_a_pass_that_raised(
     hvd, lacking, bucket_bytes
 ):
-    owner, name, when = LACKING[lacking]
+    path, name, when = LACKING[lacking]
+    owner = pkgutil.resolve_name(f"hvdkit.torch.{path}")
     call = getattr(owner, name)
     model, reference = small_model(), small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=bucket_bytes)
