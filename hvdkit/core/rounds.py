@@ -226,6 +226,8 @@ class Rounds:
         self._number = 0
         # For each started synchronizer: waits for the number of ranks that use each parameter.
         self._used: list[Callable[[], list[int]]] = []
+        # The parameters that this rank uses, between `pack` and `send`.
+        self._used_here: Sequence[int] | None = None
 
     # --- the position of this rank --------------------------------------------------------------
 
@@ -294,6 +296,7 @@ class Rounds:
 
     def _reset_counters(self) -> None:
         self._used = []
+        self._used_here = None
         self._step = self._number = 0
         self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
 
@@ -342,6 +345,8 @@ class Rounds:
 
     def pack(self) -> None:
         """Pack the buckets that `send` starts. If memory is lacking, this raises. No collective."""
+        # Packing gives each parameter a gradient.
+        self._used_here = self.gradients.used_parameters()
         for synchronizer in self.gradients.synchronizers:
             synchronizer.pack()
 
@@ -441,7 +446,8 @@ class Rounds:
 
     def _send(self, plans: int) -> None:
         """Start the buckets of the first `plans` synchronizers."""
-        used = self.gradients.used_parameters()
+        used = self.gradients.used_parameters() if self._used_here is None else self._used_here
+        self._used_here = None
         start = 0
         for k, synchronizer in enumerate(self.gradients.synchronizers[:plans]):
             end = start + len(synchronizer.specs)
