@@ -40,6 +40,8 @@ _RANK_VARIABLES = {
 #: Seconds for programs that delete shared memory, after the other processes have ended. PyTorch's
 #: `torch_shm_manager` waits for two seconds before it deletes files and ends.
 _CLEAN_SECONDS = 6.0
+# The seconds to wait for one process after SIGKILL.
+_KILLED_SECONDS = 1.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -236,6 +238,15 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
         # PMIX_MCA_* are the user's settings.
         and not (name.startswith(_RANK_PREFIXES) and not name.startswith("PMIX_MCA_"))
     }
+
+
+def wait_for_killed(process: subprocess.Popen[bytes]) -> None:
+    """Wait at most a second for a process that got SIGKILL.
+
+    SIGKILL does not end a process that waits for a disk or a GPU.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_SECONDS)
 
 
 def exit_text(status: int) -> str:

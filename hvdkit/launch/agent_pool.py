@@ -204,7 +204,7 @@ class AgentPool:
             elif message["kind"] not in ("lost", "failed"):
                 continue  # a kept agent's message of the start before this one
             elif connection not in problems and not retries.add(connection):
-                # Also after its facts: nobody else reads this message.
+                # Also after its facts: the message is read here only.
                 facts.pop(connection, None)
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]

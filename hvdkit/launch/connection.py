@@ -21,6 +21,7 @@ from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
+from hvdkit.processes import wait_for_killed
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
@@ -30,8 +31,6 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _SILENCE_SECONDS = 1.0
 # The most bytes of a line that an error shows.
 _SHOWN_BYTES = 80
-# The seconds for a process to end after SIGKILL, which does not end one that waits for a disk.
-_KILL_SECONDS = 1.0
 #: The search paths of Python modules and of libraries.
 _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
@@ -309,8 +308,7 @@ class ProcessConnection(Connection):
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_KILL_SECONDS)
+            wait_for_killed(self._process)
         self._writer.join(timeout=1)
         pipes = (self._process.stdout, self._process.stderr)
         for thread, pipe in zip((self._reader, self._stderr_reader), pipes, strict=True):

@@ -20,10 +20,19 @@ from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
 from hvdkit.signals import status_before_start
 
-#: Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
+# Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 #: Failures on one host after which a restart leaves the host out.
-_MOST_FAILURES = 2
+MOST_FAILURES = 2
+
+
+def pause_before_restart(used: int) -> float:
+    """Return the seconds to wait before a restart.
+
+    Args:
+        used: the number of restarts since the last new checkpoint or commit, at least 1.
+    """
+    return min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE)
 
 
 def resumable(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
@@ -108,7 +117,7 @@ class Supervisor:
             if outcome.interrupted is not None:
                 return not_restarted(outcome, self.say)
             if used:
-                self.pause(min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE))
+                self.pause(pause_before_restart(used))
             used += 1
             self.say(f"restart {used} of {self.restarts}")
             try:
@@ -168,8 +177,8 @@ class Supervisor:
         left = self._without(left, self._unfit, "because of a failed start")
         unconnected = {host.name for host in best_connected(left, outcome.broken)[1]}
         left = self._without(left, unconnected, "because connections to other hosts fail")
-        failing = {name for name, count in self._failures.items() if count >= _MOST_FAILURES}
-        return self._without(left, failing, f"because the job failed there {_MOST_FAILURES} times")
+        failing = {name for name, count in self._failures.items() if count >= MOST_FAILURES}
+        return self._without(left, failing, f"because the job failed there {MOST_FAILURES} times")
 
     def _without(self, hosts: Sequence[Host], names: Collection[str], why: str) -> Sequence[Host]:
         """Return the hosts without the named ones. Return all if the rest has too few slots."""

@@ -53,9 +53,12 @@ def on_own_gpu(storage: Any, location: str) -> Any:
     return default_restore_location(storage, location)
 
 
-class OwnGpuUnpickler(pickle.Unpickler):
+def loads_on_own_gpu(content: Any) -> Any:
     """Unpickle objects of another rank. Their tensors on a GPU arrive on this rank's GPU."""
+    return _OwnGpuUnpickler(io.BytesIO(content)).load()
 
+
+class _OwnGpuUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a global object that the pickle names."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):

@@ -1,6 +1,5 @@
 """Broadcast parameters, optimizer state and Python objects."""
 
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from hvdkit.core.collectives import check_root
 from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.devices import OwnGpuUnpickler
+from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 
@@ -286,7 +285,8 @@ def broadcast_object(
     """
     # Horovod's function converts the bytes one by one: 400 MB take a minute.
     name = name or "hvdkit.broadcast_object"
-    return objects.broadcast_object(TorchCollectives(process_set), obj, root_rank, name, _loads)
+    collectives = TorchCollectives(process_set)
+    return objects.broadcast_object(collectives, obj, root_rank, name, loads_on_own_gpu)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -301,8 +301,5 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         HvdkitError: on every rank, if a rank cannot pickle its object, or unpickle another's.
     """
     collectives = TorchCollectives(mpi_ops.global_process_set)
-    return objects.allgather_object(collectives, obj, name or "hvdkit.allgather_object", _loads)
-
-
-def _loads(content: Any) -> Any:
-    return OwnGpuUnpickler(io.BytesIO(content)).load()
+    name = name or "hvdkit.allgather_object"
+    return objects.allgather_object(collectives, obj, name, loads_on_own_gpu)

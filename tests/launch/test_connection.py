@@ -202,7 +202,7 @@ def test_an_agent_that_is_killed_before_the_launcher_uses_its_connection():
 
 
 def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
-    """Such a process waits for a disk or a GPU."""
+    """A process that waits for a disk or a GPU does not end after SIGKILL."""
     monkeypatch.setattr(connection_module, "agent_command", lambda *_: ["sleep", "60"])
     connection = ProcessConnection(Host("localhost", 1), True, Ssh(), "python", queue.Queue())
     with monkeypatch.context() as patched:

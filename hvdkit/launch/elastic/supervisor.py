@@ -15,13 +15,8 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
-from hvdkit.launch.restarting import not_restarted
+from hvdkit.launch.restarting import MOST_FAILURES, not_restarted, pause_before_restart
 
-#: Seconds before a restart, after a failure without a new commit or checkpoint: the first,
-#: and the longest.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-#: Failures of ranks or the agent on one host after which a restart leaves the host out.
-_MOST_FAILURES = 2
 #: Seconds for which a host is left out whose connections to other hosts fail, or that made a start
 #: fail. They double with each further time.
 _UNFIT_SECONDS = 600.0
@@ -70,7 +65,7 @@ class Exclusions:
     def add(self, name: str) -> str:
         """Add a failure on a host. Return a message if the host is left out from now on."""
         self._failures[name] += 1
-        beyond = self._failures[name] - _MOST_FAILURES
+        beyond = self._failures[name] - MOST_FAILURES
         if beyond < 0:
             return ""
         text = (
@@ -215,7 +210,7 @@ class ElasticSupervisor:
             self.say("the hosts have changed: the ranks start again")
             return
         if self._used:
-            self.pause(min(_FIRST_PAUSE * 2 ** (self._used - 1), _LONGEST_PAUSE))
+            self.pause(pause_before_restart(self._used))
         self._used += 1
         self.say(
             f"restart {self._used} (at most {self.limits.restarts} in a row without a new "

@@ -14,15 +14,13 @@ from typing import Any
 
 from hvdkit import mpi_segments
 from hvdkit.launch.spares.command import PythonCommand
-from hvdkit.processes import ProcessGroup, without_rank_variables
+from hvdkit.processes import ProcessGroup, wait_for_killed, without_rank_variables
 
 _HOOK = Path(__file__).parent / "hook"
 _VARIABLE = "HVDKIT_SPARE"
 _PATH = "PYTHONPATH"
 _SEND_SECONDS = 1.0
 _WAIT_SECONDS = 0.2
-# SIGKILL does not end a process that waits for a disk or a GPU.
-_KILL_SECONDS = 1.0
 
 
 class Spare:
@@ -150,8 +148,7 @@ class Spare:
         """End the process."""
         self.close()
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_SECONDS)
+        wait_for_killed(self.process)
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()

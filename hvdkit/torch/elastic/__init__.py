@@ -4,7 +4,6 @@
 `hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
 """
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from horovod.torch import mpi_ops
 
 from hvdkit.core import elastic
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.devices import OwnGpuUnpickler
+from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.elastic.sampler import ElasticSampler
 from hvdkit.torch.elastic.state import ObjectState, TorchState
 from hvdkit.torch.runtime import init, shutdown
@@ -55,5 +54,5 @@ _adapter = elastic.Adapter(
     shutdown=shutdown,
     horovods_run=lambda func: horovod_elastic.run_fn(func, _reset),
     interrupt=HostsUpdatedInterrupt,
-    loads=lambda content: OwnGpuUnpickler(io.BytesIO(content)).load(),
+    loads=loads_on_own_gpu,
 )

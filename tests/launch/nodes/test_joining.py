@@ -1,4 +1,4 @@
-"""How a node finds node 0. `tests/cluster/test_nodes.py` runs jobs on several hosts."""
+"""Nodes find node 0. `tests/cluster/test_nodes.py` runs jobs on several hosts."""
 
 import json
 import socket

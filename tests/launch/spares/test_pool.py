@@ -186,7 +186,7 @@ def test_a_spare_that_is_stopped_does_not_block(pool, tmp_path):
 
 
 def test_a_spare_that_sigkill_does_not_end_does_not_block(pool, tmp_path, monkeypatch):
-    """Such a process waits for a disk or a GPU."""
+    """A process that waits for a disk or a GPU does not end after SIGKILL."""
     prepare(pool, tmp_path)
     found = children()
     with monkeypatch.context() as patched:

@@ -2,13 +2,13 @@
 
 import sys
 import tempfile
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hvdkit.errors import UsageError
+from tests.parallel.elastic_samplers import check_that_a_commit_keeps_the_position
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks
 
@@ -156,34 +156,10 @@ def test_a_state_contains_the_variables_of_its_optimizers(hvd):
     assert optimizer.variables[-1].numpy().tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("state_class", ["ObjectState", "TensorFlowState"])
-def test_a_state_keeps_the_position_of_a_sampler(hvd, state_class):
-    """Of the script's own sampler. The last rank has no commit, as on a host that was lost."""
-
-    def start():
-        sampler = hvd.ResumableSampler(40, 2, seed=3)
-        return sampler, getattr(hvd.elastic, state_class)(sampler=sampler, batch=0)
-
-    sampler, state = start()
-    state.sync()
-    batches, trained = sampler.batches(), []
-    for _ in range(3):
-        trained += next(batches).numpy().tolist()
-        state.batch += 1
-        state.commit()
+@pytest.mark.parametrize("kind", ["ObjectState", "TensorFlowState"])
+def test_a_state_keeps_the_position_of_a_sampler(hvd, kind):
     with tempfile.TemporaryDirectory() as folder:
-        commit = Path(folder) / "commit"
-        with commit.open("wb") as file:
-            state.write_saved(file)
-        sampler, state = start()
-        if hvd.rank() < hvd.size() - 1:
-            state.read_saved(commit)
-            state.restore()
-    state.sync()
-    assert (state.batch, state.sampler) == (3, sampler)
-    for batch in sampler.batches():
-        trained += batch.numpy().tolist()
-    assert sorted(chain(*hvd.allgather_object(trained))) == list(range(40))
+        check_that_a_commit_keeps_the_position(hvd, kind, Path(folder) / "commit")
 
 
 def test_values_that_cannot_be_copied(hvd):

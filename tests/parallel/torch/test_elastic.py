@@ -4,7 +4,6 @@ import os
 import re
 import tempfile
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +15,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.elastic_hosts import commit_in, host_of_its_own
+from tests.parallel.elastic_samplers import check_that_a_commit_keeps_the_position
+from tests.parallel.elastic_samplers import start as start_with_sampler
 
 
 def test_the_objects_of_a_state_are_sent_as_other_objects(hvd):
@@ -190,36 +191,22 @@ def test_restore_after_sync_returns_to_the_sync(hvd):
 
 @pytest.mark.parametrize("kind", ["ObjectState", "TorchState"])
 def test_a_state_keeps_the_position_of_a_sampler(hvd, tmp_path, kind):
-    """Of the script's own sampler. The last rank has no commit, as on a host that was lost."""
+    check_that_a_commit_keeps_the_position(hvd, kind, tmp_path / str(hvd.rank()))
 
-    def start():
-        sampler = hvd.ResumableSampler(40, 2, seed=3)
-        return sampler, getattr(hvd.elastic, kind)(sampler=sampler, batch=0)
 
-    sampler, state = start()
+@pytest.mark.parametrize("kind", ["ObjectState", "TorchState"])
+def test_a_restore_ends_the_loop_over_a_sampler(hvd, kind):
+    sampler, state = start_with_sampler(hvd, kind)
     state.sync()
-    batches, trained = sampler.batches(), []
+    batches = sampler.batches()
     for _ in range(3):
-        trained += next(batches).tolist()
-        state.batch += 1
+        next(batches)
         state.commit()
-    with (tmp_path / str(hvd.rank())).open("wb") as file:
-        state.write_saved(file)
     next(batches)
     state.restore()
     assert sampler.position.consumed == 6 * hvd.size()
     with pytest.raises(UsageError, match="the sampler was restored in this loop"):
         next(batches)
-
-    sampler, state = start()
-    if hvd.rank() < hvd.size() - 1:
-        state.read_saved(tmp_path / str(hvd.rank()))
-        state.restore()
-    state.sync()
-    assert (state.batch, state.sampler) == (3, sampler)
-    for batch in sampler.batches():
-        trained += batch.tolist()
-    assert sorted(chain(*hvd.allgather_object(trained))) == list(range(40))
 
 
 def test_a_sampler_of_a_state_can_be_replaced(hvd):
