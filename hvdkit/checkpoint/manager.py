@@ -298,7 +298,7 @@ class Manager:
         """
         self._check_open()
         self._expect_whole_state()
-        self._signals.install()
+        self.record_signals()
         if self._first:
             # If the folder cannot be written, report this now, and not only at the first save.
             self._writer.try_to_open()
@@ -355,6 +355,15 @@ class Manager:
             )
         self._signals.unanswered = None
         raise Stopped(step)
+
+    def record_signals(self) -> None:
+        """Record stop signals from now on, for the next `maybe_save`. Not a collective.
+
+        `maybe_save` and `with` do so too. Without this call, a signal before the first `maybe_save`
+        ends the process.
+        """
+        self._check_open()
+        self._signals.install()
 
     def request_stop(self, reason: str = "request_stop()") -> None:
         """Make the next `maybe_save` save and stop, as a stop signal does. Not a collective.
@@ -636,7 +645,7 @@ class Manager:
         self._check_open()
         if not self._schedule.is_empty:
             # Before DataLoader workers are forked: a signal to the process group must not end them.
-            self._signals.install()
+            self.record_signals()
         return self
 
     def __exit__(self, exc_type: object, *exc: object) -> None:

@@ -219,6 +219,8 @@ class Checkpoint(LastCallback):
         prepare_on_all_ranks(collectives, prepare, "the fit to save")
         self._open(model)
         assert self._manager is not None
+        # The restore and the first batch, with the compilation of the graph, may take minutes.
+        self._manager.record_signals()
         resumes = committed is not None
         if committed is not None:
             if self._resume or self._in_run:
