@@ -2,16 +2,23 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdkit.checkpoint.store import Store
 from hvdkit.engine.describe import installed
-from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
+from tests.parallel.rank_pool import (
+    REPOSITORY,
+    Configuration,
+    skip_where_unsupported,
+    start_ranks_of,
+)
 
 EXAMPLE = str(REPOSITORY / "examples" / "torch_digits.py")
 
@@ -110,6 +117,69 @@ def test_runs_under_plain_horovodrun(controller, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("sum 3.0") == 2
+
+
+_TRAINS_UNTIL_STOPPED = """\
+import os, sys, time
+from pathlib import Path
+
+import torch
+
+import hvdkit.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(1, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+)
+with hvd.Checkpointer(sys.argv[1], model=model, optimizer=optimizer) as checkpointer:
+    step = 0
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        step += 1
+        checkpointer.maybe_save(step)
+        if step == 3:
+            Path(sys.argv[1], f"pid-{os.getpid()}").touch()
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_horovodrun_over_mpi_reaches_the_ranks(number, tmp_path):
+    skip_where_unsupported(Configuration("torch", "mpi", 2))
+    bin_folder = Path(sys.executable).parent
+    script, folder = tmp_path / "train.py", tmp_path / "checkpoints"
+    script.write_text(_TRAINS_UNTIL_STOPPED)
+    folder.mkdir()
+    with subprocess.Popen(
+        [str(bin_folder / "horovodrun"), "--mpi", "-np", "2", sys.executable, script, folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"},
+        start_new_session=True,
+    ) as job:
+        try:
+            deadline = time.monotonic() + 60
+            while len(list(folder.glob("pid-*"))) < 2:
+                assert job.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            job.send_signal(number)
+            output, _ = job.communicate(timeout=60)
+        finally:
+            ranks = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+            alive = [pid for pid in ranks if psutil.pid_exists(pid)]
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+            job.kill()
+    assert not alive
+    saved = [step.step for step in Store(folder).steps()]
+    assert bool(saved) == (number == signal.SIGUSR1), output
+    assert job.returncode != 0
 
 
 @pytest.mark.long
