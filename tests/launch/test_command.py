@@ -432,7 +432,7 @@ def test_a_job_ends_although_its_output_is_not_read(number, tmp_path):
             time.sleep(0.05)
         if number == signal.SIGINT:
             job.send_signal(number)
-        assert job.wait(timeout=30) == (130 if number == signal.SIGINT else 75)
+        assert job.wait(timeout=30) == 75  # the rank has saved, before a second signal
     finally:
         job.kill()
         job.wait(timeout=20)
