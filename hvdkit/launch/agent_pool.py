@@ -164,9 +164,6 @@ class AgentPool:
             StartError: hosts do not answer or cannot run the task, with a line for each.
         """
         facts, problems = self.collect_facts(task, timeout)
-        for connection, found in facts.items():
-            if unfit := unfitness(found):
-                problems[connection] = "; ".join(unfit)
         if problems:
             hosts = [connection.host.name for connection in problems]
             raise StartError(_report(problems, len(self.connections)), hosts)
@@ -175,7 +172,9 @@ class AgentPool:
     def collect_facts(
         self, task: Message, timeout: float
     ) -> tuple[dict[Connection, Message], dict[Connection, str]]:
-        """Return the facts of the agents that answer, and the problems of the other agents.
+        """Return the facts of the agents that answer, and why agents cannot take part.
+
+        An agent that answers but does not fit (`unfitness`) is in both.
 
         Args:
             task: the fields of the `task` message, which is sent to every agent.
@@ -216,6 +215,9 @@ class AgentPool:
                 problems[connection] = f"did not answer within {timeout:g} s: {why}"
         for connection in problems:
             connection.idle = False  # it may answer later: another start needs another agent
+        for connection, found in facts.items():
+            if unfit := unfitness(found):
+                problems[connection] = "; ".join(unfit)
         return facts, problems
 
     def ask(
@@ -289,6 +291,12 @@ def _report(problems: Mapping[Connection, str], size: int) -> str:
 
 def unfitness(facts: Message) -> Sequence[str]:
     """Return why a host that answers cannot take part; empty if it can."""
+    problems: Sequence[str] = other_versions(facts) or facts["problems"]
+    return problems
+
+
+def other_versions(facts: Message) -> list[str]:
+    """Return why the agent of a host cannot work with this launcher; empty if it can."""
     python = facts["python"].split(".")[:2]
     if python != [str(number) for number in sys.version_info[:2]]:
         here = ".".join(map(str, sys.version_info[:2]))
@@ -301,5 +309,4 @@ def unfitness(facts: Message) -> Sequence[str]:
             f"it has hvdkit {facts['hvdkit']}, but the launcher has {hvdkit.__version__}; install "
             "the same version there"
         ]
-    problems: Sequence[str] = facts["problems"]
-    return problems
+    return []

@@ -43,7 +43,7 @@ from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.restarting import resumable
+from hvdkit.launch.restarting import in_allocation
 from hvdkit.launch.running import Runner, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
@@ -129,8 +129,8 @@ def run(options: argparse.Namespace) -> int:
     runner = Runner(options)
     if not options.restarts:
         outcome = runner.run(plan, launcher.run)
-        if slurm_allocation is not None and outcome.restartable and outcome.lost:
-            outcome = resumable(outcome, say)
+        if slurm_allocation is not None:
+            outcome = in_allocation(outcome, say)
         return outcome.status
     with KeptAgents(silence=options.host_timeout) as kept:
 

@@ -94,6 +94,8 @@ class Job:
         # The first stop signal, and whether the job had failed before.
         self._stopped_by: signal.Signals | None = None
         self._failed_first = False
+        # Whether a rank has ended with RESUMABLE before any failure: the script has asked to stop.
+        self._rank_stopped = False
         self._interrupts = 0
         self._saved = self._committed = False
         self._lost: list[Host] = []
@@ -231,6 +233,8 @@ class Job:
         if status == 0:
             self._failures.add_success(rank, tail, raised_at)
             return
+        if status == RESUMABLE and not self._has_failed:
+            self._rank_stopped = True
         self._failures.add(rank, status, tail, raised_at)
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
@@ -240,6 +244,16 @@ class Job:
     def _fatal(self) -> tuple[int, ...]:
         """The signals that end a rank because of a stop signal; empty without one."""
         return () if self._stopped_by is None else (self._stopped_by, signal.SIGTERM)
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self._problem) or self._failures.deadline < float("inf")
+
+    @property
+    def _stops_first(self) -> bool:
+        """Whether the user or the script has asked to stop before any failure: no restart."""
+        by_signal = self._stopped_by is not None and not self._failed_first
+        return by_signal or self._rank_stopped
 
     @property
     def _ending(self) -> bool:
@@ -291,8 +305,10 @@ class Job:
         if now > self._failures.deadline and not self._ending and self._running():
             self._end(self._timeouts.end)
         if now > self._stop_deadline and self._running():
-            ranks = self._ranks(self._running())
-            self._problem = f"{ranks} did not stop within {self._timeouts.stop:g} s (--stop-grace)"
+            self._problem = (
+                f"{self._ranks(self._running())} did not stop within {self._timeouts.stop:g} s "
+                f"(--stop-grace). Give a longer time if saving needs it"
+            )
             self._end(self._timeouts.end)
         if now > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]
@@ -441,7 +457,7 @@ class Job:
     def _note_stop(self, number: int) -> None:
         """Remember the first stop signal, and whether the job had failed before."""
         if self._stopped_by is None:
-            self._failed_first = bool(self._problem) or self._failures.deadline < float("inf")
+            self._failed_first = self._has_failed
             self._stopped_by = signal.Signals(number)
 
     def _stop(self, number: int) -> None:
@@ -475,16 +491,23 @@ class Job:
 
     def _outcome(self) -> Outcome:
         aborted_by = self._agents.aborted() if self._lost_agent and not self._lost else ""
+        stopped = self._stops_first and self._all_stopped()
         if aborted_by:
             # Only the agents have ended, not their hosts.
-            if not self._failures:
+            if self._failures.orderly:
                 self._add_first_end()
-            self._problem = "" if self._failures else self._explain_abort(aborted_by)
+            is_clear = stopped or not self._failures.orderly
+            self._problem = "" if is_clear else self._explain_abort(aborted_by)
             self._failed_agents = []
+        if stopped:
+            # A problem, such as a rank that has stopped late, was earlier.
+            report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
+            return Outcome(RESUMABLE, _joined(self._problem, report))
         failed = self._failures or self._problem
         if failed and self._stopped_by is None and (killed := self._agents.killed()):
             # The ranks then end with errors that differ between MPIs, and lose their agents.
-            return Outcome(1, f"{killed}. This ends all ranks.", restartable=True)
+            report = f"{killed}. This ends all ranks."
+            return Outcome(1, report, restartable=not self._stops_first)
         if self._failures:
             return self._failure(aborted_by)
         # A rank has no status if its agent was lost while the launcher ended the ranks.
@@ -495,10 +518,18 @@ class Job:
             return self._ended_by(self._stopped_by)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
 
+    def _all_stopped(self) -> bool:
+        """Return whether ranks have ended with RESUMABLE, and all others with it or with 0.
+
+        Also true if a rank has ended in this way because the launcher has ended it.
+        """
+        ends = {self._statuses.get(rank) for rank in range(self._plan.size)}
+        return RESUMABLE in ends and ends <= {0, *self._orderly}
+
     def _add_first_end(self) -> None:
         """Add the first rank that has failed, if an agent was lost before the rank's agent."""
         for rank, (_, status) in self._exited.items():
-            if status:
+            if status not in (0, *self._orderly):
                 self._failures.add(rank, status, self._output.tail(rank))
                 return
 
@@ -514,11 +545,13 @@ class Job:
         return "\n".join([text, *shown])
 
     def _failure(self, aborted_by: str) -> Outcome:
-        if self._failures.orderly and HOSTS_CHANGED in self._statuses.values():
+        if self._failures.orderly and not self._rank_stopped:
             return Outcome(HOSTS_CHANGED, self._problem, restartable=True, hosts_changed=True)
         if self._failures.orderly:
-            report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
-            return Outcome(RESUMABLE, self._with_problem(report))
+            if self._stopped_by is not None:
+                return self._ended_by(self._stopped_by)
+            report = _joined(self._partial_stop(), self._problem)
+            return Outcome(1, report, is_verdict=self._stalled)
         cause = self._failures.cause
         status = cause.status
         code = 128 - status if status < 0 else status
@@ -528,7 +561,7 @@ class Job:
             # If an agent of mpirun ends, mpirun sends SIGTERM to the other ranks.
             terminated = [rank for rank, s in self._statuses.items() if s == -signal.SIGTERM]
             report = f"{self._problem}\nSIGTERM then ended {self._ranks(terminated)}."
-            return Outcome(1, report, restartable=True)
+            return Outcome(1, report, restartable=not self._stops_first)
         finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
@@ -544,9 +577,9 @@ class Job:
         report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
         return Outcome(
             code,
-            self._with_problem(report),
+            _joined(report, self._problem),
             cause,
-            restartable=self._stopped_by is None or self._failed_first,
+            restartable=not self._stops_first,
             suspects=tuple(self._failures.suspects),
             possible_causes=causes,
         )
@@ -566,7 +599,18 @@ class Job:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""
         # After SIGPIPE, other programs end with this status and without a message.
         report = "" if number == signal.SIGPIPE else f"ended by {number.name}"
-        return Outcome(128 + number, self._with_problem(report))
+        if report and (partial := self._partial_stop()):
+            report = f"{report}; {partial}"
+        return Outcome(128 + number, _joined(report, self._problem))
 
-    def _with_problem(self, report: str) -> str:
-        return "\n".join(filter(None, [report, self._problem]))
+    def _partial_stop(self) -> str:
+        """Return which ranks have made an orderly stop, if not all have; empty if none has."""
+        stopped = sorted(rank for rank, status in self._statuses.items() if status == RESUMABLE)
+        if not stopped:
+            return ""
+        return f"only {self._ranks(stopped)} made an orderly stop (exit status {RESUMABLE})"
+
+
+def _joined(*texts: str) -> str:
+    """Return the texts that are not empty, each on its own line."""
+    return "\n".join(filter(None, texts))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Self
 
 from hvdkit.launch import prepare
-from hvdkit.launch.agent_pool import AgentPool, unfitness
+from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Settings
@@ -56,10 +56,7 @@ class KeptAgents:
             timeout: seconds for the hosts to answer.
         """
         self._start(probe, settings)
-        facts, problems = self._agents.collect_facts(prepare.task(probe, settings), timeout)
-        for connection, found in facts.items():
-            if unfit := unfitness(found):
-                problems[connection] = "; ".join(unfit)
+        _, problems = self._agents.collect_facts(prepare.task(probe, settings), timeout)
         self._drop(problems)
         return {connection.host: problem for connection, problem in problems.items()}
 

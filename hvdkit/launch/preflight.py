@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.launch import open_files, prepare
-from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.agent_pool import AgentPool, other_versions
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import Plan
@@ -43,6 +43,8 @@ _INT8_BELOW = 5e9 / 8
 _NAMED_HOSTS = 4
 
 _HOSTNAMES = "hostnames"
+#: The version of a package that a host does not have.
+_NO_VERSION = "none"
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def before_start(
 def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Diagnostic]:
     """Return the diagnostics of the hosts of `plan`.
 
-    A host that cannot be reached is an error among them. The other hosts are examined.
+    A problem of the hosts with which `hvdkit run` would start nothing is an error among them, such
+    as a host that cannot be reached. The other hosts are examined. No Horovod is an error, too.
 
     Args:
         plan: the hosts and the directory; its command is not run.
@@ -119,22 +122,26 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
         facts, problems = agents.collect_facts(
             prepare.task(plan, settings), settings.timeouts.start
         )
-        for connection, found in facts.items():
-            if found["problems"]:
-                problems[connection] = "; ".join(found["problems"])
         diagnostics = [
             Diagnostic(c.host.name, ERROR, "cannot take part", problems[c]) for c in problems
         ]
         if facts:
             text = f"{len(facts)} of {len(agents.connections)} hosts answer without a password"
             diagnostics.insert(0, Diagnostic("ssh", OK, text))
-            agents.connections = list(facts)
-            by_host = {connection.host: found for connection, found in facts.items()}
+        # An agent of another version may not understand the questions.
+        able = [connection for connection in facts if not other_versions(facts[connection])]
+        if able:
+            by_host = {connection.host: facts[connection] for connection in able}
             interfaces, address = prepare.choose_network(plan, by_host, settings)
-            with RendezvousServer(address) as server:
-                launcher_address = (address, server.port)
+            with RendezvousServer(address) as server, agents.only(able):
                 diagnostics += check(
-                    agents, interfaces, plan, launcher_address, settings.timeouts.start, bandwidth
+                    agents,
+                    interfaces,
+                    plan,
+                    (address, server.port),
+                    settings.timeouts.start,
+                    bandwidth,
+                    needs_engine=True,
                 ).diagnostics
     return diagnostics
 
@@ -146,6 +153,7 @@ def check(
     launcher_address: tuple[str, int],
     timeout: float,
     bandwidth: bool = False,
+    needs_engine: bool = False,
 ) -> Checked:
     """Examine the hosts of `agents`, all at once.
 
@@ -156,6 +164,7 @@ def check(
         launcher_address: an address and port of this machine that the hosts must reach.
         timeout: seconds for the answers to each question.
         bandwidth: also measure the bandwidth between the first two hosts.
+        needs_engine: whether it is an error if no host has Horovod. A job may not use Horovod.
 
     Raises:
         StartError: a host does not answer.
@@ -164,6 +173,8 @@ def check(
     skews = _skews(questions)
     found = questions.all("examine", {"directory": plan.directory})
     versions = _versions(found)
+    if needs_engine:
+        versions.setdefault("horovod", dict.fromkeys(found, _NO_VERSION))
     connections, broken = _connections(questions, interfaces, launcher_address, bandwidth)
     diagnostics = [
         *_compared(versions),
@@ -208,16 +219,17 @@ def _versions(found: Mapping[Host, Mapping[str, Any]]) -> dict[str, dict[Host, s
     """Return the name of each package -> each host -> its version."""
     names = dict.fromkeys(name for facts in found.values() for name in facts["versions"])
     return {
-        name: {host: facts["versions"].get(name, "none") for host, facts in found.items()}
+        name: {host: facts["versions"].get(name, _NO_VERSION) for host, facts in found.items()}
         for name in names
     }
 
 
 def _compared(versions: Mapping[str, Mapping[Host, str]]) -> Iterator[Diagnostic]:
     for name, by_host in versions.items():
-        same = _is_same(by_host)
-        advice = "" if same else "install the same version on every host"
-        yield Diagnostic(name, OK if same else ERROR, _grouped(by_host), advice)
+        advice = "" if _is_same(by_host) else "install the same version on every host"
+        if set(by_host.values()) == {_NO_VERSION}:
+            advice = "run `hvdkit build` on every host"
+        yield Diagnostic(name, ERROR if advice else OK, _grouped(by_host), advice)
 
 
 def _is_same(by_host: Mapping[Host, str]) -> bool:

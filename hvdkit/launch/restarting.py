@@ -35,8 +35,13 @@ def pause_before_restart(used: int) -> float:
     return min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE)
 
 
-def resumable(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
-    """Return the outcome of a job that needs a new allocation, because a node was lost."""
+def in_allocation(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
+    """Return the outcome of a job in a Slurm allocation: resumable if a node was lost.
+
+    Also after a stop signal: before a node is taken away, Slurm may send one.
+    """
+    if not outcome.lost or outcome.status == 0:
+        return outcome
     say(
         f"the allocation has lost a node. The job ends with status {RESUMABLE}: it can resume in a "
         f"new allocation"
@@ -106,7 +111,7 @@ class Supervisor:
                 used, first = 0, outcome
                 self._unfit.clear()
             if outcome.lost and self.requeue:
-                return resumable(outcome, self.say)
+                break
             if used == self.restarts:
                 count = f"{used + 1} times in a row" if used else "once"
                 self.say(
@@ -130,7 +135,7 @@ class Supervisor:
                 # A lost host may answer again at the next restart, or the other hosts are enough.
                 again = self.hosts_return or bool(outcome.unfit(plan.hosts, self._proven))
                 outcome = replace(outcome, restartable=again)
-        return outcome
+        return in_allocation(outcome, self.say) if self.requeue else outcome
 
     def _start(self, plan: Plan) -> Outcome:
         outcome = self.start(plan)

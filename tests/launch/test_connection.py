@@ -7,12 +7,14 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
+import hvdkit
 from hvdkit.launch import connection as connection_module
 from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
@@ -219,7 +221,9 @@ def test_an_agent_that_ends_after_its_answer_cannot_take_part():
     with a_connection() as ended, a_connection() as other:
         pool = AgentPool(silence=30)
         pool.connections = [ended, other]
-        hello = {"kind": "hello", "reached_at": None}
+        python = ".".join(map(str, sys.version_info[:3]))
+        versions = {"python": python, "hvdkit": hvdkit.__version__}
+        hello = {"kind": "hello", "reached_at": None, "problems": [], **versions}
         gone = {"kind": "failed", "reason": "it has ended"}
         for each, message in ((ended, hello), (ended, gone), (other, hello)):
             pool.events.put(Event(each, message))

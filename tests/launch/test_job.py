@@ -60,6 +60,7 @@ def outcome(monkeypatch):
         say=print,
         stdout_closed=False,
         aborted="",
+        elastic=False,
         **timeouts,
     ):
         agents = [Agent(host) for host in PLAN.hosts]
@@ -88,7 +89,7 @@ def outcome(monkeypatch):
         )
         with Output(2, None, None, say=print, progress=False) as output:
             output.stdout_closed = stdout_closed
-            found = Job(PLAN, pool, output, Timeouts(**timeouts), registered, say).run()
+            found = Job(PLAN, pool, output, Timeouts(**timeouts), registered, say, elastic).run()
         run.explained = pool.explained
         return found
 
@@ -106,6 +107,7 @@ def ended(rank, status=0):
 
 #: The last messages of both agents.
 DONE = (0, {"kind": "done"}), (1, {"kind": "done"})
+LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
 
 
 def test_a_lost_agent_is_the_cause_of_sigterm(outcome):
@@ -214,6 +216,84 @@ def test_a_stop_signal_after_a_failure_prevents_the_restart(outcome, events, sta
     assert found.restartable == (interrupted is not None)
 
 
+#: The seconds for an orderly stop, and more than these.
+GRACE, LONGER = 4.0, 5.0
+#: How ranks may be asked to stop, and the status if one of them does not stop in order.
+STOPS = {
+    "signal": ((signal.SIGTERM,), 143),
+    "second signal": ((signal.SIGINT, signal.SIGINT), 130),
+    "script": ((), 1),
+}
+#: How a rank may end then, and whether the job can be resumed if all others have saved.
+ENDS = {
+    "saved": ((ended(1, 75),), True),
+    "success": ((ended(1),), True),
+    "saved late": ((LONGER, END, ended(1, 75)), True),
+    "killed": ((LONGER, END, ended(1, -9)), False),
+    "failed late": ((LONGER, END, ended(1, 3)), False),
+    "not ended": ((LONGER, END, failed(1)), False),
+    "lost": (((1, {"kind": "lost"}), END), False),
+}
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["", "elastic"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stop_is_resumable_only_if_no_rank_was_ended(outcome, stop, end, elastic):
+    """Rank 0 has saved, and rank 1 ends in each way, before rank 0 or after it."""
+    (signals, status), (events, resumable) = STOPS[stop], ENDS[end]
+    orders = [(ended(0, 75), *events)]
+    if signals:
+        orders.append((*events, ended(0, 75)))
+    for order in orders:
+        found = outcome(*signals, *order, *DONE, stop=GRACE, elastic=elastic)
+        assert found.status == (75 if resumable else status), order
+        last = found.report.splitlines()[-1]
+        assert last.startswith("stopped; start the job again") == resumable, order
+        partial = "only rank 0 on host0 made an orderly stop (exit status 75)"
+        assert (partial in found.report) == (not resumable), order
+        assert (found.restartable, found.hosts_changed) == (False, False), order
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "restartable"),
+    [
+        ((ended(0, 75), ended(1, 3)), 3, False),
+        ((ended(1, 3), ended(0, 75)), 3, True),
+        ((signal.SIGTERM, ended(0, 75), ended(1, 3)), 3, False),
+        ((signal.SIGTERM, ended(0, 75), ended(1, -15)), 143, False),
+        # All have saved, although the launcher ends them because of a failure before.
+        ((failed(0), ended(0, 75), ended(1, 75)), 1, True),
+    ],
+)
+def test_a_rank_that_fails_beside_one_that_has_saved(outcome, events, status, restartable):
+    found = outcome(*events, *DONE)
+    assert (found.status, found.restartable) == (status, restartable)
+    assert "start the job again" not in found.report
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "hosts_changed"),
+    [
+        ((ended(0, 85), ended(1, 85)), 85, True),
+        # The ranks start again without the rank that was ended.
+        ((ended(0, 85), LONGER, END, ended(1, -9)), 85, True),
+        ((ended(0, 85), ended(1, 75)), 75, False),
+        ((ended(0, 85), ended(1, 3)), 3, False),
+    ],
+)
+def test_ranks_that_end_because_the_hosts_have_changed(outcome, events, status, hosts_changed):
+    found = outcome(*events, *DONE, elastic=True, stop=GRACE)
+    assert (found.status, found.hosts_changed) == (status, hosts_changed)
+
+
+def test_slurm_ends_the_job_step_while_other_ranks_save(outcome):
+    found = outcome(ended(0, 75), *LOST, aborted="srun", registered=None)
+    assert (found.status, found.restartable) == (1, False)
+    assert found.report.splitlines()[0].startswith("only rank 0 on host0 made an orderly stop")
+    assert "srun has ended all ranks of the job step" in found.report
+
+
 def exited(rank, status):
     return rank, {"kind": "exited", "rank": rank, "status": status}
 
@@ -233,7 +313,6 @@ def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outco
     assert found.suspects == ()
 
 
-LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
 #: Its agent was killed before it could send more.
 KILLED = exited(1, -9)
 

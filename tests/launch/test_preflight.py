@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -239,6 +241,61 @@ def test_a_host_examines_itself(tmp_path):
     assert "hvdkit" in found["versions"]
     assert found["disk"] > 0
     assert inspection.examine(str(tmp_path / "gone"))["disk"] is None
+
+
+LOCAL = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+
+
+def examine_here(plan=LOCAL):
+    """Return name -> diagnostic of the hosts of a plan, from real agents."""
+    found = preflight.examine(plan, Settings(Ssh(), sys.executable))
+    return {diagnostic.name: diagnostic for diagnostic in found}
+
+
+ENGINE = """
+from importlib import metadata
+
+find = metadata.version
+
+def version(name):
+    if name != "horovod":
+        return find(name)
+    if {version!r} is None:
+        raise metadata.PackageNotFoundError(name)
+    return {version!r}
+
+metadata.version = version
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "found"),
+    [
+        ("0.28.1+hvdkit.1", OK, "0.28.1+hvdkit.1 (localhost)"),
+        (None, ERROR, "none (localhost)"),
+    ],
+)
+def test_doctor_finds_hosts_without_horovod(tmp_path, monkeypatch, version, status, found):
+    (tmp_path / "sitecustomize.py").write_text(ENGINE.format(version=version))
+    paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    horovod = examine_here()["horovod"]
+    assert (horovod.status, horovod.found) == (status, found)
+    assert ("hvdkit build" in horovod.advice) == (status == ERROR)
+
+
+def test_doctor_reports_what_prevents_a_start(tmp_path, monkeypatch):
+    gone = replace(LOCAL, directory=str(tmp_path / "gone"))
+    found = examine_here(gone)
+    assert found["localhost"].status == ERROR
+    assert "no directory" in found["localhost"].advice
+    assert "TCP" in found
+    monkeypatch.setattr("hvdkit.__version__", "9.9")
+    found = examine_here()
+    assert found["localhost"].status == ERROR
+    assert "but the launcher has 9.9" in found["localhost"].advice
+    # The agent may not understand the questions of this launcher.
+    assert list(found) == ["ssh", "localhost"]
 
 
 def test_no_host_listens_any_more_if_one_does_not_answer():

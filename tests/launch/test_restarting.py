@@ -262,6 +262,13 @@ def test_a_job_that_has_lost_a_host_is_requeued():
     assert texts[1].startswith("the allocation has lost a node")
 
 
+@pytest.mark.parametrize(("status", "expected"), [(143, RESUMABLE), (0, 0)])
+def test_a_job_that_has_lost_a_host_after_a_stop_signal_is_requeued(status, expected):
+    """Slurm sends SIGTERM before it takes a node away."""
+    outcome, *_ = supervise([Outcome(status, lost=(HOSTS[1],))], requeue=True)
+    assert outcome.status == expected
+
+
 def test_the_first_start_raises():
     with pytest.raises(HvdkitError, match="no route"):
         supervise([HvdkitError("host1: no route to host")])
