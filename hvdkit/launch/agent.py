@@ -42,8 +42,6 @@ from hvdkit.signals import STOP_SIGNALS
 ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
-#: With more bytes than this to send, the agent stops reading the ranks' output.
-_UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
 #: Seconds between two looks for new records of the ranks.
 _RECORDS_SECONDS = 1.0
@@ -90,6 +88,8 @@ class Agent:
         os.set_blocking(send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
+        # The bytes of output and records that the launcher has not handled yet.
+        self._unread = 0
         if overrides is None:
             self._unsent += messages.encode("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE, job)
@@ -170,7 +170,7 @@ class Agent:
                 self._forward(key.fd, key.data)
         if self._echo is not None:
             self._echo.step()
-        if time.monotonic() > self._records_at + _RECORDS_SECONDS:
+        if time.monotonic() > self._records_at + _RECORDS_SECONDS and self._may_send:
             self._send_records()
         self._send_pending()
         self._report_ends()
@@ -209,8 +209,7 @@ class Agent:
         # could not report their errors, and their SIGTERM would look like another failure.
         if self._keep_rank_variables:
             return self._done
-        # The launcher reads no more messages while the reader of its output does not read, such as
-        # `less`. It still sends heartbeats.
+        # The network may be slow.
         return self._done and bool(self._unsent)
 
     def _prepare_next_start(self) -> None:
@@ -304,6 +303,8 @@ class Agent:
                 self._ranks.records.write_note(message["rank"], message["content"])
             case "heartbeat":
                 self._report_alive()
+            case "read":
+                self._unread -= message["bytes"]
             case "keep":
                 self._keep(message["name"])
             case "hosts" if self._commits is not None:
@@ -340,7 +341,7 @@ class Agent:
 
     def _select_pipes(self) -> None:
         """Watch the ranks' pipes only while the readers of their output read fast enough."""
-        wanted = len(self._unsent) < _UNSENT_BYTES
+        wanted = self._may_send
         if self._echo is not None and self._echo.full:
             wanted = False
         watched = self._selector.get_map()
@@ -435,9 +436,18 @@ class Agent:
 
     # Messages to the launcher
 
+    @property
+    def _may_send(self) -> bool:
+        """Whether the launcher takes more output and records."""
+        # If the launcher is lost, output is discarded: the ranks must not wait while they end.
+        return self._launcher_lost or self._unread < messages.WINDOW
+
     def _send(self, kind: str, **fields: Any) -> None:
         if not self._launcher_lost:
-            self._unsent += messages.encode(kind, **fields)
+            data = messages.encode(kind, **fields)
+            self._unsent += data
+            if kind in messages.COUNTED:
+                self._unread += len(data)
 
     def _send_pending(self) -> None:
         while self._unsent:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from hvdkit.errors import HvdkitError
@@ -37,10 +37,19 @@ _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True)
 class Event:
-    """A message of an agent. A message of kind `lost` means that the connection has ended."""
+    """A message of an agent. A message of kind `lost` means that the connection has ended.
+
+    Attributes:
+        connection: the connection to the agent.
+        message: the message.
+        received_at: when it arrived (`time.monotonic`).
+        counted: its bytes if it counts for `messages.WINDOW`; otherwise 0.
+    """
 
     connection: Connection
     message: Message
+    received_at: float = field(default_factory=time.monotonic)
+    counted: int = 0
 
 
 Events = queue.Queue[Event]
@@ -61,6 +70,9 @@ class Silence:
 
 class Connection:
     """A connection to an agent. A thread puts the agent's messages into the queue `events`.
+
+    The queue has no limit, so no message waits in the network. `messages.WINDOW` limits the bytes
+    in the queue. Whoever takes a message from the queue calls `acknowledge`.
 
     Attributes:
         host: the agent's host.
@@ -108,6 +120,11 @@ class Connection:
         """
         if not self._disconnected.is_set():
             self._unsent.put(messages.encode(kind, **fields))
+
+    def acknowledge(self, event: Event) -> None:
+        """Tell the agent that one of its messages was taken from the queue."""
+        if event.counted:
+            self.send("read", bytes=event.counted)
 
     def _write(self) -> None:
         while (data := self._unsent.get()) is not None:
@@ -187,35 +204,28 @@ class Connection:
                     # The start-up files of a login shell may print text without a line end.
                     self.greeted = line.endswith(messages.GREETING)
                 elif line.endswith(b"\n"):  # an agent that is killed may leave half a line
-                    self._receive(_decoded(line))
+                    self._receive(line)
         except OSError as error:  # of a socket whose other host is gone
             self._error = error
         self.ended = True
         self.silent_since = float("inf")
         self._put({"kind": "lost"})
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, line: bytes) -> None:
+        message = _decoded(line)
         now = time.monotonic()
         if self._asked_at is not None and now > self._asked_at + _SILENCE_SECONDS:
             self._silence = Silence(now - self._asked_at, now)
         self._asked_at = None
-        if message["kind"] == "alive":
+        if message["kind"] == "alive" or self.silent_since < float("inf"):
             self.silent_since = now
-            return
-        answers = self.silent_since < float("inf")
-        # `_put` waits while the queue is full. The agent is not silent during this time.
-        self.silent_since = float("inf")
-        self._put(message)
-        self._asked_at = None
-        if answers:
-            self.silent_since = time.monotonic()
+        if message["kind"] != "alive":
+            self._put(message, len(line) if message["kind"] in messages.COUNTED else 0)
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: Message, counted: int = 0) -> None:
         # After `disconnect` nothing reads the queue, but the agent's output must be read fully.
-        while not self._disconnected.is_set():
-            with contextlib.suppress(queue.Full):
-                self._events.put(Event(self, message), timeout=0.1)
-                return
+        if not self._disconnected.is_set():
+            self._events.put(Event(self, message, time.monotonic(), counted))
 
 
 class ProcessConnection(Connection):

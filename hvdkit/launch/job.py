@@ -34,7 +34,8 @@ _NOW_SECONDS = 1.0
 _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
 # The most ranks whose last lines are shown if srun has ended all ranks.
 _RAISED_SHOWN = 3
-# The time in which the launcher reads the messages that arrived while it was stopped.
+# The time in which the launcher reads the messages that arrived while it was stopped. If older
+# messages are unread, it does not judge what ranks do.
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
@@ -102,6 +103,8 @@ class Job:
         self._looked_at = self._resumed_at = self._started_at
         # The seconds of this pause.
         self._pause = 0.0
+        # All messages that had arrived until this time have been handled.
+        self._read_until = self._started_at
         # Deadlines; infinite when inactive.
         self._stop_deadline = float("inf")
         self._end_deadline = float("inf")
@@ -119,6 +122,7 @@ class Job:
                     self._notice_pause(now)
                     if event is not None:
                         self._handle(event.connection, event.message)
+                    self._note_read(now if event is None else event.received_at, now)
                     self._check_deadlines(now)
                     self._output.status(self._progress())
         finally:
@@ -273,13 +277,13 @@ class Job:
     # Deadlines
 
     def _check_deadlines(self, now: float) -> None:
-        if not self._ending and (late := self._start.check(now)) is not None:
+        # The queue may contain much output, whose reader is slow, before a message that matters.
+        read = now < self._read_until + _READ_SECONDS
+        if read and not self._ending and (late := self._start.check(now)) is not None:
             self._on_late_start(late)
         self._check_silence(now)
-        # While the launcher ends the ranks, a verdict would blame a rank for its end. After a pause
-        # of the launcher, the ranks' answers have not been read yet.
-        read = self._pause == 0 or now > self._resumed_at + _READ_SECONDS
-        if not self._ending and read:
+        # While the launcher ends the ranks, a verdict would blame a rank for its end.
+        if read and not self._ending:
             silent_hosts = partial(self._silent_hosts, now)
             failed = bool(self._failures)
             verdict = self._stalls.check(now, self._statuses, silent_hosts, failed)
@@ -288,13 +292,13 @@ class Job:
         if self._output.stdout_closed and self._stopped_by is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
-        if now > self._failures.deadline and not self._ending and self._running():
+        if self._read_until > self._failures.deadline and not self._ending and self._running():
             self._end(self._timeouts.end)
-        if now > self._stop_deadline and self._running():
+        if self._read_until > self._stop_deadline and self._running():
             ranks = self._ranks(self._running())
             self._problem = f"{ranks} did not stop within {self._timeouts.stop:g} s (--stop-grace)"
             self._end(self._timeouts.end)
-        if now > self._end_deadline:
+        if self._read_until > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
             unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"
@@ -320,6 +324,12 @@ class Job:
             self._resumed_at, self._pause = now, now - self._looked_at
             self._start.postpone(self._pause)
         self._looked_at = now
+
+    def _note_read(self, until: float, now: float) -> None:
+        """Note that all messages that had arrived until a time have been handled."""
+        # After a pause, threads first have to receive the messages that arrived meanwhile.
+        if not self._pause or now > self._resumed_at + _READ_SECONDS:
+            self._read_until = until
 
     def _was_paused(self, connection: Connection) -> bool:
         """Return whether an agent was lost because this process was stopped."""

@@ -1,5 +1,6 @@
 """An agent, with the test as its launcher."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ class Launched:
 
     def __init__(self, process):
         self.process = process
+        # Whether the agent is told that its output was handled.
+        self.acknowledges = True
         assert process.stdout.readline() == messages.GREETING
 
     def send(self, kind, **fields):
@@ -36,6 +39,9 @@ class Launched:
         """Return the next message of one of `kinds`."""
         for line in self.process.stdout:
             message = messages.decode(line)
+            if self.acknowledges and message["kind"] in messages.COUNTED:
+                with contextlib.suppress(BrokenPipeError):  # the agent has ended
+                    self.send("read", bytes=len(line))
             if message["kind"] in kinds:
                 return message
         raise AssertionError(f"the agent ended without {kinds}")
@@ -101,6 +107,36 @@ def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent
     assert agent.receive("ended") == {"kind": "ended", "rank": 5, "status": 0}
     agent.receive("done")
     assert agent.process.wait(timeout=10) == 0
+
+
+def test_an_agent_sends_little_output_before_the_launcher_has_handled_it(agent):
+    """Otherwise the end of a rank waits in the network behind the output of another rank."""
+    agent.acknowledges = False
+    agent.start("import os\nwhile True: os.write(1, b'\\n' * 65536)")
+
+    def unread():
+        """Return the bytes of output that arrive until none arrives."""
+        size, quiet_until = 0, time.monotonic() + 1
+        while time.monotonic() < quiet_until:
+            agent.send("heartbeat")
+            message = agent.receive("output", "alive")
+            if message["kind"] == "output":
+                size += len(messages.encode(**message))
+                quiet_until = time.monotonic() + 1
+                assert size < 10 * messages.WINDOW
+            else:
+                time.sleep(0.05)
+        return size
+
+    first = unread()
+    assert first >= messages.WINDOW
+    agent.send("read", bytes=first)
+    assert unread() >= messages.WINDOW
+    # These messages do not wait for the launcher.
+    agent.send("end", grace=0)
+    assert agent.receive("exited")["status"] == -signal.SIGTERM
+    agent.receive("ended")
+    agent.receive("done")
 
 
 def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():

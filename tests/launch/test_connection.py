@@ -176,6 +176,20 @@ def test_an_agent_that_does_not_answer_for_some_time(monkeypatch):
         assert last.ended_at <= time.monotonic()
 
 
+def test_an_agent_gets_to_know_how_much_of_its_output_was_handled():
+    output = messages.encode("output", rank=0, stream="stdout", text="x" * 1000)
+    with a_connection() as connection:
+        pool = AgentPool(silence=30)
+        connection._events = pool.events
+        os.write(connection.agent_writes, messages.GREETING + output + messages.encode("done"))
+        kinds = [pool.next_event(timeout=10).message["kind"] for _ in range(2)]
+        connection.disconnect()
+        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
+            answers = [messages.decode(line) for line in stream]
+    assert kinds == ["output", "done"]
+    assert answers == [{"kind": "read", "bytes": len(output)}]
+
+
 def test_events_of_idle_agents_do_not_end_a_wait():
     with a_connection() as used, a_connection() as idle:
         pool = AgentPool(silence=30)

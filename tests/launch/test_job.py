@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdkit.launch.connection import Event
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job
 from hvdkit.launch.output import Output
@@ -73,7 +74,7 @@ def outcome(monkeypatch):
                 return None
             event = left.pop(0)
             if isinstance(event, tuple):
-                return SimpleNamespace(connection=agents[event[0]], message=event[1])
+                return Event(agents[event[0]], event[1])
             if isinstance(event, signal.Signals):
                 signal.raise_signal(event)
                 return None
@@ -353,6 +354,30 @@ def test_a_rank_that_is_late_in_the_second_start_is_named(outcome):
     assert second.report.startswith("rank 1 on host1 did not register within 3 s")
 
 
+class SlowPool:
+    """Agents whose ranks end soon after SIGTERM, with much output that is shown slowly."""
+
+    def __init__(self, connections):
+        self.connections = connections
+        output = {"kind": "output", "rank": 1, "stream": "stdout", "text": "step\n"}
+        self.received_at = time.monotonic()
+        self.left = [(1, output)] * 10 + [ended(0), ended(1, -15), *DONE]
+
+    def next_event(self, seconds):
+        if len(self.left) == 14:
+            os.kill(os.getpid(), signal.SIGTERM)
+        agent, message = self.left.pop(0)
+        return Event(self.connections[agent], message, self.received_at)
+
+
+def test_ranks_have_stopped_in_time_although_their_output_is_shown_later(monkeypatch):
+    monkeypatch.setattr(Output, "write", lambda *_: time.sleep(0.2))
+    with Output(2, None, None, say=print, progress=False) as output:
+        pool = SlowPool([Agent(host) for host in PLAN.hosts])
+        outcome = Job(PLAN, pool, output, Timeouts(stop=0.5), lambda: {0, 1}, print).run()
+    assert (outcome.status, outcome.report) == (143, "ended by SIGTERM")
+
+
 class SignallingPool:
     """One agent, whose rank ignores SIGTERM, and a user who sends SIGTERM again and again."""
 
@@ -364,7 +389,7 @@ class SignallingPool:
         time.sleep(0.05)
         (agent,) = self.connections
         if agent.ending or agent.asked > 100:
-            return SimpleNamespace(connection=agent, message={"kind": "done"})
+            return Event(agent, {"kind": "done"})
         os.kill(os.getpid(), signal.SIGTERM)
         return None
 
