@@ -99,6 +99,8 @@ class Job:
         self._saved = self._committed = False
         self._lost: list[Host] = []
         self._lost_agent = False
+        # The names of the hosts that did not confirm their end after a success of their ranks.
+        self._unconfirmed: set[str] = set()
         # The last look at deadlines, and the end of the last pause of this process.
         self._looked_at = self._resumed_at = self._started_at
         # The seconds of this pause.
@@ -164,7 +166,7 @@ class Job:
             case "ended":
                 self._on_rank_ended(message["rank"], message["status"])
             case "failed":
-                self._on_agent_failed(host, f"{host.name}: {message['reason']}")
+                self._on_agent_failed(connection, f"{host.name}: {message['reason']}")
             case "done":
                 connection.idle = bool(message.get("stays"))
                 self._finished.add(connection)
@@ -181,6 +183,11 @@ class Job:
 
     def _on_lost(self, connection: Connection) -> None:
         host = connection.host
+        if self._have_succeeded(connection):
+            if connection.lost_host():
+                self._lost.append(host)
+            self._say_unconfirmed(connection, f"lost {host.name}: {connection.explain()}")
+            return
         left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
         problem = f"lost {host.name}: {self._explain_lost(connection)}. {left}"
         lost_host = connection.lost_host()
@@ -195,14 +202,34 @@ class Job:
         is_cause = not (lost_host or self._over_mpi or self._was_paused(connection))
         self._fail(problem, host if is_cause else None)
 
-    def _on_agent_failed(self, host: Host, problem: str) -> None:
+    def _on_agent_failed(self, connection: Connection, problem: str) -> None:
         """Handle the message of an agent that cannot start its ranks, or cannot end them."""
-        if not self._ending:
+        host = connection.host
+        if self._have_succeeded(connection):
+            self._say_unconfirmed(connection, problem)
+        elif not self._ending:
             self._fail(problem, host)
         elif host.name not in self._failed_agents:
             # The failure that ends the job stays, but a process may still run on the host.
             self._problem = f"{self._problem}\n{problem}".lstrip()
             self._failed_agents.append(host.name)
+
+    def _have_succeeded(self, connection: Connection) -> bool:
+        """Return whether all ranks of an agent have ended with exit status 0.
+
+        Then the loss of the agent does not make the job fail. A restart would repeat the whole job.
+        """
+        return all(self._statuses.get(place.rank) == 0 for place in self._places[connection])
+
+    def _say_unconfirmed(self, connection: Connection, problem: str) -> None:
+        """Say that an agent whose ranks have succeeded does not confirm the end."""
+        name = connection.host.name
+        if name not in self._unconfirmed:
+            self._unconfirmed.add(name)
+            self._say(
+                f"{problem}. All ranks of this agent had ended with exit status 0, so the job has "
+                f"not failed. Processes that the ranks have started may still run there"
+            )
 
     def _check_ended(self, connection: Connection) -> None:
         """Fail if an agent has ended without its ranks: it got SIGTERM before it started them."""
@@ -312,11 +339,14 @@ class Job:
             if connection not in self._finished and now > silent_since + self._timeouts.lost:
                 connection.cut()
                 self._finished.add(connection)
-                self._fail(
+                problem = (
                     f"lost {connection.host.name}: its agent has not answered for "
-                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped",
-                    connection.host,
+                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped"
                 )
+                if self._have_succeeded(connection):
+                    self._say_unconfirmed(connection, problem)
+                else:
+                    self._fail(problem, connection.host)
 
     def _notice_pause(self, now: float) -> None:
         """Notice that this process was stopped, and maybe the agents too."""
@@ -542,7 +572,8 @@ class Job:
         finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
-        remarks = [*self._silent_hosts(time.monotonic()), *self._not_failed()]
+        unfailed = self._not_failed()
+        remarks = [*self._silent_hosts(time.monotonic()), *filter(None, [unfailed])]
         causes, report = self._failures.report(
             0 if aborted_by else len(self._ended_by_launcher),
             finished,
@@ -559,18 +590,19 @@ class Job:
             restartable=self._stopped_by is None or self._failed_first,
             suspects=tuple(self._failures.suspects),
             possible_causes=causes,
+            unfailed=unfailed,
         )
 
-    def _not_failed(self) -> list[str]:
+    def _not_failed(self) -> str:
         """Return a sentence about the ranks that the launcher ended because of a failure.
 
         Empty if the failure has another possible cause.
         """
         others_ended = any(status in (0, *self._orderly) for status in self._statuses.values())
         if not self._ended_by_launcher or self._problem or others_ended or self._stopped_by:
-            return []
+            return ""
         ranks = self._ranks(self._ended_by_launcher)
-        return [f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."]
+        return f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."
 
     def _ended_by(self, number: signal.Signals) -> Outcome:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""

@@ -12,6 +12,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.reachability import BrokenConnection
 from hvdkit.launch.timeouts import Timeouts
 from tests.launch.test_stalls import record
 
@@ -226,12 +227,53 @@ def test_a_host_is_lost_before_the_output_of_a_rank_that_failed_because_of_it(ou
     assert found.suspects == ()
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        ((1, {"kind": "lost"}), ended(0), DONE[0]),
+        (ended(0), failed(1), (1, {"kind": "lost"}), DONE[0]),
+    ],
+    ids=["lost", "failed"],
+)
+def test_a_job_has_succeeded_although_a_host_is_lost_after_its_ranks(outcome, monkeypatch, events):
+    """A restart would repeat the whole job."""
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    said = []
+    found = outcome(ended(1), *events, say=said.append)
+    assert (found.status, found.report, found.restartable) == (0, "", False)
+    assert len(said) == 1
+    assert "host1: " in said[0]
+    assert "so the job has not failed" in said[0]
+
+
+def test_a_silent_agent_whose_ranks_have_succeeded_does_not_make_the_job_fail(outcome, monkeypatch):
+    monkeypatch.setattr(Agent, "silent_since", time.monotonic())
+    monkeypatch.setattr(Agent, "cut", lambda _: None, raising=False)
+    said = []
+    found = outcome(ended(0), ended(1), DONE[0], 4.0, lost=3.0, say=said.append)
+    assert (found.status, found.report) == (0, "")
+    assert said[0].startswith("lost host1: its agent has not answered for 3 s.")
+
+
+def test_a_lost_host_without_the_end_of_its_ranks_makes_the_job_fail(outcome, monkeypatch):
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    found = outcome(ended(0), (1, {"kind": "lost"}), DONE[0])
+    assert (found.status, found.restartable) == (1, True)
+
+
 def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outcome):
     error = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
     output = (0, {"kind": "output", "rank": 0, "stream": "stderr", "text": error})
     found = outcome(output, ended(0, 1), 6.0, END, ended(1, -9), *DONE)
     assert "Rank 1 on host1 had not failed: check whether a process was" in found.possible_causes
     assert found.suspects == ()
+    broken = found.with_broken([BrokenConnection("host0", "host1", "10.0.0.2", "refused")])
+    causes, connections, failure = broken.report.splitlines()[:3]
+    assert "had not failed" not in broken.report
+    assert causes == broken.possible_causes
+    assert connections.startswith("Connections that fail now: ")
+    assert failure.startswith("Then rank 0 on host0 failed")
+    assert broken.reason == f"{causes} {failure}"
 
 
 LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
