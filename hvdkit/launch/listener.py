@@ -22,7 +22,7 @@ from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import SocketConnection
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.ssh import HOST_SECONDS
+from hvdkit.launch.ssh import HOST_SECONDS, LOST_LINE
 from hvdkit.launch.start_error import StartError
 from hvdkit.processes import ProcessGroup, exit_text
 
@@ -251,6 +251,7 @@ class _ExternalLauncher:
         self._pipe = process.stdout
         self._say = say
         self._aborted = False
+        self._lost_line = ""
         self._holds: Callable[[], bool] = lambda: False
         self._held: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -269,6 +270,10 @@ class _ExternalLauncher:
         """Return a sentence if a signal has ended mpirun or srun; otherwise ""."""
         status = self._process.poll()
         return f"{self._name} was {exit_text(status)}" if status is not None and status < 0 else ""
+
+    def lost_line(self) -> str:
+        """Return the line in which its ssh says that it has lost a host; "" for none."""
+        return self._lost_line
 
     def aborted(self) -> str:
         """Return "srun" if Slurm has ended the job step, and so all ranks; otherwise "".
@@ -309,6 +314,8 @@ class _ExternalLauncher:
             if text := line.decode(errors="replace").strip("\0 \t\r\n"):
                 text = own + text.removeprefix(own)
                 self._aborted = self._aborted or _STEP_ABORTED in text
+                if LOST_LINE.search(text):
+                    self._lost_line = text
                 if self._holds():
                     self._held.append(text)
                 else:
@@ -365,7 +372,9 @@ def agents_started_by(
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted
                     host = plan.places[rank].host
-                    connected[rank] = SocketConnection(host, connection, agents.events, name)
+                    connected[rank] = SocketConnection(
+                        host, connection, agents.events, name, launcher.lost_line
+                    )
                     # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]

@@ -228,6 +228,62 @@ def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
     connection.close(timeout=5)
 
 
+def explained(monkeypatch, code):
+    """Return the explanation of the end of an ssh. A shell with `code` simulates it."""
+    monkeypatch.setattr(connection_module, "agent_command", lambda *_: ["sh", "-c", code])
+    events = queue.Queue()
+    connection = ProcessConnection(Host("h", 1), False, Ssh(), "python", events)
+    try:
+        with contextlib.suppress(queue.Empty):
+            events.get(timeout=2)
+        return connection.explain()
+    finally:
+        connection.cut()
+        connection.close(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (255, "Timeout, server h not responding.", "the host does not answer; check its network"),
+        (
+            255,
+            "client_loop: send disconnect: Connection timed out",
+            "the host does not answer; check its network",
+        ),
+        (255, "Connection to h closed by remote host.", "the ssh connection has ended; check the"),
+        (255, "client_loop: send disconnect: Broken pipe", "the ssh connection has ended"),
+        (
+            255,
+            "ssh_dispatch_run_fatal: Connection to 10.0.0.7 port 22: message authentication code "
+            "incorrect",
+            "the ssh connection has ended",
+        ),
+        (255, "", "its agent was killed there, for example because the memory of the host"),
+        (255, "OpenBLAS warning: no kernel", "its agent was killed there"),
+        (-9, "", "its ssh on this machine was killed by signal 9 (Killed); check what killed it"),
+        (-15, "", "its ssh on this machine was killed by signal 15"),
+        (1, "RuntimeError: x", "its agent ended with status 1: RuntimeError: x"),
+        (0, "got SIGTERM", "its agent ended with status 0: got SIGTERM"),
+        (None, "", "its agent has not ended; check whether the process is stopped"),
+    ],
+)
+def test_the_end_of_an_agent_that_had_started_is_not_explained_as_a_login(
+    monkeypatch, status, said, expected
+):
+    end = "sleep 30" if status is None else f"exit {status}" if status >= 0 else f"kill {status} $$"
+    code = f"printf '{messages.GREETING.decode()}'; echo '{said}' >&2; {end}"
+    text = explained(monkeypatch, code)
+    assert text.startswith(expected)
+    assert "by hand" not in text
+
+
+def test_what_a_login_writes_to_standard_output_is_shown(monkeypatch):
+    text = explained(monkeypatch, "echo This account is currently not available.; exit 1")
+    assert text.startswith("ssh ended with status 1; try `ssh ")
+    assert text.endswith("(This account is currently not available.)")
+
+
 def test_an_agent_that_ends_after_its_answer_cannot_take_part():
     """It got SIGTERM while the launcher waited for another host."""
     with a_connection() as ended, a_connection() as other:
