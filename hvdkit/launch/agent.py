@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
@@ -287,7 +288,8 @@ class Agent:
                 if self._echo is not None:
                     self._echo.start(message["size"])
                 try:
-                    self._ranks.start(message["ranks"], self._task, self._report_alive)
+                    with process_limit.explained():
+                        self._ranks.start(message["ranks"], self._task, self._report_alive)
                 except (HvdkitError, OSError) as error:  # OSError: no folder for records
                     self._send("failed", reason=str(error))
                     self._end(0)
@@ -324,7 +326,11 @@ class Agent:
 
         # This blocks. The launcher asks only while no ranks run.
         try:
-            self._send("answer", answer=inspection.QUESTIONS[question](**arguments))
+            with process_limit.explained():
+                answer = inspection.QUESTIONS[question](**arguments)
+            self._send("answer", answer=answer)
+        except HvdkitError as error:
+            self._send("failed", reason=str(error))
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
+from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
@@ -63,6 +64,8 @@ class Listener(Generic[Peer]):
 
     Attributes:
         silence: as given.
+        problem: why a connection of any side was closed: this process may start no more threads;
+            empty if none was.
 
     If strangers open too many connections, the oldest connection that is not authenticated is
     closed. Agents authenticate at once, so their connections are rarely closed. One that is closed
@@ -78,6 +81,7 @@ class Listener(Generic[Peer]):
     ) -> None:
         self._server = server
         self.silence = silence
+        self.problem = ""
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
@@ -133,6 +137,7 @@ class Listener(Generic[Peer]):
             try:
                 thread.start()
             except RuntimeError:  # this user may start no more threads
+                self.problem = process_limit.describe()
                 self._end_check(connection, None)
                 self._closed.wait(_RETRY_SECONDS)
 
@@ -227,6 +232,10 @@ def _enable_keepalive(connection: socket.socket, silence: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def _cannot_accept(problem: str) -> str:
+    return f"this machine has closed connections of agents: {problem}"
+
+
 class _ExternalLauncher:
     """A running mpirun or srun, whose output is shown to the user.
 
@@ -257,10 +266,16 @@ class _ExternalLauncher:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def check(self) -> None:
-        """Raise HvdkitError if mpirun or srun has ended. Called until all agents have connected."""
+    def check(self, problem: str) -> None:
+        """Raise HvdkitError if mpirun or srun has ended. Called until all agents have connected.
+
+        Args:
+            problem: `Listener.problem`.
+        """
         if (status := self._process.poll()) is not None:
             self._reader.join(timeout=1)
+            if problem:  # an agent whose connection is closed ends, and then mpirun ends
+                raise HvdkitError(_cannot_accept(problem))
             raise HvdkitError(
                 f"{self._name} ended with status {status} before all ranks were started; see its "
                 f"messages above"
@@ -357,10 +372,12 @@ def agents_started_by(
     try:
         with AgentPool(listener.silence) as agents:
             while len(connected) < plan.size:
-                launcher.check()
+                launcher.check(listener.problem)
                 if time.monotonic() > deadline:
                     missing = [place for place in plan.places if place.rank not in connected]
                     names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    if listener.problem:
+                        raise HvdkitError(_cannot_accept(listener.problem))
                     queued = name == "srun" and not connected
                     also = ", and that no other step uses the allocation (`squeue --steps`)"
                     raise StartError(

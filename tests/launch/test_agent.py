@@ -139,6 +139,35 @@ def test_an_agent_sends_little_output_before_the_launcher_has_handled_it(agent):
     agent.receive("done")
 
 
+#: An agent whose user may start no more processes and threads.
+LIMITED = """
+import concurrent.futures.thread, email.parser, os, resource  # another user may not read modules
+from hvdkit.launch import inspection
+from hvdkit.launch.agent import main
+if os.geteuid() == 0:  # the limit does not hold for root
+    os.setgid(12347)
+    os.setuid(12347)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+main()
+"""
+
+
+@pytest.mark.parametrize("agent", [LIMITED], indirect=True)
+def test_a_limit_of_processes_is_named(agent):
+    agent.send("task", command=["true"], directory="/", path=None, files=[])
+    agent.receive("hello")
+    for question, arguments in (
+        ("listen", {"address": "127.0.0.1"}),
+        ("connect", {"targets": {"other": ["127.0.0.1", 1, 0]}}),
+    ):
+        agent.send("ask", question=question, arguments=arguments)
+        assert "may start no more processes and threads" in agent.receive("failed")["reason"]
+    agent.start_prepared()
+    reason = agent.receive("failed")["reason"]
+    assert "may start no more processes and threads there (`ulimit -u`: 1" in reason
+    agent.receive("done")
+
+
 def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
     """If it ended, mpirun would end the other ranks at once, which have errors to report."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -103,6 +103,8 @@ def test_agents_are_accepted_after_an_error_of_the_system(listener, monkeypatch,
         forbid(patched)
         for _ in range(3):  # the call that waits for the first one is not patched
             assert connect(listener, b"wrong 1\n") is None
+        threads = forbid is permit_no_threads
+        assert ("may start no more processes and threads" in listener.problem) == threads
     assert connect(listener, f"{token(listener)} 1\n".encode(), seconds=10) == 1
 
 
