@@ -171,8 +171,8 @@ class Agent:
                 self._forward(key.fd, key.data)
         if self._echo is not None:
             self._echo.step()
-        if time.monotonic() > self._records_at + _RECORDS_SECONDS and self._may_send:
-            self._send_records()
+        if time.monotonic() > self._records_at + _RECORDS_SECONDS:
+            self._send_news(with_records=self._may_send)
         self._send_pending()
         self._report_ends()
 
@@ -383,12 +383,15 @@ class Agent:
         self._send("output", rank=rank.rank, stream=rank.pipes[pipe], text=text)
         return True
 
-    def _send_records(self) -> None:
+    def _send_news(self, with_records: bool = True) -> None:
         self._records_at = time.monotonic()
-        for text in self._ranks.records.changed():
-            self._send("record", text=text)
+        if with_records:
+            for text in self._ranks.records.changed():
+                self._send("record", text=text)
         for rank, content in self._ranks.records.changed_notes():
             self._send("shutdown", rank=rank, content=content)
+        for running in self._ranks.all:
+            running.memory.look()
         if self._ranks.records.saved():
             self._send("saved")
         if self._ranks.records.committed():
@@ -416,11 +419,16 @@ class Agent:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
-            end = {"rank": rank.rank, "status": rank.process.returncode}
+            status = rank.process.returncode
+            # A shell whose child is killed ends with the second status.
+            killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+            end = {"rank": rank.rank, "status": status}
+            if killed and self._ending is None and (hint := rank.memory.explain()):
+                end["hint"] = hint
             # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
             self._send("exited", **end)
             self._send_pending()
-            self._send_records()
+            self._send_news()
             self._drain(rank)
             self._send("ended", **end)
             self._send_pending()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
 
 from hvdkit import cgroups
@@ -12,27 +12,33 @@ from hvdkit import cgroups
 _LIMITS = (("memory.max", "memory.events", "max"), ("memory.limit_in_bytes", "memory.failcnt", ""))
 # The files with the number of processes of a cgroup that the kernel has killed.
 _KILLS = ("memory.events", "memory.oom_control")
+# The end of a process with much memory takes seconds.
+_LOOK_SECONDS = 10.0
 # Version 1 has no word for no limit, but a number of this size.
 _NO_LIMIT = 1 << 60
 
 
-@dataclass
 class MemoryKills:
-    """The counters of the kernel for the cgroup of a rank, as they were when the rank started.
+    """The kernel's counters for the cgroup of a rank.
 
     Args:
         process: the process id of the rank.
         proc: where the system mounts procfs.
     """
 
-    process: int
-    proc: Path = Path("/proc")
-    _folders: list[Path] = field(init=False)
-    _before: tuple[int, int, dict[Path, int]] = field(init=False)
+    def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._folders = cgroups.folders("memory", process, proc)
+        # The counters some time ago, and at the last look: a process that was killed long before
+        # the end of the rank is not its cause.
+        self._before = self._last = self._counters()
+        self._looked_at = time.monotonic()
 
-    def __post_init__(self) -> None:
-        self._folders = cgroups.folders("memory", self.process, self.proc)
-        self._before = self._counters()
+    def look(self) -> None:
+        """Read the counters, but only every few seconds."""
+        if time.monotonic() > self._looked_at + _LOOK_SECONDS:
+            self._looked_at = time.monotonic()
+            self._before, self._last = self._last, self._counters()
 
     def explain(self) -> str:
         """Return a probable cause of the rank's SIGKILL: "" if no process was killed for memory."""
@@ -56,7 +62,7 @@ class MemoryKills:
         """Return the kills in the cgroup and on the host, and how often each limit was reached."""
         own = self._folders[:1]
         found = [cgroups.number(folder, name, "oom_kill") for folder in own for name in _KILLS]
-        on_host = cgroups.number(self.proc, "vmstat", "oom_kill") or 0
+        on_host = cgroups.number(self._proc, "vmstat", "oom_kill") or 0
         reached = {
             folder: count
             for folder in self._folders

@@ -16,6 +16,7 @@ import pytest
 
 from hvdkit.launch import messages
 from hvdkit.launch.agent import Agent
+from hvdkit.launch.memory_kills import MemoryKills
 
 RANK = [sys.executable, "-c"]
 #: A rank without a terminal, on all CPUs.
@@ -197,20 +198,45 @@ def test_the_end_of_a_rank_is_sent_before_the_search_for_its_processes(monkeypat
     agent = Agent(ends[0], ends[3])
     sent = []
     process = SimpleNamespace(poll=lambda: -9, returncode=-9)
-    rank = SimpleNamespace(rank=5, reported=False, pipes={}, process=process)
+    rank = SimpleNamespace(rank=5, reported=False, pipes={}, process=process, memory=MemoryKills(0))
     ranks = SimpleNamespace(
         all=[rank],
         find_orphans=lambda: sent.append(os.read(ends[2], 10_000)),
         terminate=lambda _: iter(()),
     )
     monkeypatch.setattr(agent, "_ranks", ranks)
-    monkeypatch.setattr(agent, "_send_records", lambda: None)
+    monkeypatch.setattr(agent, "_send_news", lambda **_: None)
     agent._report_ends()
     agent._selector.close()
     for end in (*ends, agent._signals, agent._wakeup):
         os.close(end)
     end = {"rank": 5, "status": -9}
     assert sent[0].endswith(messages.encode("exited", **end) + messages.encode("ended", **end))
+
+
+#: An agent on a host whose memory was full a moment ago.
+FULL = """
+from hvdkit.launch.agent import main
+from hvdkit.launch.memory_kills import MemoryKills
+MemoryKills.explain = lambda _: "probably memory"
+main()
+"""
+
+
+@pytest.mark.parametrize("agent", [FULL], indirect=True)
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        ("os.kill(os.getpid(), 9)", "probably memory"),
+        ("sys.exit(137)", "probably memory"),
+        ("os.kill(os.getpid(), 15)", None),
+        ("sys.exit(1)", None),
+    ],
+)
+def test_the_probable_cause_of_sigkill_is_sent(agent, code, hint):
+    agent.start(f"import os, sys; {code}")
+    assert agent.receive("exited").get("hint") == hint
+    assert agent.receive("ended").get("hint") == hint
 
 
 def test_an_agent_that_cannot_connect_says_so_in_one_line():

@@ -301,6 +301,15 @@ def test_slurm_ends_the_job_step_after_a_rank_was_killed(outcome, events):
     ]
 
 
+def test_a_rank_that_the_kernel_has_killed_for_lack_of_memory(outcome):
+    hint = "probably by the kernel, because the memory limit of its cgroup (2.0 GB) was reached"
+    agent, message = ended(1, -9)
+    found = outcome((agent, message | {"hint": hint}), END, ended(0, -15), *DONE)
+    assert found.reason.startswith(
+        f"rank 1 on host1 failed: killed by signal 9 (Killed), {hint}. The launcher ended 1 other"
+    )
+
+
 def test_slurm_ends_the_job_step_before_any_agent_can_report(outcome):
     error = "Traceback (most recent call last):\nMemoryError"
     output = {"kind": "output", "rank": 1, "stream": "stderr", "text": f"{error}\n"}
