@@ -18,6 +18,7 @@ from typing import IO
 
 import psutil
 
+from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 
 #: The variable with the ids of a process's nested groups, outermost first, separated by colons.
@@ -127,6 +128,8 @@ class ProcessGroup:
                 longest = max(env, key=lambda name: len(name) + len(env[name]), default="")
                 if len(env.get(longest, "")) > sum(map(len, command)):
                     reason = f"{reason}; the longest variable of the environment is {longest}"
+            if process_limit.is_reached(error):
+                reason = f"{reason}; {process_limit.describe()}"
             what = error.filename if error.filename == cwd and cwd is not None else command[0]
             raise HvdkitError(f"cannot start {os.fspath(what)!r}: {reason}") from error
         self.started.append(process)

@@ -15,6 +15,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
 #: Package or module -> its layer. It may import from lower layers, and as ALLOWED.
 LAYERS = {
     "errors": 0,
+    "cgroups": 0,
     "console": 0,
     "diagnostics": 0,
     "flags": 0,
@@ -22,6 +23,7 @@ LAYERS = {
     "mpi_segments": 0,
     "mpirun": 0,
     "owned_folders": 0,
+    "process_limit": 0,
     "processes": 0,
     "ranks": 0,
     "record_files": 0,
@@ -53,7 +55,10 @@ ALLOWED = {
     ("mesh", "errors"),
     ("mpi_segments", "owned_folders"),
     ("mpirun", "errors"),
+    ("process_limit", "cgroups"),
+    ("process_limit", "errors"),
     ("processes", "errors"),
+    ("processes", "process_limit"),
     ("ranks", "errors"),
     ("ranks", "mpi_segments"),
     ("ranks", "mpirun"),

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
@@ -42,8 +43,6 @@ from hvdkit.signals import STOP_SIGNALS
 ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
-#: With more bytes than this to send, the agent stops reading the ranks' output.
-_UNSENT_BYTES = 1_000_000
 _ENDING_POLL_SECONDS = 0.05
 #: Seconds between two looks for new records of the ranks.
 _RECORDS_SECONDS = 1.0
@@ -90,6 +89,8 @@ class Agent:
         os.set_blocking(send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
+        # The bytes of output and records that the launcher has not handled yet.
+        self._unread = 0
         if overrides is None:
             self._unsent += messages.encode("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE, job)
@@ -171,7 +172,7 @@ class Agent:
         if self._echo is not None:
             self._echo.step()
         if time.monotonic() > self._records_at + _RECORDS_SECONDS:
-            self._send_records()
+            self._send_news(with_records=self._may_send)
         self._send_pending()
         self._report_ends()
 
@@ -209,8 +210,7 @@ class Agent:
         # could not report their errors, and their SIGTERM would look like another failure.
         if self._keep_rank_variables:
             return self._done
-        # The launcher reads no more messages while the reader of its output does not read, such as
-        # `less`. It still sends heartbeats.
+        # The network may be slow.
         return self._done and bool(self._unsent)
 
     def _prepare_next_start(self) -> None:
@@ -288,7 +288,8 @@ class Agent:
                 if self._echo is not None:
                     self._echo.start(message["size"])
                 try:
-                    self._ranks.start(message["ranks"], self._task, self._report_alive)
+                    with process_limit.explained():
+                        self._ranks.start(message["ranks"], self._task, self._report_alive)
                 except (HvdkitError, OSError) as error:  # OSError: no folder for records
                     self._send("failed", reason=str(error))
                     self._end(0)
@@ -304,6 +305,8 @@ class Agent:
                 self._ranks.records.write_note(message["rank"], message["content"])
             case "heartbeat":
                 self._report_alive()
+            case "read":
+                self._unread -= message["bytes"]
             case "keep":
                 self._keep(message["name"])
             case "hosts" if self._commits is not None:
@@ -323,7 +326,11 @@ class Agent:
 
         # This blocks. The launcher asks only while no ranks run.
         try:
-            self._send("answer", answer=inspection.QUESTIONS[question](**arguments))
+            with process_limit.explained():
+                answer = inspection.QUESTIONS[question](**arguments)
+            self._send("answer", answer=answer)
+        except HvdkitError as error:
+            self._send("failed", reason=str(error))
         except OSError as error:
             self._send("failed", reason=f"{question}: {error}")
 
@@ -340,7 +347,7 @@ class Agent:
 
     def _select_pipes(self) -> None:
         """Watch the ranks' pipes only while the readers of their output read fast enough."""
-        wanted = len(self._unsent) < _UNSENT_BYTES
+        wanted = self._may_send
         if self._echo is not None and self._echo.full:
             wanted = False
         watched = self._selector.get_map()
@@ -376,12 +383,15 @@ class Agent:
         self._send("output", rank=rank.rank, stream=rank.pipes[pipe], text=text)
         return True
 
-    def _send_records(self) -> None:
+    def _send_news(self, with_records: bool = True) -> None:
         self._records_at = time.monotonic()
-        for text in self._ranks.records.changed():
-            self._send("record", text=text)
+        if with_records:
+            for text in self._ranks.records.changed():
+                self._send("record", text=text)
         for rank, content in self._ranks.records.changed_notes():
             self._send("shutdown", rank=rank, content=content)
+        for running in self._ranks.all:
+            running.memory.look()
         if self._ranks.records.saved():
             self._send("saved")
         if self._ranks.records.committed():
@@ -409,11 +419,16 @@ class Agent:
             if rank.reported or rank.process.poll() is None:
                 continue
             rank.reported = True
-            end = {"rank": rank.rank, "status": rank.process.returncode}
+            status = rank.process.returncode
+            # A shell whose child is killed ends with the second status.
+            killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+            end = {"rank": rank.rank, "status": status}
+            if killed and self._ending is None and (hint := rank.memory.explain()):
+                end["hint"] = hint
             # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
             self._send("exited", **end)
             self._send_pending()
-            self._send_records()
+            self._send_news()
             self._drain(rank)
             self._send("ended", **end)
             self._send_pending()
@@ -435,9 +450,18 @@ class Agent:
 
     # Messages to the launcher
 
+    @property
+    def _may_send(self) -> bool:
+        """Whether the launcher takes more output and records."""
+        # If the launcher is lost, output is discarded: the ranks must not wait while they end.
+        return self._launcher_lost or self._unread < messages.WINDOW
+
     def _send(self, kind: str, **fields: Any) -> None:
         if not self._launcher_lost:
-            self._unsent += messages.encode(kind, **fields)
+            data = messages.encode(kind, **fields)
+            self._unsent += data
+            if kind in messages.COUNTED:
+                self._unread += len(data)
 
     def _send_pending(self) -> None:
         while self._unsent:

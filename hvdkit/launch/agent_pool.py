@@ -26,8 +26,6 @@ from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.start_error import StartError
 
-#: With more messages than this in the queue, the launcher stops reading from agents.
-_QUEUED = 1000
 #: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
 #: The most agents for which `Connection.explain` runs at the same time, after a timeout.
@@ -65,7 +63,7 @@ class AgentPool:
         self.unused: list[Connection] = []
         # Those that `only` leaves out.
         self._left_out: list[Connection] = []
-        self.events: Events = queue.Queue(_QUEUED)
+        self.events: Events = queue.Queue()
         self.explained = False
         self.killed: Callable[[], str] = lambda: ""
         self.aborted: Callable[[], str] = lambda: ""
@@ -141,6 +139,7 @@ class AgentPool:
                 return None
             if event.connection.disconnected:
                 continue
+            event.connection.acknowledge(event)
             # Also from a node without ranks: a signal on any node stops the job.
             if event.message["kind"] == "signal":
                 number = event.message["number"]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -13,15 +14,16 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
-from hvdkit.launch.ssh import Ssh
-from hvdkit.processes import wait_for_killed
+from hvdkit.launch.ssh import FAILED, NO_ANSWER, Ssh
+from hvdkit.processes import exit_text, wait_for_killed
 
 _AGENT = ["-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
@@ -37,10 +39,19 @@ _PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 @dataclass(frozen=True)
 class Event:
-    """A message of an agent. A message of kind `lost` means that the connection has ended."""
+    """A message of an agent. A message of kind `lost` means that the connection has ended.
+
+    Attributes:
+        connection: the connection to the agent.
+        message: the message.
+        received_at: when it arrived (`time.monotonic`).
+        counted: its bytes if it counts for `messages.WINDOW`; otherwise 0.
+    """
 
     connection: Connection
     message: Message
+    received_at: float = field(default_factory=time.monotonic)
+    counted: int = 0
 
 
 Events = queue.Queue[Event]
@@ -61,6 +72,9 @@ class Silence:
 
 class Connection:
     """A connection to an agent. A thread puts the agent's messages into the queue `events`.
+
+    The queue has no limit, so no message waits in the network. `messages.WINDOW` limits the bytes
+    in the queue. Whoever takes a message from the queue calls `acknowledge`.
 
     Attributes:
         host: the agent's host.
@@ -88,6 +102,8 @@ class Connection:
         self._received = received
         self._events = events
         self._error: OSError | None = None
+        # The last line before the greeting, of a login shell.
+        self._said = ""
         # The time of the heartbeat that the agent has not answered yet, and the last silence.
         self._asked_at: float | None = None
         self._silence: Silence | None = None
@@ -108,6 +124,11 @@ class Connection:
         """
         if not self._disconnected.is_set():
             self._unsent.put(messages.encode(kind, **fields))
+
+    def acknowledge(self, event: Event) -> None:
+        """Tell the agent that one of its messages was taken from the queue."""
+        if event.counted:
+            self.send("read", bytes=event.counted)
 
     def _write(self) -> None:
         while (data := self._unsent.get()) is not None:
@@ -186,36 +207,30 @@ class Connection:
                 if not self.greeted:
                     # The start-up files of a login shell may print text without a line end.
                     self.greeted = line.endswith(messages.GREETING)
+                    self._said = line.decode(errors="replace").strip() or self._said
                 elif line.endswith(b"\n"):  # an agent that is killed may leave half a line
-                    self._receive(_decoded(line))
+                    self._receive(line)
         except OSError as error:  # of a socket whose other host is gone
             self._error = error
         self.ended = True
         self.silent_since = float("inf")
         self._put({"kind": "lost"})
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, line: bytes) -> None:
+        message = _decoded(line)
         now = time.monotonic()
         if self._asked_at is not None and now > self._asked_at + _SILENCE_SECONDS:
             self._silence = Silence(now - self._asked_at, now)
         self._asked_at = None
-        if message["kind"] == "alive":
+        if message["kind"] == "alive" or self.silent_since < float("inf"):
             self.silent_since = now
-            return
-        answers = self.silent_since < float("inf")
-        # `_put` waits while the queue is full. The agent is not silent during this time.
-        self.silent_since = float("inf")
-        self._put(message)
-        self._asked_at = None
-        if answers:
-            self.silent_since = time.monotonic()
+        if message["kind"] != "alive":
+            self._put(message, len(line) if message["kind"] in messages.COUNTED else 0)
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: Message, counted: int = 0) -> None:
         # After `disconnect` nothing reads the queue, but the agent's output must be read fully.
-        while not self._disconnected.is_set():
-            with contextlib.suppress(queue.Full):
-                self._events.put(Event(self, message), timeout=0.1)
-                return
+        if not self._disconnected.is_set():
+            self._events.put(Event(self, message, time.monotonic(), counted))
 
 
 class ProcessConnection(Connection):
@@ -279,12 +294,18 @@ class ProcessConnection(Connection):
 
     def explain(self) -> str:
         status, stderr = self._status_and_stderr()
-        if self._local:
-            last = self._stderr[-1] if self._stderr else "it wrote nothing"
-            if status is None:
-                return f"its agent has not ended; check whether the process is stopped ({last})"
-            return f"its agent ended with status {status}: {last}"
-        return self._ssh.explain(self.host, status, stderr, self._python)
+        if not (self._local or self.greeted):
+            # The reader has the last line on standard output.
+            self._reader.join(timeout=0 if status is None else 1)
+            return self._ssh.explain(self.host, status, stderr, self._python, self._said)
+        last = self._stderr[-1] if self._stderr else "it wrote nothing"
+        if status is None:
+            return f"its agent has not ended; check whether the process is stopped ({last})"
+        if not self._local and (status < 0 or status == FAILED):
+            return self._ssh.explain_end(status, stderr)
+        if status < 0:
+            return f"its agent was {exit_text(status)}: {last}"
+        return f"its agent ended with status {status}: {last}"
 
     def lost_host(self) -> bool:
         return not self._local and self._ssh.lost_connection(*self._status_and_stderr())
@@ -348,13 +369,20 @@ class SocketConnection(Connection):
         accepted: the socket.
         events: the queue for the agent's messages.
         started_by: mpirun or srun; empty if a user started the agent.
+        lost_line: returns the line in which mpirun's ssh says that it has lost a host; "" for none.
     """
 
     def __init__(
-        self, host: Host, accepted: socket.socket, events: Events, started_by: str = ""
+        self,
+        host: Host,
+        accepted: socket.socket,
+        events: Events,
+        started_by: str = "",
+        lost_line: Callable[[], str] = str,
     ) -> None:
         self._socket = accepted
         self._started_by = started_by
+        self._lost_line = lost_line
         # An error: the connection was reset. The reader reports it as lost.
         with contextlib.suppress(OSError):
             peer = str(accepted.getpeername()[0]).removeprefix("::ffff:")
@@ -363,8 +391,15 @@ class SocketConnection(Connection):
         super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
 
     def explain(self) -> str:
+        line = self._lost_line()
+        shown = f" ({line})" if line else ""
         if self.lost_host():
-            return "the host does not answer; check its network, and whether it was shut down"
+            return f"{NO_ANSWER}{shown}"
+        if line:
+            return (
+                f"{self._started_by} has lost a host, and has ended its agents; check the network "
+                f"of the hosts, and whether one was shut down{shown}"
+            )
         process = f"the process or {self._started_by}" if self._started_by else "the process"
         return (
             f"the connection to its agent has ended; check whether {process} was killed, or the "
@@ -373,7 +408,11 @@ class SocketConnection(Connection):
 
     def lost_host(self) -> bool:
         # If only the process has ended, its host closes the connection, which gives another error.
-        return self._error is not None and self._error.errno in _SILENT
+        if self._error is not None and self._error.errno in _SILENT:
+            return True
+        # The name is that of ssh, as in `Timeout, server host1 not responding.`
+        name = re.escape(self.host.address)
+        return re.search(rf"(?<![\w.-]){name}(?![\w-]|\.\w)", self._lost_line()) is not None
 
     def cut(self) -> None:
         with contextlib.suppress(OSError):

@@ -76,6 +76,7 @@ class Failure:
         tail: its last lines of output.
         over_mpi: whether MPI may have ended it. When a rank calls MPI_Abort, mpirun sends SIGTERM
             to all ranks.
+        hint: the probable cause of its end, if the agent knows one; otherwise empty.
         began: when it raised its error, or else ended (`time.monotonic`).
     """
 
@@ -84,6 +85,12 @@ class Failure:
     tail: Sequence[str]
     over_mpi: bool = False
     began: float = 0.0
+    hint: str = ""
+
+    @property
+    def end(self) -> str:
+        """How it has ended, with the hint."""
+        return ", ".join(filter(None, [exit_text(self.status), self.hint]))
 
     @property
     def traceback(self) -> list[str]:
@@ -191,7 +198,12 @@ class Failures:
         return bool(self._found)
 
     def add(
-        self, rank: int, status: int, tail: Sequence[str], raised_at: float = float("-inf")
+        self,
+        rank: int,
+        status: int,
+        tail: Sequence[str],
+        raised_at: float = float("-inf"),
+        hint: str = "",
     ) -> None:
         """Add a rank that has ended now.
 
@@ -201,10 +213,11 @@ class Failures:
             tail: its last lines of output.
             raised_at: when it wrote its last traceback (`time.monotonic`). Its `atexit` functions
                 run afterwards, so another rank may raise later and end earlier.
+            hint: as for `Failure`.
         """
         now = time.monotonic()
         began = raised_at if now - raised_at < _RAISED_SECONDS else now
-        failure = Failure(rank, status, tail, self._over_mpi, began)
+        failure = Failure(rank, status, tail, self._over_mpi, began, hint)
         self._found.append(failure)
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
@@ -294,9 +307,9 @@ class Failures:
         # The first one to end is no more the cause than the others.
         all_alike = len(alike) == len(self._found) > 1 and not ended and not finished
         if all_alike:
-            parts = [f"all ranks failed with the same error: {exit_text(first.status)}"]
+            parts = [f"all ranks failed with the same error: {first.end}"]
         else:
-            parts = [f"{self._describe([first.rank])} failed: {exit_text(first.status)}"]
+            parts = [f"{self._describe([first.rank])} failed: {first.end}"]
         after = [f for f in others if f.kind == _LOST_PEER and first.kind < _LOST_PEER]
         if after:
             parts.append(f"{_count(len(after))} failed after it, because the connection was lost")
@@ -335,7 +348,7 @@ class Failures:
             if failure.last_line not in shown and len(shown) < _SHOWN:
                 shown.add(failure.last_line)
                 rank = _capitalized(self._describe([failure.rank]))
-                lines.append(f"{rank} failed, too: {exit_text(failure.status)}.")
+                lines.append(f"{rank} failed, too: {failure.end}.")
                 lines.append(tail_of(failure.rank, failure.tail))
         same = sum(failure.last_line == first.last_line for failure in similar)
         if same and not all_alike:

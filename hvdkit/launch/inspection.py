@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import open_files
 from hvdkit.launch.listener import Listener
 from hvdkit.launch.network import free_port
@@ -110,9 +111,19 @@ def listen(address: str) -> int:
 
 
 def stop_listening() -> None:
-    """Close the ports of `listen`, and their connections."""
+    """Close the ports of `listen`, and their connections.
+
+    Raises:
+        HvdkitError: connections were closed because this host may start no more threads. The other
+            hosts find that a connection fails.
+    """
+    problems = []
     while _listeners:
-        _listeners.pop().close()
+        listener = _listeners.pop()
+        listener.close()
+        problems.append(listener.problem)
+    if any(problems):
+        raise HvdkitError(max(problems))
 
 
 def _drain(connection: socket.socket) -> None:

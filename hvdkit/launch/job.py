@@ -34,7 +34,8 @@ _NOW_SECONDS = 1.0
 _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
 # The most ranks whose last lines are shown if srun has ended all ranks.
 _RAISED_SHOWN = 3
-# The time in which the launcher reads the messages that arrived while it was stopped.
+# The time in which the launcher reads the messages that arrived while it was stopped. If older
+# messages are unread, it does not judge what ranks do.
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
@@ -71,8 +72,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
-        # Rank -> its agent and the status with which it has ended. The agent then sends its output.
-        self._exited: dict[int, tuple[Connection, int]] = {}
+        # Rank -> its agent and the message that it has ended. The agent then sends its output.
+        self._exited: dict[int, tuple[Connection, Message]] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._over_mpi = registered is None
         self._failures = Failures(self._ranks, self._orderly, self._over_mpi)
@@ -100,10 +101,14 @@ class Job:
         self._saved = self._committed = False
         self._lost: list[Host] = []
         self._lost_agent = False
+        # The names of the hosts that did not confirm their end after a success of their ranks.
+        self._unconfirmed: set[str] = set()
         # The last look at deadlines, and the end of the last pause of this process.
         self._looked_at = self._resumed_at = self._started_at
         # The seconds of this pause.
         self._pause = 0.0
+        # All messages that had arrived until this time have been handled.
+        self._read_until = self._started_at
         # Deadlines; infinite when inactive.
         self._stop_deadline = float("inf")
         self._end_deadline = float("inf")
@@ -121,6 +126,7 @@ class Job:
                     self._notice_pause(now)
                     if event is not None:
                         self._handle(event.connection, event.message)
+                    self._note_read(now if event is None else event.received_at, now)
                     self._check_deadlines(now)
                     self._output.status(self._progress())
         finally:
@@ -158,27 +164,32 @@ class Job:
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "exited":
-                self._exited[message["rank"]] = connection, message["status"]
+                self._exited[message["rank"]] = connection, message
             case "ended":
-                self._on_rank_ended(message["rank"], message["status"])
+                self._on_rank_ended(message)
             case "failed":
-                self._on_agent_failed(host, f"{host.name}: {message['reason']}")
+                self._on_agent_failed(connection, f"{host.name}: {message['reason']}")
             case "done":
                 connection.idle = bool(message.get("stays"))
                 self._finished.add(connection)
                 self._check_ended(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
-                for rank, (agent, status) in self._exited.items():
+                for rank, (agent, end) in self._exited.items():
                     # Other agents will send the output of their ranks, which may be the reason for
                     # their ends. If Slurm ends all agents, a killed rank is the cause.
-                    is_complete = agent is connection or status == -signal.SIGKILL
+                    is_complete = agent is connection or end["status"] == -signal.SIGKILL
                     if is_complete and rank not in self._statuses:
-                        self._on_rank_ended(rank, status)
+                        self._on_rank_ended(end)
                 self._on_lost(connection)
 
     def _on_lost(self, connection: Connection) -> None:
         host = connection.host
+        if self._have_succeeded(connection):
+            if connection.lost_host():
+                self._lost.append(host)
+            self._say_unconfirmed(connection, f"lost {host.name}: {connection.explain()}")
+            return
         left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
         problem = f"lost {host.name}: {self._explain_lost(connection)}. {left}"
         lost_host = connection.lost_host()
@@ -193,14 +204,34 @@ class Job:
         is_cause = not (lost_host or self._over_mpi or self._was_paused(connection))
         self._fail(problem, host if is_cause else None)
 
-    def _on_agent_failed(self, host: Host, problem: str) -> None:
+    def _on_agent_failed(self, connection: Connection, problem: str) -> None:
         """Handle the message of an agent that cannot start its ranks, or cannot end them."""
-        if not self._ending:
+        host = connection.host
+        if self._have_succeeded(connection):
+            self._say_unconfirmed(connection, problem)
+        elif not self._ending:
             self._fail(problem, host)
         elif host.name not in self._failed_agents:
             # The failure that ends the job stays, but a process may still run on the host.
             self._problem = f"{self._problem}\n{problem}".lstrip()
             self._failed_agents.append(host.name)
+
+    def _have_succeeded(self, connection: Connection) -> bool:
+        """Return whether all ranks of an agent have ended with exit status 0.
+
+        Then the loss of the agent does not make the job fail. A restart would repeat the whole job.
+        """
+        return all(self._statuses.get(place.rank) == 0 for place in self._places[connection])
+
+    def _say_unconfirmed(self, connection: Connection, problem: str) -> None:
+        """Say that an agent whose ranks have succeeded does not confirm the end."""
+        name = connection.host.name
+        if name not in self._unconfirmed:
+            self._unconfirmed.add(name)
+            self._say(
+                f"{problem}. All ranks of this agent had ended with exit status 0, so the job has "
+                f"not failed. Processes that the ranks have started may still run there"
+            )
 
     def _check_ended(self, connection: Connection) -> None:
         """Fail if an agent has ended without its ranks: it got SIGTERM before it started them."""
@@ -223,7 +254,8 @@ class Job:
             if other is not connection:
                 other.send("shutdown", rank=rank, content=content)
 
-    def _on_rank_ended(self, rank: int, status: int) -> None:
+    def _on_rank_ended(self, end: Message) -> None:
+        rank, status = end["rank"], end["status"]
         self._output.finish(rank)
         self._statuses[rank] = status
         # After a failure, a rank that a stop signal has ended is not the cause.
@@ -235,7 +267,7 @@ class Job:
             return
         if status == RESUMABLE and not self._has_failed:
             self._rank_stopped = True
-        self._failures.add(rank, status, tail, raised_at)
+        self._failures.add(rank, status, tail, raised_at, end.get("hint", ""))
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
@@ -287,13 +319,13 @@ class Job:
     # Deadlines
 
     def _check_deadlines(self, now: float) -> None:
-        if not self._ending and (late := self._start.check(now)) is not None:
+        # The queue may contain much output, whose reader is slow, before a message that matters.
+        read = now < self._read_until + _READ_SECONDS
+        if read and not self._ending and (late := self._start.check(now)) is not None:
             self._on_late_start(late)
         self._check_silence(now)
-        # While the launcher ends the ranks, a verdict would blame a rank for its end. After a pause
-        # of the launcher, the ranks' answers have not been read yet.
-        read = self._pause == 0 or now > self._resumed_at + _READ_SECONDS
-        if not self._ending and read:
+        # While the launcher ends the ranks, a verdict would blame a rank for its end.
+        if read and not self._ending:
             silent_hosts = partial(self._silent_hosts, now)
             failed = bool(self._failures)
             verdict = self._stalls.check(now, self._statuses, silent_hosts, failed)
@@ -302,15 +334,15 @@ class Job:
         if self._output.stdout_closed and self._stopped_by is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
-        if now > self._failures.deadline and not self._ending and self._running():
+        if self._read_until > self._failures.deadline and not self._ending and self._running():
             self._end(self._timeouts.end)
-        if now > self._stop_deadline and self._running():
+        if self._read_until > self._stop_deadline and self._running():
             self._problem = (
                 f"{self._ranks(self._running())} did not stop within {self._timeouts.stop:g} s "
                 f"(--stop-grace). Give a longer time if saving needs it"
             )
             self._end(self._timeouts.end)
-        if now > self._end_deadline:
+        if self._read_until > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
             unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"
@@ -324,11 +356,14 @@ class Job:
             if connection not in self._finished and now > silent_since + self._timeouts.lost:
                 connection.cut()
                 self._finished.add(connection)
-                self._fail(
+                problem = (
                     f"lost {connection.host.name}: its agent has not answered for "
-                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped",
-                    connection.host,
+                    f"{self._timeouts.lost:g} s. Check whether the host or the process is stopped"
                 )
+                if self._have_succeeded(connection):
+                    self._say_unconfirmed(connection, problem)
+                else:
+                    self._fail(problem, connection.host)
 
     def _notice_pause(self, now: float) -> None:
         """Notice that this process was stopped, and maybe the agents too."""
@@ -336,6 +371,12 @@ class Job:
             self._resumed_at, self._pause = now, now - self._looked_at
             self._start.postpone(self._pause)
         self._looked_at = now
+
+    def _note_read(self, until: float, now: float) -> None:
+        """Note that all messages that had arrived until a time have been handled."""
+        # After a pause, threads first have to receive the messages that arrived meanwhile.
+        if not self._pause or now > self._resumed_at + _READ_SECONDS:
+            self._read_until = until
 
     def _was_paused(self, connection: Connection) -> bool:
         """Return whether an agent was lost because this process was stopped."""
@@ -528,9 +569,11 @@ class Job:
 
     def _add_first_end(self) -> None:
         """Add the first rank that has failed, if an agent was lost before the rank's agent."""
-        for rank, (_, status) in self._exited.items():
+        for rank, (_, end) in self._exited.items():
+            status = end["status"]
             if status not in (0, *self._orderly):
-                self._failures.add(rank, status, self._output.tail(rank))
+                tail, hint = self._output.tail(rank), end.get("hint", "")
+                self._failures.add(rank, status, tail, hint=hint)
                 return
 
     def _explain_abort(self, by: str) -> str:
@@ -565,7 +608,8 @@ class Job:
         finished = sorted(rank for rank, status in self._statuses.items() if status == 0)
         before = self._stalls.verdict_on_failure()
         departed = list(self._departed.values())
-        remarks = [*self._silent_hosts(time.monotonic()), *self._not_failed()]
+        unfailed = self._not_failed()
+        remarks = [*self._silent_hosts(time.monotonic()), *filter(None, [unfailed])]
         causes, report = self._failures.report(
             0 if aborted_by else len(self._ended_by_launcher),
             finished,
@@ -582,18 +626,19 @@ class Job:
             restartable=not self._stops_first,
             suspects=tuple(self._failures.suspects),
             possible_causes=causes,
+            unfailed=unfailed,
         )
 
-    def _not_failed(self) -> list[str]:
+    def _not_failed(self) -> str:
         """Return a sentence about the ranks that the launcher ended because of a failure.
 
         Empty if the failure has another possible cause.
         """
         others_ended = any(status in (0, *self._orderly) for status in self._statuses.values())
         if not self._ended_by_launcher or self._problem or others_ended or self._stopped_by:
-            return []
+            return ""
         ranks = self._ranks(self._ended_by_launcher)
-        return [f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."]
+        return f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."
 
     def _ended_by(self, number: signal.Signals) -> Outcome:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
+from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import messages
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import SocketConnection
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.ssh import HOST_SECONDS
+from hvdkit.launch.ssh import HOST_SECONDS, LOST_LINE
 from hvdkit.launch.start_error import StartError
 from hvdkit.processes import ProcessGroup, exit_text
 
@@ -63,6 +64,8 @@ class Listener(Generic[Peer]):
 
     Attributes:
         silence: as given.
+        problem: why a connection of any side was closed: this process may start no more threads;
+            empty if none was.
 
     If strangers open too many connections, the oldest connection that is not authenticated is
     closed. Agents authenticate at once, so their connections are rarely closed. One that is closed
@@ -78,6 +81,7 @@ class Listener(Generic[Peer]):
     ) -> None:
         self._server = server
         self.silence = silence
+        self.problem = ""
         self._authenticate = authenticate
         self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
@@ -133,6 +137,7 @@ class Listener(Generic[Peer]):
             try:
                 thread.start()
             except RuntimeError:  # this user may start no more threads
+                self.problem = process_limit.describe()
                 self._end_check(connection, None)
                 self._closed.wait(_RETRY_SECONDS)
 
@@ -227,6 +232,10 @@ def _enable_keepalive(connection: socket.socket, silence: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def _cannot_accept(problem: str) -> str:
+    return f"this machine has closed connections of agents: {problem}"
+
+
 class _ExternalLauncher:
     """A running mpirun or srun, whose output is shown to the user.
 
@@ -251,15 +260,22 @@ class _ExternalLauncher:
         self._pipe = process.stdout
         self._say = say
         self._aborted = False
+        self._lost_line = ""
         self._holds: Callable[[], bool] = lambda: False
         self._held: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def check(self) -> None:
-        """Raise HvdkitError if mpirun or srun has ended. Called until all agents have connected."""
+    def check(self, problem: str) -> None:
+        """Raise HvdkitError if mpirun or srun has ended. Called until all agents have connected.
+
+        Args:
+            problem: `Listener.problem`.
+        """
         if (status := self._process.poll()) is not None:
             self._reader.join(timeout=1)
+            if problem:  # an agent whose connection is closed ends, and then mpirun ends
+                raise HvdkitError(_cannot_accept(problem))
             raise HvdkitError(
                 f"{self._name} ended with status {status} before all ranks were started; see its "
                 f"messages above"
@@ -269,6 +285,10 @@ class _ExternalLauncher:
         """Return a sentence if a signal has ended mpirun or srun; otherwise ""."""
         status = self._process.poll()
         return f"{self._name} was {exit_text(status)}" if status is not None and status < 0 else ""
+
+    def lost_line(self) -> str:
+        """Return the line in which its ssh says that it has lost a host; "" for none."""
+        return self._lost_line
 
     def aborted(self) -> str:
         """Return "srun" if Slurm has ended the job step, and so all ranks; otherwise "".
@@ -309,6 +329,8 @@ class _ExternalLauncher:
             if text := line.decode(errors="replace").strip("\0 \t\r\n"):
                 text = own + text.removeprefix(own)
                 self._aborted = self._aborted or _STEP_ABORTED in text
+                if LOST_LINE.search(text):
+                    self._lost_line = text
                 if self._holds():
                     self._held.append(text)
                 else:
@@ -350,10 +372,12 @@ def agents_started_by(
     try:
         with AgentPool(listener.silence) as agents:
             while len(connected) < plan.size:
-                launcher.check()
+                launcher.check(listener.problem)
                 if time.monotonic() > deadline:
                     missing = [place for place in plan.places if place.rank not in connected]
                     names = ", ".join(f"{place.rank} on {place.host.name}" for place in missing[:8])
+                    if listener.problem:
+                        raise HvdkitError(_cannot_accept(listener.problem))
                     queued = name == "srun" and not connected
                     also = ", and that no other step uses the allocation (`squeue --steps`)"
                     raise StartError(
@@ -365,7 +389,9 @@ def agents_started_by(
                 if (accepted := listener.accept()) is not None:
                     rank, connection = accepted
                     host = plan.places[rank].host
-                    connected[rank] = SocketConnection(host, connection, agents.events, name)
+                    connected[rank] = SocketConnection(
+                        host, connection, agents.events, name, launcher.lost_line
+                    )
                     # Add it at once: an agent without heartbeats takes the launcher for lost.
                     agents.connections.append(connected[rank])
             agents.connections[:] = [connected[rank] for rank in sorted(connected)]

@@ -15,6 +15,7 @@ from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.faults.process_states import STOPPED
 from hvdkit.faults.record_folder import RecordFolder
 from hvdkit.launch.guard import Guard
+from hvdkit.launch.memory_kills import MemoryKills
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool
 from hvdkit.mpi_segments import SegmentFolder, mpich_files
@@ -35,12 +36,14 @@ class RankProcess:
     Attributes:
         reported: whether the agent has told the launcher that the process has ended.
         pipes: the descriptor of each open pipe -> the name of the stream.
+        memory: tells whether the kernel has killed the process for lack of memory.
     """
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.rank = rank
         self.process = process
         self.reported = False
+        self.memory = MemoryKills(process.pid)
         self.pipes: dict[int, str] = {}
         for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
             if pipe is not None:  # None: the rank writes to the user's terminal

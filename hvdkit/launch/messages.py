@@ -21,6 +21,8 @@ To the agent:
                                              delete them at the end
     hosts      {version}                     the version of the elastic job's list of hosts
     heartbeat  {}                            the launcher still runs
+    read       {bytes}                       the launcher has handled so many bytes of output and
+                                             records, see `WINDOW`
     outcome    {status, report}              how the job ended, for agents of `--nodes`
 
 From the agent:
@@ -29,8 +31,9 @@ From the agent:
                                              cannot run the task
     answer     {answer}                      the answer to a question
     output     {rank, stream, text}          bytes that a rank has written
-    exited     {rank, status}                the rank has ended; the status is negative for a signal
-    ended      {rank, status}                the same, after all output of the rank
+    exited     {rank, status, hint}          the rank has ended; the status is negative for a signal
+                                             (the hint is its probable cause, if known)
+    ended      {rank, status, hint}          the same, after all output of the rank
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again
@@ -68,6 +71,13 @@ ADDRESS_VARIABLE = "HVDKIT_LAUNCHER_ADDRESS"
 TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
 #: The descriptors of the user's terminal (input, output, errors), for an agent on this machine.
 TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
+
+#: With so many bytes of output and records that the launcher has not handled yet, an agent sends
+#: no more of them. The launcher may show output slowly. It always reads all other messages at once,
+#: so the end of a rank must not wait behind much output.
+WINDOW = 1 << 18
+#: The kinds of messages that count for `WINDOW`.
+COUNTED = ("output", "record")
 
 #: The most seconds between two heartbeats.
 HEARTBEAT_SECONDS = 5.0

@@ -13,6 +13,9 @@ from hvdkit.launch.plan import Plan
 from hvdkit.launch.reachability import BrokenConnection, best_connected, describe_broken
 from hvdkit.launch.start_error import StartError
 
+# The beginning of the line with the broken connections.
+_BROKEN = "Connections that fail now: "
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -33,6 +36,8 @@ class Outcome:
         is_verdict: whether the report is a verdict on a stall.
         possible_causes: the possible causes of a failure that only reports a lost peer, with which
             the report begins; empty for others.
+        unfailed: the last sentence of these causes if it names ranks that had not failed; otherwise
+            not part of them.
         broken: the connections between hosts that failed after the end of the ranks. They were only
             tried if the failure does not show its host.
         interrupted: the stop signal that arrived after the failure, for example while these
@@ -53,6 +58,7 @@ class Outcome:
     suspects: tuple[int, ...] = ()
     is_verdict: bool = False
     possible_causes: str = ""
+    unfailed: str = ""
     broken: tuple[BrokenConnection, ...] = ()
     interrupted: signal.Signals | None = None
     failed_agents: tuple[str, ...] = ()
@@ -93,8 +99,12 @@ class Outcome:
         """Return the outcome with broken connections, which are part of the report."""
         if not broken:
             return self
-        report = f"{self.report}\nConnections that fail now: {describe_broken(broken)}."
-        return replace(self, report=report, broken=tuple(broken))
+        found = f"{_BROKEN}{describe_broken(broken)}."
+        # They are the cause if each rank only reports a lost peer. No rank was stopped, or hung.
+        causes = self.possible_causes.removesuffix(self.unfailed).rstrip()
+        failure = self.report.removeprefix(self.possible_causes).lstrip("\n")
+        report = "\n".join([causes, found, failure] if causes else [failure, found])
+        return replace(self, report=report, possible_causes=causes, broken=tuple(broken))
 
     @property
     def network(self) -> str:
@@ -108,7 +118,8 @@ class Outcome:
             # The first line alone does not name the hosts or the ranks.
             return " ".join(line.strip() for line in self.report.splitlines())
         if self.possible_causes:
-            return " ".join(self.report.splitlines()[:2])
+            lines = [line for line in self.report.splitlines() if not line.startswith(_BROKEN)]
+            return " ".join(lines[:2])
         line = self.report.partition("\n")[0]
         exception = self.failure.exception
         return f"{line} {exception}" if exception else line

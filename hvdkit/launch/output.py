@@ -147,16 +147,21 @@ class Output:
         self._status.draw(shown)
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
-        visible = [_visible(line) for line in lines]
-        self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in visible)
-        if any(TRACEBACK.encode() in line for line in visible):
+        # A rank may write many short lines: no work for each line.
+        text = b"\n".join(lines)
+        if b"\r" in text:
+            lines = [_visible(line) for line in lines]
+            text = b"\n".join(lines)
+        last = lines[-TAIL_LINES:]
+        self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in last)
+        if TRACEBACK.encode() in text:
             self._raised_at[rank] = time.monotonic()
-        if visible and rank in self._shown:
+        if lines and rank in self._shown:
             self._status.clear()
             prefix = b"[%*d] " % (self._width, rank)
             out = self._streams[stream]
             try:
-                _write_all(out, b"".join(prefix + line + b"\n" for line in visible))
+                _write_all(out, prefix + text.replace(b"\n", b"\n" + prefix) + b"\n")
             except OSError as error:
                 self._drop(stream, error)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.hosts import Host
+from hvdkit.processes import exit_text
 
 #: Seconds without an answer after which a host is lost, by default.
 HOST_SECONDS = 30.0
@@ -33,7 +34,16 @@ _DROPPED = (
     "kex_exchange_identification|Connection (closed|reset) by|Not allowed at this time"
     "|exceeded MaxStartups"
 )
-_LOST = "not responding|timed out|closed by remote host|Connection reset|Broken pipe"
+_NO_ANSWER = "not responding|timed out"
+_LOST = f"{_NO_ANSWER}|closed by remote host|Connection reset|Broken pipe"
+# Other messages of ssh at the end of a connection that was made.
+_FAILED_LATER = "ssh_dispatch_run_fatal|client_loop|packet_write|Bad packet|Corrupted MAC"
+#: A line in which ssh says that it has lost a host.
+LOST_LINE = re.compile(
+    r"(Timeout, server|Connection to) \S+ (not responding|closed by remote host)"
+)
+#: What the user can do if a host does not answer any more.
+NO_ANSWER = "the host does not answer; check its network, and whether it was shut down"
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,31 @@ class Ssh:
         arguments = self.arguments if program == "ssh" else _for_copy_id(self.arguments)
         return shlex.join([program, *arguments, *port, *identity, _login_name(host)])
 
-    def explain(self, host: Host, status: int | None, stderr: str, python: str) -> str:
+    def explain_end(self, status: int, stderr: str) -> str:
+        """Return why ssh has ended after the agent had started.
+
+        Args:
+            status: ssh's exit status, which is not the agent's: `FAILED`, or negative.
+            stderr: the standard error of ssh and the agent.
+        """
+        last = _last_line(stderr)
+        if status < 0:
+            return _killed_here(status)
+        if re.search(_NO_ANSWER, stderr):
+            return f"{NO_ANSWER} ({last})"
+        if re.search(f"{_LOST}|{_FAILED_LATER}", stderr):
+            return (
+                f"the ssh connection has ended; check the network of the host, and whether the "
+                f"host was shut down, or its ssh server was killed ({last})"
+            )
+        return (
+            f"its agent was killed there, for example because the memory of the host or of a "
+            f"cgroup was full; see `dmesg` there ({last})"
+        )
+
+    def explain(
+        self, host: Host, status: int | None, stderr: str, python: str, said: str = ""
+    ) -> str:
         """Return why the agent on `host` did not start, and what to do.
 
         Args:
@@ -121,6 +155,7 @@ class Ssh:
             status: ssh's exit status; None while ssh runs.
             stderr: the standard error of ssh and the agent.
             python: the Python of the agent.
+            said: the last line on standard output, of the login shell.
         """
         name, port = self._server(host, stderr)
         known = f"[{name}]:{port}" if port != 22 else name
@@ -174,7 +209,7 @@ class Ssh:
                 "environment there, at the same path, or give the path of its Python with --python",
             ),
         ]
-        last = _last_line(stderr)
+        last = _last_line(stderr if stderr.strip() else said)
         for pattern, advice in answers:
             if re.search(pattern, stderr):
                 return f"{advice} ({last})"
@@ -185,6 +220,8 @@ class Ssh:
             )
         if status is None:
             return f"ssh has not ended; try `{login} true` by hand ({last})"
+        if status < 0:
+            return _killed_here(status)
         return f"ssh ended with status {status}; try `{login} true` by hand ({last})"
 
     def _server(self, host: Host, stderr: str) -> tuple[str, int]:
@@ -220,6 +257,10 @@ def _for_copy_id(arguments: Sequence[str]) -> list[str]:
         ("-o", f"ProxyJump={value}") if name == "-J" else (name, value) for name, value in options
     ]
     return [f"{name}{value}" for name, value in settings if name in ("-F", "-o", "-p")]
+
+
+def _killed_here(status: int) -> str:
+    return f"its ssh on this machine was {exit_text(status)}; check what killed it"
 
 
 def _last_line(stderr: str) -> str:

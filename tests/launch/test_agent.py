@@ -1,5 +1,6 @@
 """An agent, with the test as its launcher."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from hvdkit.launch import messages
 from hvdkit.launch.agent import Agent
+from hvdkit.launch.memory_kills import MemoryKills
 
 RANK = [sys.executable, "-c"]
 #: A rank without a terminal, on all CPUs.
@@ -26,6 +28,8 @@ class Launched:
 
     def __init__(self, process):
         self.process = process
+        # Whether the agent is told that its output was handled.
+        self.acknowledges = True
         assert process.stdout.readline() == messages.GREETING
 
     def send(self, kind, **fields):
@@ -36,6 +40,9 @@ class Launched:
         """Return the next message of one of `kinds`."""
         for line in self.process.stdout:
             message = messages.decode(line)
+            if self.acknowledges and message["kind"] in messages.COUNTED:
+                with contextlib.suppress(BrokenPipeError):  # the agent has ended
+                    self.send("read", bytes=len(line))
             if message["kind"] in kinds:
                 return message
         raise AssertionError(f"the agent ended without {kinds}")
@@ -103,6 +110,65 @@ def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent
     assert agent.process.wait(timeout=10) == 0
 
 
+def test_an_agent_sends_little_output_before_the_launcher_has_handled_it(agent):
+    """Otherwise the end of a rank waits in the network behind the output of another rank."""
+    agent.acknowledges = False
+    agent.start("import os\nwhile True: os.write(1, b'\\n' * 65536)")
+
+    def unread():
+        """Return the bytes of output that arrive until none arrives."""
+        size, quiet_until = 0, time.monotonic() + 1
+        while time.monotonic() < quiet_until:
+            agent.send("heartbeat")
+            message = agent.receive("output", "alive")
+            if message["kind"] == "output":
+                size += len(messages.encode(**message))
+                quiet_until = time.monotonic() + 1
+                assert size < 10 * messages.WINDOW
+            else:
+                time.sleep(0.05)
+        return size
+
+    first = unread()
+    assert first >= messages.WINDOW
+    agent.send("read", bytes=first)
+    assert unread() >= messages.WINDOW
+    # These messages do not wait for the launcher.
+    agent.send("end", grace=0)
+    assert agent.receive("exited")["status"] == -signal.SIGTERM
+    agent.receive("ended")
+    agent.receive("done")
+
+
+#: An agent whose user may start no more processes and threads.
+LIMITED = """
+import concurrent.futures.thread, email.parser, os, resource  # another user may not read modules
+from hvdkit.launch import inspection
+from hvdkit.launch.agent import main
+if os.geteuid() == 0:  # the limit does not hold for root
+    os.setgid(12347)
+    os.setuid(12347)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+main()
+"""
+
+
+@pytest.mark.parametrize("agent", [LIMITED], indirect=True)
+def test_a_limit_of_processes_is_named(agent):
+    agent.send("task", command=["true"], directory="/", path=None, files=[])
+    agent.receive("hello")
+    for question, arguments in (
+        ("listen", {"address": "127.0.0.1"}),
+        ("connect", {"targets": {"other": ["127.0.0.1", 1, 0]}}),
+    ):
+        agent.send("ask", question=question, arguments=arguments)
+        assert "may start no more processes and threads" in agent.receive("failed")["reason"]
+    agent.start_prepared()
+    reason = agent.receive("failed")["reason"]
+    assert "may start no more processes and threads there (`ulimit -u`: 1" in reason
+    agent.receive("done")
+
+
 def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
     """If it ended, mpirun would end the other ranks at once, which have errors to report."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -132,20 +198,45 @@ def test_the_end_of_a_rank_is_sent_before_the_search_for_its_processes(monkeypat
     agent = Agent(ends[0], ends[3])
     sent = []
     process = SimpleNamespace(poll=lambda: -9, returncode=-9)
-    rank = SimpleNamespace(rank=5, reported=False, pipes={}, process=process)
+    rank = SimpleNamespace(rank=5, reported=False, pipes={}, process=process, memory=MemoryKills(0))
     ranks = SimpleNamespace(
         all=[rank],
         find_orphans=lambda: sent.append(os.read(ends[2], 10_000)),
         terminate=lambda _: iter(()),
     )
     monkeypatch.setattr(agent, "_ranks", ranks)
-    monkeypatch.setattr(agent, "_send_records", lambda: None)
+    monkeypatch.setattr(agent, "_send_news", lambda **_: None)
     agent._report_ends()
     agent._selector.close()
     for end in (*ends, agent._signals, agent._wakeup):
         os.close(end)
     end = {"rank": 5, "status": -9}
     assert sent[0].endswith(messages.encode("exited", **end) + messages.encode("ended", **end))
+
+
+#: An agent on a host whose memory was full a moment ago.
+FULL = """
+from hvdkit.launch.agent import main
+from hvdkit.launch.memory_kills import MemoryKills
+MemoryKills.explain = lambda _: "probably memory"
+main()
+"""
+
+
+@pytest.mark.parametrize("agent", [FULL], indirect=True)
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        ("os.kill(os.getpid(), 9)", "probably memory"),
+        ("sys.exit(137)", "probably memory"),
+        ("os.kill(os.getpid(), 15)", None),
+        ("sys.exit(1)", None),
+    ],
+)
+def test_the_probable_cause_of_sigkill_is_sent(agent, code, hint):
+    agent.start(f"import os, sys; {code}")
+    assert agent.receive("exited").get("hint") == hint
+    assert agent.receive("ended").get("hint") == hint
 
 
 def test_an_agent_that_cannot_connect_says_so_in_one_line():

@@ -178,6 +178,20 @@ def test_an_agent_that_does_not_answer_for_some_time(monkeypatch):
         assert last.ended_at <= time.monotonic()
 
 
+def test_an_agent_gets_to_know_how_much_of_its_output_was_handled():
+    output = messages.encode("output", rank=0, stream="stdout", text="x" * 1000)
+    with a_connection() as connection:
+        pool = AgentPool(silence=30)
+        connection._events = pool.events
+        os.write(connection.agent_writes, messages.GREETING + output + messages.encode("done"))
+        kinds = [pool.next_event(timeout=10).message["kind"] for _ in range(2)]
+        connection.disconnect()
+        with os.fdopen(os.dup(connection.agent_reads), "rb") as stream:
+            answers = [messages.decode(line) for line in stream]
+    assert kinds == ["output", "done"]
+    assert answers == [{"kind": "read", "bytes": len(output)}]
+
+
 def test_events_of_idle_agents_do_not_end_a_wait():
     with a_connection() as used, a_connection() as idle:
         pool = AgentPool(silence=30)
@@ -214,6 +228,62 @@ def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
         assert time.monotonic() - began < 10
     connection._kill()
     connection.close(timeout=5)
+
+
+def explained(monkeypatch, code):
+    """Return the explanation of the end of an ssh. A shell with `code` simulates it."""
+    monkeypatch.setattr(connection_module, "agent_command", lambda *_: ["sh", "-c", code])
+    events = queue.Queue()
+    connection = ProcessConnection(Host("h", 1), False, Ssh(), "python", events)
+    try:
+        with contextlib.suppress(queue.Empty):
+            events.get(timeout=2)
+        return connection.explain()
+    finally:
+        connection.cut()
+        connection.close(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (255, "Timeout, server h not responding.", "the host does not answer; check its network"),
+        (
+            255,
+            "client_loop: send disconnect: Connection timed out",
+            "the host does not answer; check its network",
+        ),
+        (255, "Connection to h closed by remote host.", "the ssh connection has ended; check the"),
+        (255, "client_loop: send disconnect: Broken pipe", "the ssh connection has ended"),
+        (
+            255,
+            "ssh_dispatch_run_fatal: Connection to 10.0.0.7 port 22: message authentication code "
+            "incorrect",
+            "the ssh connection has ended",
+        ),
+        (255, "", "its agent was killed there, for example because the memory of the host"),
+        (255, "OpenBLAS warning: no kernel", "its agent was killed there"),
+        (-9, "", "its ssh on this machine was killed by signal 9 (Killed); check what killed it"),
+        (-15, "", "its ssh on this machine was killed by signal 15"),
+        (1, "RuntimeError: x", "its agent ended with status 1: RuntimeError: x"),
+        (0, "got SIGTERM", "its agent ended with status 0: got SIGTERM"),
+        (None, "", "its agent has not ended; check whether the process is stopped"),
+    ],
+)
+def test_the_end_of_an_agent_that_had_started_is_not_explained_as_a_login(
+    monkeypatch, status, said, expected
+):
+    end = "sleep 30" if status is None else f"exit {status}" if status >= 0 else f"kill {status} $$"
+    code = f"printf '{messages.GREETING.decode()}'; echo '{said}' >&2; {end}"
+    text = explained(monkeypatch, code)
+    assert text.startswith(expected)
+    assert "by hand" not in text
+
+
+def test_what_a_login_writes_to_standard_output_is_shown(monkeypatch):
+    text = explained(monkeypatch, "echo This account is currently not available.; exit 1")
+    assert text.startswith("ssh ended with status 1; try `ssh ")
+    assert text.endswith("(This account is currently not available.)")
 
 
 def test_an_agent_that_ends_after_its_answer_cannot_take_part():

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdkit.launch.connection import Event
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.job import Job
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.reachability import BrokenConnection
 from hvdkit.launch.timeouts import Timeouts
 from tests.launch.test_stalls import record
 
@@ -74,7 +76,7 @@ def outcome(monkeypatch):
                 return None
             event = left.pop(0)
             if isinstance(event, tuple):
-                return SimpleNamespace(connection=agents[event[0]], message=event[1])
+                return Event(agents[event[0]], event[1])
             if isinstance(event, signal.Signals):
                 signal.raise_signal(event)
                 return None
@@ -305,12 +307,53 @@ def test_a_host_is_lost_before_the_output_of_a_rank_that_failed_because_of_it(ou
     assert found.suspects == ()
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        ((1, {"kind": "lost"}), ended(0), DONE[0]),
+        (ended(0), failed(1), (1, {"kind": "lost"}), DONE[0]),
+    ],
+    ids=["lost", "failed"],
+)
+def test_a_job_has_succeeded_although_a_host_is_lost_after_its_ranks(outcome, monkeypatch, events):
+    """A restart would repeat the whole job."""
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    said = []
+    found = outcome(ended(1), *events, say=said.append)
+    assert (found.status, found.report, found.restartable) == (0, "", False)
+    assert len(said) == 1
+    assert "host1: " in said[0]
+    assert "so the job has not failed" in said[0]
+
+
+def test_a_silent_agent_whose_ranks_have_succeeded_does_not_make_the_job_fail(outcome, monkeypatch):
+    monkeypatch.setattr(Agent, "silent_since", time.monotonic())
+    monkeypatch.setattr(Agent, "cut", lambda _: None, raising=False)
+    said = []
+    found = outcome(ended(0), ended(1), DONE[0], 4.0, lost=3.0, say=said.append)
+    assert (found.status, found.report) == (0, "")
+    assert said[0].startswith("lost host1: its agent has not answered for 3 s.")
+
+
+def test_a_lost_host_without_the_end_of_its_ranks_makes_the_job_fail(outcome, monkeypatch):
+    monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
+    found = outcome(ended(0), (1, {"kind": "lost"}), DONE[0])
+    assert (found.status, found.restartable) == (1, True)
+
+
 def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outcome):
     error = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
     output = (0, {"kind": "output", "rank": 0, "stream": "stderr", "text": error})
     found = outcome(output, ended(0, 1), 6.0, END, ended(1, -9), *DONE)
     assert "Rank 1 on host1 had not failed: check whether a process was" in found.possible_causes
     assert found.suspects == ()
+    broken = found.with_broken([BrokenConnection("host0", "host1", "10.0.0.2", "refused")])
+    causes, connections, failure = broken.report.splitlines()[:3]
+    assert "had not failed" not in broken.report
+    assert causes == broken.possible_causes
+    assert connections.startswith("Connections that fail now: ")
+    assert failure.startswith("Then rank 0 on host0 failed")
+    assert broken.reason == f"{causes} {failure}"
 
 
 #: Its agent was killed before it could send more.
@@ -335,6 +378,15 @@ def test_slurm_ends_the_job_step_after_a_rank_was_killed(outcome, events):
         "rank 1 on host1 failed: killed by signal 9 (Killed). srun then ended all other ranks.",
         "Rank 1 wrote nothing.",
     ]
+
+
+def test_a_rank_that_the_kernel_has_killed_for_lack_of_memory(outcome):
+    hint = "probably by the kernel, because the memory limit of its cgroup (2.0 GB) was reached"
+    agent, message = ended(1, -9)
+    found = outcome((agent, message | {"hint": hint}), END, ended(0, -15), *DONE)
+    assert found.reason.startswith(
+        f"rank 1 on host1 failed: killed by signal 9 (Killed), {hint}. The launcher ended 1 other"
+    )
 
 
 def test_slurm_ends_the_job_step_before_any_agent_can_report(outcome):
@@ -432,6 +484,30 @@ def test_a_rank_that_is_late_in_the_second_start_is_named(outcome):
     assert second.report.startswith("rank 1 on host1 did not register within 3 s")
 
 
+class SlowPool:
+    """Agents whose ranks end soon after SIGTERM, with much output that is shown slowly."""
+
+    def __init__(self, connections):
+        self.connections = connections
+        output = {"kind": "output", "rank": 1, "stream": "stdout", "text": "step\n"}
+        self.received_at = time.monotonic()
+        self.left = [(1, output)] * 10 + [ended(0), ended(1, -15), *DONE]
+
+    def next_event(self, seconds):
+        if len(self.left) == 14:
+            os.kill(os.getpid(), signal.SIGTERM)
+        agent, message = self.left.pop(0)
+        return Event(self.connections[agent], message, self.received_at)
+
+
+def test_ranks_have_stopped_in_time_although_their_output_is_shown_later(monkeypatch):
+    monkeypatch.setattr(Output, "write", lambda *_: time.sleep(0.2))
+    with Output(2, None, None, say=print, progress=False) as output:
+        pool = SlowPool([Agent(host) for host in PLAN.hosts])
+        outcome = Job(PLAN, pool, output, Timeouts(stop=0.5), lambda: {0, 1}, print).run()
+    assert (outcome.status, outcome.report) == (143, "ended by SIGTERM")
+
+
 class SignallingPool:
     """One agent, whose rank ignores SIGTERM, and a user who sends SIGTERM again and again."""
 
@@ -443,7 +519,7 @@ class SignallingPool:
         time.sleep(0.05)
         (agent,) = self.connections
         if agent.ending or agent.asked > 100:
-            return SimpleNamespace(connection=agent, message={"kind": "done"})
+            return Event(agent, {"kind": "done"})
         os.kill(os.getpid(), signal.SIGTERM)
         return None
 

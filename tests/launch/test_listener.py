@@ -103,6 +103,8 @@ def test_agents_are_accepted_after_an_error_of_the_system(listener, monkeypatch,
         forbid(patched)
         for _ in range(3):  # the call that waits for the first one is not patched
             assert connect(listener, b"wrong 1\n") is None
+        threads = forbid is permit_no_threads
+        assert ("may start no more processes and threads" in listener.problem) == threads
     assert connect(listener, f"{token(listener)} 1\n".encode(), seconds=10) == 1
 
 
@@ -208,6 +210,29 @@ def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained
             lost._error = OSError(errno.EHOSTUNREACH, "No route to host")
             assert lost.explain().startswith("the host does not answer")
     assert said == (["launcher: late"] if shown else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "is_lost"),
+    [
+        ("localhost", "the host does not answer; check its network, and whether it was", True),
+        ("localhost.lab", "mpirun has lost a host, and has ended its agents; check the", False),
+    ],
+)
+def test_a_host_that_the_ssh_of_mpirun_has_lost(listener, name, expected, is_lost):
+    plan = make_plan(["true"], "/", [Host("me@localhost", 1)], 1)
+    line = f"Timeout, server {name} not responding."
+    command = ("mpirun", ["sh", "-c", f"echo '{line}'; sleep 1"], dict(os.environ))
+    with socket.create_connection(listener.address, timeout=5) as connection:
+        connection.sendall(f"{token(listener)} 0\n".encode())
+        with agents_started_by(*command, listener, plan, timeout=10, say=print) as agents:
+            (lost,) = agents.connections
+            deadline = time.monotonic() + 10
+            while not lost._lost_line() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert lost.explain().startswith(expected)
+            assert lost.explain().endswith(f"(mpirun: {line})")
+            assert lost.lost_host() == is_lost
 
 
 def test_messages_of_mpirun_after_a_signal_during_the_start(listener):

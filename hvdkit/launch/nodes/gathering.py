@@ -102,7 +102,7 @@ class GatheredNodes:
                         self._say(f"waiting at {settings.rendezvous} for {missing}")
                         said = missing
                 if time.monotonic() > deadline:
-                    self._fail(connected, authenticator.refused)
+                    self._fail(connected, authenticator.refused, listener.problem)
                 if (accepted := listener.accept()) is not None:
                     node, node_socket = accepted
                     host = Host(node.hostname, node.slots)
@@ -127,8 +127,10 @@ class GatheredNodes:
         more = f" and {len(missing) - _SHOWN_NODES} more" if len(missing) > _SHOWN_NODES else ""
         return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._settings.nodes}"
 
-    def _fail(self, connected: Collection[int], refused: Sequence[str]) -> NoReturn:
+    def _fail(self, connected: Collection[int], refused: Sequence[str], own: str) -> NoReturn:
         settings = self._settings
+        if own:
+            raise HvdkitError(f"this machine cannot accept all nodes: {own}")
         lines = "".join(f"\n  refused: {each}" for each in refused[:_SHOWN_NODES])
         raise HvdkitError(
             f"{self._missing(connected)} did not connect to {settings.rendezvous} within "

@@ -204,7 +204,7 @@ def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
         (folders[0] / "0-0-1.commit").write_text("kept")
         (agent,) = agents()
         agent.kill()
-        watched.wait_text("its agent ended with status -9")
+        watched.wait_text("its agent was killed by signal 9")
         watched.members.confirm(False)
         assert watched.slots() == [("localhost", 2)]
         assert watched.members.folders(A) == folders
@@ -217,7 +217,7 @@ def test_an_agent_that_is_killed_at_the_end_leaves_no_folders():
         watched.slots()
         (agent,) = agents()
         agent.kill()
-        watched.wait_text("its agent ended with status -9")
+        watched.wait_text("its agent was killed by signal 9")
 
 
 def test_a_change_is_announced_later_if_there_is_no_space():
