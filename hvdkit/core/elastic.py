@@ -25,7 +25,9 @@ from typing import IO, Any, NoReturn, Protocol
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
+from hvdkit.core.consistency import group_by_text
 from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.process_sets import other_ranks
 from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
 from hvdkit.core.sampling import Epochs
 from hvdkit.errors import HOSTS_CHANGED, UsageError
@@ -94,6 +96,8 @@ class CommittedState:
     _saved_items: Mapping[str, Any] = {}
     # The values of the first rank, while a commit is written.
     _first_ranks_values: Mapping[str, Any] | None = None
+    # Return the values of objects now, by the names of the objects. See `keep_current`.
+    _current: Mapping[str, Callable[[], Any]] = {}
     # Whether this state has warned that its commits are not stored.
     _warned = False
     # The windows that were open at the last call of `_must_wait`, and the number of different
@@ -225,6 +229,29 @@ class CommittedState:
         self._saved_state.setdefault(name, value)
         setattr(self, name, value)
 
+    def keep_current(self, name: str, value: Callable[[], Any] | None) -> None:
+        """Make the result of a function an object of the state. Call this on every rank.
+
+        Each `save` and `sync` first sets the attribute. A `restore` or `sync` is the end of what
+        the function belongs to, such as a `fit`, so the state then forgets the function.
+
+        Args:
+            name: the attribute.
+            value: returns its value; None: forget the function, and set the attribute to None.
+        """
+        others = {key: each for key, each in self._current.items() if key != name}
+        self._current = others if value is None else {**others, name: value}
+        if value is None and hasattr(self, name):
+            self.keep(name, None)
+
+    def is_current(self, name: str) -> bool:
+        """Return whether the state has the function of `keep_current` for an attribute."""
+        return name in self._current
+
+    def _update_current(self) -> None:
+        for name, value in self._current.items():
+            self.keep(name, value())
+
     def _reduction_items(self) -> Mapping[str, Item]:
         """Return the items of the gradient reduction, by name."""
         return {}
@@ -256,6 +283,42 @@ class CommittedState:
         self._windows_before = windows
         self._windows_in_row = self._windows_in_row + is_new if is_open else 0
         return is_open and self._windows_in_row < _MOST_WINDOWS
+
+    def _collectives(self) -> Collectives | None:
+        """Return the collectives of all ranks; None for a state without optimizers."""
+        return None
+
+    def _reduced_over(self) -> Mapping[str, Sequence[int]]:
+        """Return the ranks that each optimizer of the state reduces over, by its name."""
+        return {}
+
+    def _check_ranks(self) -> None:
+        """Check that all ranks train one model: commits and `sync` have that of rank 0.
+
+        A collective, because each rank may have another optimizer, with another process set.
+
+        Raises:
+            UsageError: on every rank, if an optimizer of a rank reduces over other ranks.
+        """
+        if (collectives := self._collectives()) is None:
+            return
+        own = other_ranks(self._reduced_over(), collectives.ranks)
+        name = "hvdkit.elastic.ranks"
+        if collectives.sum([int(bool(own))], name)[0]:
+            text = own or "all over all ranks"
+            found = "; ".join(group_by_text(collectives, text, f"{name}.who"))
+            raise UsageError(_several_models(type(self).__name__, found))
+
+    def _save_commit(self) -> None:
+        """Save the state for a commit. The committer raises the error of a rank on all ranks."""
+        collectives = self._collectives()
+        # A gradient tape has its process set only when it has reduced gradients.
+        if collectives and (own := other_ranks(self._reduced_over(), collectives.ranks)):
+            raise UsageError(_several_models(type(self).__name__, own))
+        self.save()
+
+    def _broadcast_variables(self) -> None:
+        """Broadcast the variables from rank 0. A collective."""
 
     def _discard_gradients(self) -> None:
         """Discard accumulated gradients, which differ between ranks after an interruption."""
@@ -291,19 +354,29 @@ class CommittedState:
         PyTorch tensors are copied on their devices, so a state needs its GPU memory twice. The
         variables of TensorFlow and Keras are copied to host memory.
         """
+        self._update_current()
         super().save()  # type: ignore[misc]
         self._copy_objects()
         self._save_items()
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
+        self._current = {}
         super().restore()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
         self._restore_items()
 
     def sync(self) -> None:
-        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective.
+
+        Raises:
+            UsageError: on every rank, if the process set of an optimizer is not all ranks.
+        """
+        self._check_ranks()
+        self._update_current()
+        self._current = {}
+        self._broadcast_variables()
         # Horovod broadcasts the objects of the last `save`, but the weights of now. The script may
         # have restored both from a checkpoint.
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
@@ -404,7 +477,7 @@ class CommittedState:
             finally:
                 self._first_ranks_values = None
 
-        return self._committer.commit(write, self.save, self._values)
+        return self._committer.commit(write, self._save_commit, self._values)
 
     def _check_stored(self) -> None:
         """Check a call without a committer: no commit is stored, and no host change is noticed.
@@ -430,6 +503,15 @@ class CommittedState:
                 kind,
             )
         self._warned = True
+
+
+def _several_models(kind: str, found: str) -> str:
+    return (
+        f"gradients are not reduced over all ranks ({found}), and a {kind} has one model for all "
+        f"ranks, that of rank 0: expected the process set of all ranks in each optimizer and "
+        f"gradient tape. Start a job for each model; or use no elastic state, and save each model "
+        f"with hvd.Checkpointer(folder, process_set=process_set) in a folder for each process set"
+    )
 
 
 def _key_of(name: str) -> str:

@@ -7,12 +7,43 @@ the engine's stall limit ends the job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.errors import UsageError
+
+
+def other_ranks(reduced_over: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+    """Return "NAME over ranks [R, S]" for each entry with other ranks than `ranks`; "" for none.
+
+    Args:
+        reduced_over: name of an optimizer -> the ranks that it reduces gradients over.
+        ranks: the expected ranks.
+    """
+    wanted = sorted(ranks)
+    found = {name: sorted(own) for name, own in reduced_over.items()}
+    return ", ".join(f"{name} over ranks {own}" for name, own in found.items() if own != wanted)
+
+
+def check_one_model(reduced_over: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> None:
+    """Check that the ranks of a checkpointer train one model. Not a collective.
+
+    Args:
+        reduced_over: name of an optimizer -> the ranks that it reduces gradients over.
+        ranks: the ranks of the checkpointer, which saves the state of the first of them.
+
+    Raises:
+        UsageError: an optimizer has other ranks. The models of its process sets differ.
+    """
+    if found := other_ranks(reduced_over, ranks):
+        raise UsageError(
+            f"gradients are not reduced over the ranks of the checkpoint ({found}), and a "
+            f"checkpoint has one model, that of the first of its ranks {sorted(ranks)}: expected "
+            f"optimizers over the same ranks. Use a checkpointer for the ranks of each process set "
+            f"(hvd.Checkpointer: process_set=), with a folder of its own"
+        )
 
 
 class HorovodSets(Protocol):

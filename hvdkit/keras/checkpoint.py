@@ -21,12 +21,14 @@ from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.process_sets import check_one_model
 from hvdkit.core.replaced_state import end_position, keep_position, take_position
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.elastic import UpdateEpochStateCallback
 from hvdkit.keras.epoch_begin import EpochBegin
+from hvdkit.keras.further_optimizers import further_optimizers
 from hvdkit.keras.items import (
     CallbackStates,
     OwnVariables,
@@ -34,7 +36,7 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
-from hvdkit.keras.models import distributions_of, finalize, is_built
+from hvdkit.keras.models import distributions_of, finalize, is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
@@ -87,6 +89,7 @@ class Checkpoint(LastCallback):
     """
 
     needs_one_model = True
+    keeps_callbacks = True
 
     def __init__(
         self,
@@ -282,7 +285,8 @@ class Checkpoint(LastCallback):
         """Check that this `fit` can be saved, and build the optimizer.
 
         Raises:
-            UsageError: the model is not built, or `data` does not fit.
+            UsageError: the model is not built, its optimizers have different process sets, or
+                `data` does not fit.
         """
         if not is_built(model):
             raise UsageError(
@@ -291,6 +295,9 @@ class Checkpoint(LastCallback):
             )
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        found = reduced_over({"optimizer": model.optimizer, **further_optimizers(model)})
+        ranks = found.get("optimizer", range(backend.hvd.size()))
+        check_one_model({**found, **backend.reduced_by_tapes(model.weights, ranks)}, ranks)
         steps = self._progress.epoch_steps
         if self._data is not None and steps is None:
             raise UsageError(

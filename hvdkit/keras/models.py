@@ -77,6 +77,12 @@ def distributions_of(model: Any) -> list[Distribution]:
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
+def reduced_over(optimizers: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Return the ranks that each wrapped optimizer reduces over, by its name."""
+    found = {name: distribution_of(each) for name, each in optimizers.items()}
+    return {name: each.process_set.ranks for name, each in found.items() if each is not None}
+
+
 def is_built(model: Any) -> bool:
     """Return whether all weights of a model exist.
 

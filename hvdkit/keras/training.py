@@ -135,10 +135,13 @@ class LastCallback(CollectiveCallback):
         needs_one_model: whether all ranks must train the same model.
         commits: whether the callback commits an elastic state. It then runs after the other
             `LastCallback`s, so that the commit contains the position of a `Checkpoint`.
+        keeps_callbacks: whether commits contain the states of the other callbacks because of this
+            callback.
     """
 
     needs_one_model = False
     commits = False
+    keeps_callbacks = False
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
         """Called after `on_train_begin` of the other callbacks."""

@@ -20,6 +20,7 @@ from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
 from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
+from hvdkit.tensorflow.replicas import reduced_by_tapes
 from hvdkit.tensorflow.runtime import init, shutdown
 from hvdkit.tensorflow.variables import tf_variable, tf_variables
 
@@ -115,11 +116,17 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
         for distribution in self._distributions():
             distribution.discard()
 
-    def sync(self) -> None:
-        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+    def _collectives(self) -> TensorFlowCollectives:
+        return TensorFlowCollectives(mpi_ops.global_process_set)
+
+    def _reduced_over(self) -> Mapping[str, Sequence[int]]:
+        wrapped = {name: distribution_of(each) for name, each in self._optimizers().items()}
+        found = {name: each.process_set.ranks for name, each in wrapped.items() if each is not None}
+        return {**found, **reduced_by_tapes(self._all_variables(), range(mpi_ops.size()))}
+
+    def _broadcast_variables(self) -> None:
         broadcast_variables(self._all_variables(), root_rank=0)
         self._save_variables()
-        super().sync()
 
     def _save_variables(self) -> None:
         # Copies: on the CPU, an array may share the memory of the variable.

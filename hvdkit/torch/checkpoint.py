@@ -20,6 +20,7 @@ from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.weights import TIED
 from hvdkit.core.collectives import check_member
+from hvdkit.core.process_sets import check_one_model
 from hvdkit.errors import UsageError
 from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
@@ -33,7 +34,7 @@ from hvdkit.torch.items.state_dict import StateDictItem
 from hvdkit.torch.items.statistics import Statistics
 from hvdkit.torch.items.tensors import identity, writable
 from hvdkit.torch.items.trees import on_host, without_tensors
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
 
 class Checkpointer(Manager):
@@ -160,6 +161,7 @@ class Checkpointer(Manager):
             parts["sharded"] = ShardedItem(sharded, writable, identity)
         parts["metadata"] = kept_in(self._metadata)
         wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
+        check_one_model(reduced_over(optimizers), process_set.ranks)
         super().__init__(
             Store(
                 folder,

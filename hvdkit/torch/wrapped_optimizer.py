@@ -24,7 +24,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -727,3 +727,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _register_hooks(self, parameter: torch.nn.Parameter, number: int | None) -> None:
         hooks.register(self, parameter, number)
+
+
+def reduced_over(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[int]]:
+    """Return the ranks that each wrapped optimizer reduces over, by its name."""
+    return {
+        name: list(each.process_set.ranks)
+        for name, each in optimizers.items()
+        if isinstance(each, WrappedOptimizer)
+    }

@@ -1,7 +1,7 @@
 """The state of an elastic job: save it, restore it, and broadcast it to new ranks."""
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hvdkit.core.elastic import CommittedState
 from hvdkit.core.replaced_state import restore_positions
+from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import on_own_gpu
 from hvdkit.torch.functions import (
     broadcast_object,
@@ -29,7 +30,7 @@ from hvdkit.torch.functions import (
     broadcast_parameters,
 )
 from hvdkit.torch.items.reduction import ReductionItem
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
 __all__ = [
     "ModelStateHandler",
@@ -165,7 +166,11 @@ class TorchState(ObjectState, horovod_state.TorchState):
         self._sort_objects()
 
     def sync(self) -> None:
-        """Broadcast everything from rank 0, and discard accumulated gradients. A collective."""
+        """Broadcast everything from rank 0, and discard accumulated gradients. A collective.
+
+        Raises:
+            UsageError: on every rank, if the process set of an optimizer is not all ranks.
+        """
         super().sync()
         # Horovod's method saves the objects, but not the models, optimizers and samplers. A
         # `restore` before the first commit would join values of two points in time.
@@ -191,6 +196,12 @@ class TorchState(ObjectState, horovod_state.TorchState):
 
     def _wrapped_optimizers(self) -> list[WrappedOptimizer]:
         return [each for each in self._optimizers().values() if isinstance(each, WrappedOptimizer)]
+
+    def _collectives(self) -> TorchCollectives:
+        return TorchCollectives(mpi_ops.global_process_set)
+
+    def _reduced_over(self) -> Mapping[str, Sequence[int]]:
+        return reduced_over(self._optimizers())
 
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
         return {"optimizers": ReductionItem(self._optimizers())}

@@ -804,3 +804,30 @@ def test_an_embedding_that_is_divided_between_the_ranks(hvd):
                     assert torch.equal(own[name].detach(), expected)
         finally:
             hvd.remove_process_set(process_set)
+
+
+def test_a_checkpoint_of_several_process_sets_is_refused(hvd):
+    """It would have the model of the first rank only."""
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    own = sets[hvd.rank()]
+    try:
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, hvd.rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=own)
+        with shared_folder(hvd) as folder:
+            whole = {"model": model, "optimizer": optimizer}
+            with pytest.raises(UsageError, match=r"\(optimizer over ranks \[\d\]\)"):
+                hvd.Checkpointer(folder, **whole)
+            for restores in (False, True):
+                path = f"{folder}/{hvd.rank()}"
+                with hvd.Checkpointer(path, **whole, process_set=own) as checkpointer:
+                    if restores:
+                        assert checkpointer.restore().step == 1
+                    else:
+                        checkpointer.save(1)
+                        nn.init.zeros_(model.weight)
+            assert model.weight.item() == hvd.rank()
+    finally:
+        for each in sets:
+            hvd.remove_process_set(each)

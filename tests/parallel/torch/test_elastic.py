@@ -49,6 +49,25 @@ def test_a_state_is_restored_twice(hvd):
             assert torch.equal(again, before)
 
 
+def test_a_state_of_several_process_sets_is_refused(hvd):
+    """Commits and `sync` would replace the models of all process sets by that of rank 0."""
+    first = hvd.add_process_set([0])
+    try:
+        # The ranks have different optimizers, and all of them raise.
+        own = first if hvd.rank() == 0 else hvd.global_process_set
+        model = torch.nn.Linear(3, 1)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), process_set=own)
+        before = model.weight.tolist()
+        with pytest.raises(
+            UsageError, match=r"rank 0: optimizer over ranks \[0\]; ranks? 1.*: all"
+        ):
+            hvd.elastic.TorchState(model, optimizer).sync()
+        assert model.weight.tolist() == before
+    finally:
+        hvd.remove_process_set(first)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_scheduler_and_a_scaler_get_the_state(hvd, tmp_path, wrapped):
     """A copy of a scheduler would change the learning rate of a copy of the optimizer."""
