@@ -1,0 +1,250 @@
+"""Draw how hosts leave an elastic job, with simulated agents: no path may lose the newest commit.
+
+The model knows which hosts have the newest commit. If one of them answers in time, the next start
+must have a rank on one of them. The exception is documented: with one rank (`--max-np 1`), a host
+that has left the list does not take part.
+"""
+
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hvdkit
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.elastic import members
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.launcher import Settings
+from hvdkit.launch.plan import make_plan
+from hvdkit.launch.ssh import Ssh
+
+NAMES = ("host0", "host1", "host2")
+#: Seconds for an answer. A slow host takes longer, but not longer than `--host-timeout`.
+PROBE, SLOW, SILENCE = 0.3, 0.5, 30.0
+FIT = {
+    "kind": "hello",
+    "python": ".".join(map(str, sys.version_info[:3])),
+    "hvdkit": hvdkit.__version__,
+    "problems": [],
+}
+
+
+@dataclass
+class World:
+    """The machines.
+
+    Attributes:
+        lost: the hosts that cannot be reached.
+        unfit: the hosts that answer that they cannot take part.
+        slow: the hosts whose next answer is slow.
+        commits: the hosts whose folders have the newest commit.
+    """
+
+    lost: set[str] = field(default_factory=set)
+    unfit: set[str] = field(default_factory=set)
+    slow: set[str] = field(default_factory=set)
+    commits: set[str] = field(default_factory=set)
+
+
+class Agent:
+    """The connection to a simulated agent."""
+
+    def __init__(self, world, host, events):
+        self.world, self.host, self.events = world, host, events
+        self.ended = False
+        self.silent_since = float("inf")
+        if host.name in world.lost:
+            self.lose()
+
+    def send(self, kind, **_):
+        if self.ended:
+            return
+        name = self.host.name
+        if kind == "keep":
+            self.answer({"kind": "kept", "folders": [f"/{name}"]})
+        elif kind == "task":
+            problems = ["no such folder"] if name in self.world.unfit else []
+            answer = FIT | {"problems": problems}
+            if name in self.world.slow:
+                self.world.slow.remove(name)
+                threading.Timer(SLOW, self.answer, [answer]).start()
+            else:
+                self.answer(answer)
+
+    def answer(self, message):
+        if not self.ended:
+            self.silent_since = time.monotonic()
+            self.events.put(SimpleNamespace(connection=self, message=message))
+
+    def lose(self):
+        """End without deleting the commits, as after SIGKILL."""
+        self.answer({"kind": "lost"})
+        self.ended = True
+
+    def close(self, timeout):
+        """The agent deletes the commits."""
+        if not self.ended:
+            self.ended = True
+            self.world.commits.discard(self.host.name)
+
+    def explain(self):
+        return "it has ended"
+
+
+class Pool:
+    """Simulated agents."""
+
+    def __init__(self, world):
+        self.world = world
+        self.connections = []
+        self.events = queue.Queue()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    def start(self, hosts, ssh, python):
+        self.connections += [Agent(self.world, host, self.events) for host in hosts]
+
+    def next_event(self, timeout):
+        try:
+            event = self.events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        return None if event.connection.ended and event.message["kind"] != "lost" else event
+
+
+class Drawn:
+    """An elastic job whose events are drawn."""
+
+    def __init__(self, draw):
+        self.draw = draw
+        self.world = World()
+        self.slots = dict.fromkeys(NAMES, 2)
+        self.max_size = draw(st.sampled_from([1, 2, 2, 2, 3, None]))
+        self.excluded = set()
+        self.listed = list(NAMES)
+        self.looks = 0
+        self.steps = []
+        # The names of the hosts of the last start.
+        self.current = set()
+        self.members = members.Members(
+            self.discover,
+            {},
+            Settings(Ssh(silence=SILENCE), "python"),
+            1,
+            self.max_size,
+            lambda name: name in self.excluded,
+            self.steps.append,
+        )
+        self.pool = self.members._agents = Pool(self.world)
+        # The hosts with the newest commit that the job may not lose.
+        self.holders = set()
+
+    def discover(self, stopped):
+        self.looks += 1
+        return [Host(name, self.slots[name]) for name in self.listed]
+
+    def set_list(self, names):
+        self.listed = names
+        looks = self.looks
+        # Both the reading of the list and the step after it.
+        while self.looks < looks + 3:
+            time.sleep(0.005)
+        with self.members._changed:
+            self.members._changed.wait(1)
+
+    def disturb(self):
+        name = self.draw(st.sampled_from([*sorted(self.current) * 3, *NAMES]))
+        kind = self.draw(
+            st.sampled_from(["exclude", "list", "kill", "lose", "unfit", "slow", "recover"])
+        )
+        self.steps.append((kind, name))
+        agents = [c for c in self.pool.connections if c.host.name == name]
+        match kind:
+            case "exclude":
+                self.excluded ^= {name}
+            case "list":
+                names = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
+                self.set_list(self.draw(names))
+                self.steps.append(self.listed)
+                # Hosts that are not on the list and had no ranks are not needed.
+                self.holders &= {*self.listed, *self.current}
+            case "kill":
+                for agent in agents:
+                    agent.lose()
+            case "lose":
+                self.world.lost.add(name)
+                self.holders.discard(name)
+                for agent in agents:
+                    agent.lose()
+            case "unfit":
+                self.world.unfit.add(name)
+            case "slow":
+                self.world.slow.add(name)
+            case "recover":
+                for hosts in (self.world.lost, self.world.unfit, self.world.slow):
+                    hosts.discard(name)
+
+    def start(self):
+        """Start the ranks. Return whether they commit."""
+        try:
+            hosts = self.members.wait_for(1, 2.0)
+        except HvdkitError:
+            return False
+        slots = sum(host.slots for host in hosts)
+        plan = make_plan(["true"], "/", hosts, min(slots, self.max_size or slots))
+        names = {host.name for host in plan.hosts}
+        self.steps.append(("start", sorted(names), sorted(self.holders)))
+        needed = self.holders - self.world.unfit
+        if self.max_size == 1:
+            needed &= {*self.listed}
+        if needed:
+            assert names & self.holders, self.steps
+            assert names & self.world.commits, self.steps
+        self.members.begin(plan)
+        self.current = names
+        often = st.sampled_from([True, True, True, False])
+        loads = self.draw(often) and not names & self.world.lost
+        commits = loads and self.draw(often)
+        if commits or (loads and names & self.holders):
+            # A restart begins with copies of the newest commit.
+            self.holders = set(names)
+            self.world.commits |= names
+            if commits:
+                self.world.commits = set(names)
+            return True
+        # Without a commit, a host that has left the list waits for no further start.
+        self.holders &= {*self.listed, *self.current}
+        return False
+
+    def run(self):
+        with self.members:
+            committed = self.start()
+            for _ in range(self.draw(st.integers(1, 5))):
+                for _ in range(self.draw(st.integers(0, 2))):
+                    self.disturb()
+                self.members.confirm(committed)
+                if self.draw(st.booleans()):
+                    self.disturb()
+                committed = self.start()
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_no_path_by_which_a_host_leaves_loses_the_newest_commit(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(members, "_LOOK_SECONDS", 0.01)
+        patch.setattr(members, "_POLL_SECONDS", 0.01)
+        patch.setattr(members, "_PROBE_SECONDS", PROBE)
+        patch.setattr(members, "_RETRY_SECONDS", 0.05)
+        patch.setattr(members, "are_local", lambda hosts: dict.fromkeys(hosts, True))
+        Drawn(data.draw).run()
