@@ -277,7 +277,7 @@ class Job:
             self._on_late_start(late)
         self._check_silence(now)
         # While the launcher ends the ranks, a verdict would blame a rank for its end. After a pause
-        # of the launcher, the ranks' answers have not been read yet.
+        # of the launcher, such as a slow write of output, the answers have not been read yet.
         read = self._pause == 0 or now > self._resumed_at + _READ_SECONDS
         if not self._ending and read:
             silent_hosts = partial(self._silent_hosts, now)
@@ -290,11 +290,11 @@ class Job:
             self._stop(signal.SIGPIPE)
         if now > self._failures.deadline and not self._ending and self._running():
             self._end(self._timeouts.end)
-        if now > self._stop_deadline and self._running():
+        if now > self._stop_deadline and self._running() and read:
             ranks = self._ranks(self._running())
             self._problem = f"{ranks} did not stop within {self._timeouts.stop:g} s (--stop-grace)"
             self._end(self._timeouts.end)
-        if now > self._end_deadline:
+        if now > self._end_deadline and read:
             silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
             unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"

@@ -238,13 +238,43 @@ class Drawn:
                 committed = self.start()
 
 
-@settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_no_path_by_which_a_host_leaves_loses_the_newest_commit(data):
+@pytest.fixture(autouse=True, scope="module")
+def _short_times():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(members, "_LOOK_SECONDS", 0.01)
         patch.setattr(members, "_POLL_SECONDS", 0.01)
         patch.setattr(members, "_PROBE_SECONDS", PROBE)
         patch.setattr(members, "_RETRY_SECONDS", 0.05)
         patch.setattr(members, "are_local", lambda hosts: dict.fromkeys(hosts, True))
-        Drawn(data.draw).run()
+        yield
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_no_path_by_which_a_host_leaves_loses_the_newest_commit(data):
+    Drawn(data.draw).run()
+
+
+@pytest.mark.parametrize("trouble", ["unfit", "slow"])
+def test_a_host_that_cannot_take_part_for_a_moment_keeps_the_only_commit(trouble):
+    world, texts, host = World(), [], Host("host0", 1)
+    job = members.Members(
+        lambda _: [host],
+        {},
+        Settings(Ssh(silence=SILENCE), "python"),
+        1,
+        None,
+        lambda _: False,
+        texts.append,
+    )
+    job._agents = Pool(world)
+    with job:
+        job.begin(make_plan(["true"], "/", job.wait_for(1, 10), 1))
+        world.commits = {"host0"}
+        getattr(world, trouble).add("host0")
+        job.confirm(True)
+        time.sleep(2 * PROBE)
+        world.unfit.clear()
+        assert [each.name for each in job.wait_for(1, 10)] == ["host0"]
+        assert world.commits == {"host0"}
+        assert len(texts) == (trouble == "unfit") + any("waiting for" in text for text in texts)
