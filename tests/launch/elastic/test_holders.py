@@ -173,8 +173,10 @@ class Drawn:
             case "exclude":
                 self.excluded ^= {name}
             case "list":
+                # Often without all hosts of the last start.
+                others = [name for name in NAMES if name not in self.current] or list(NAMES)
                 names = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
-                self.set_list(self.draw(names))
+                self.set_list(self.draw(st.one_of(st.just(others), names)))
                 self.steps.append(self.listed)
                 # Hosts that are not on the list and had no ranks are not needed.
                 self.holders &= {*self.listed, *self.current}
@@ -255,20 +257,34 @@ def test_no_path_by_which_a_host_leaves_loses_the_newest_commit(data):
     Drawn(data.draw).run()
 
 
+def watch(world, names, max_size, say):
+    """Return the members of a job on hosts with one slot."""
+    hosts, reach = [Host(name, 1) for name in names], Settings(Ssh(silence=SILENCE), "python")
+    job = members.Members(lambda _: hosts, {}, reach, 1, max_size, lambda _: False, say)
+    job._agents = Pool(world)
+    return job
+
+
+def test_a_host_that_returns_with_the_newest_commit_gets_the_only_rank():
+    world, texts = World(), []
+    with watch(world, NAMES[:2], 1, texts.append) as job:
+        job.begin(make_plan(["true"], "/", job.wait_for(2, 10), 1))
+        world.lost = {"host0"}
+        job._agents.connections[0].lose()
+        job.confirm(True)
+        assert [host.name for host in job.wait_for(1, 10)] == ["host1"]
+        job.begin(make_plan(["true"], "/", [Host("host1", 1)], 1))
+        world.lost = set()
+        assert len(job.wait_for(2, 10)) == 2
+        # No rank has made a commit on host 1.
+        job.confirm(False)
+        assert job.wait_for(2, 10)[0].name == "host0"
+
+
 @pytest.mark.parametrize("trouble", ["unfit", "slow"])
 def test_a_host_that_cannot_take_part_for_a_moment_keeps_the_only_commit(trouble):
-    world, texts, host = World(), [], Host("host0", 1)
-    job = members.Members(
-        lambda _: [host],
-        {},
-        Settings(Ssh(silence=SILENCE), "python"),
-        1,
-        None,
-        lambda _: False,
-        texts.append,
-    )
-    job._agents = Pool(world)
-    with job:
+    world, texts = World(), []
+    with watch(world, NAMES[:1], None, texts.append) as job:
         job.begin(make_plan(["true"], "/", job.wait_for(1, 10), 1))
         world.commits = {"host0"}
         getattr(world, trouble).add("host0")
