@@ -195,8 +195,9 @@ class Committer:
             # If a host has a commit of another state, this state was never committed.
             if self._start.committed and not best_of_state and self._collectives.rank == 0:
                 _log.warning(
-                    "every host that held a commit of the elastic state is lost, so the training "
-                    "starts from its beginning. To keep a state on disk, use hvd.Checkpointer"
+                    "every host that held a commit of the elastic state is lost or cannot take "
+                    "part, so the training starts from its beginning. To keep a state on disk, use "
+                    "hvd.Checkpointer"
                 )
             return False
         self._number = best.number

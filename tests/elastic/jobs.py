@@ -80,9 +80,7 @@ class ElasticJob:
         self._folders = abandoned_folders()
         self.set_hosts(hosts)
         self.set_pause(PAUSE)
-        script = folder / "hosts.sh"
-        script.write_text(_SCRIPT)
-        script.chmod(0o755)
+        self.set_script(_SCRIPT)
         variables = {name: value for name, value in os.environ.items() if name != "PWD"}
         self.process = subprocess.Popen(
             [*prefix, *launcher, "--host-discovery-script", "./hosts.sh", *options, *command],
@@ -127,6 +125,13 @@ class ElasticJob:
         draft = self.folder / "hosts.draft"
         draft.write_text(hosts.replace(",", "\n") + "\n")
         draft.replace(self.folder / "hosts.txt")
+
+    def set_script(self, text: str) -> None:
+        """Set the discovery script, `hosts.sh`."""
+        draft = self.folder / "hosts.sh.draft"
+        draft.write_text(text)
+        draft.chmod(0o755)
+        draft.replace(self.folder / "hosts.sh")
 
     def set_pause(self, seconds: float) -> None:
         """Set the seconds between two batches."""

@@ -102,6 +102,37 @@ def test_a_rank_is_killed_while_the_hosts_change(folder):
     assert {len(batch) for _, batch in trained} >= {4, 8}
 
 
+def test_the_only_host_with_a_commit_is_left_out_after_it_was_copied(folder):
+    hosts = "localhost:2,127.0.0.1:2"
+    with ElasticJob(folder, hosts, "--min-np", "1", "--max-np", "2") as job:
+        for _ in range(2):
+            job.wait_for(r"] batch \d")
+            pid = int(job.wait_for(r"] batch \d \d+ (\d+)")[1])
+            os.kill(pid, signal.SIGKILL)
+            job.wait_for("rank . on localhost failed: killed by signal 9")
+        job.wait_for("localhost, which would be left out, takes part with 1 rank until the next")
+        job.wait_for(r"2 ranks on localhost:1, 127.0.0.1:1")
+        assert int(job.wait_for(r"begin 0 (\d+) size 2")[1]) >= 2
+        job.wait_for(r"2 ranks on 127.0.0.1:2")
+        assert job.finish() == 0, job.text
+        check(job.lines, ranks=2)
+        assert "starts from its beginning" not in job.text
+
+
+def test_a_slow_discovery_script_delays_no_restart(folder):
+    with ElasticJob(folder, "localhost:1,127.0.0.1:1", "--min-np", "1") as job:
+        job.wait_for("batch 0 2 ")
+        job.set_script("#!/bin/sh\nsleep 20\ncat hosts.txt\n")
+        time.sleep(2)
+        pid = int(job.wait_for(r"] batch \d \d+ (\d+)")[1])
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        job.wait_for("2 ranks on localhost:1, 127.0.0.1:1")
+        assert time.monotonic() < began + 15
+        assert job.finish() == 0, job.text
+        assert "cannot take part" not in job.text
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("commits", ["always", "rarely"])
 @pytest.mark.parametrize("seed", range(6))

@@ -141,6 +141,17 @@ def test_a_rank_that_fails_before_an_agent_is_lost_is_the_cause(outcome):
     assert found.report.startswith("rank 0 on host0 failed: exit status 3")
 
 
+@pytest.mark.parametrize("stop", [False, True], ids=["failure", "stop signal"])
+def test_after_a_slow_write_the_messages_that_have_arrived_are_read_before_a_deadline(
+    outcome, stop
+):
+    """For example, the reader of the output was stopped for 200 s."""
+    first = [signal.SIGTERM] if stop else [(1, {"kind": "failed", "reason": "no memory"}), END]
+    found = outcome(*first, 200, ended(0, 75), ended(1, 75), *DONE)
+    assert "did not" not in found.report
+    assert found.status == (75 if stop else 1)
+
+
 def failed(agent, reason="processes [7] did not end"):
     return agent, {"kind": "failed", "reason": reason}
 

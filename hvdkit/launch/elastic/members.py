@@ -2,6 +2,9 @@
 
 The agents outlive the ranks, and own the folders for commits. A new host joins when its agent has
 answered, so a host that cannot take part does not interrupt the training.
+
+Two threads run. One reads the list of hosts, which may take long. The other reads the messages of
+the agents, and starts and ends agents.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -20,7 +23,7 @@ from hvdkit.launch.agent_pool import AgentPool, unfitness
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host, are_local, name_slots, total_slots
 from hvdkit.launch.launcher import Settings
-from hvdkit.launch.messages import Message
+from hvdkit.launch.messages import PAUSE_SECONDS, Message
 from hvdkit.launch.plan import Plan
 
 #: Seconds between two looks at the list of hosts, as in Horovod.
@@ -29,6 +32,7 @@ _LOOK_SECONDS = 1.0
 _PROBE_SECONDS = 15.0
 #: Seconds between two attempts to reach a host.
 _RETRY_SECONDS = 10.0
+_POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
 
 #: (name of a host, its number of ranks) for each host of a start, in the order of ranks.
@@ -38,7 +42,7 @@ Assignment = Sequence[tuple[str, int]]
 class _State(Enum):
     STARTING = "its agent is starting"
     READY = "its agent has answered"
-    FAILED = "its agent could not be started, or has ended"
+    FAILED = "its agent could not be started, has ended, or cannot take part now"
 
 
 @dataclass
@@ -54,7 +58,7 @@ class _Member:
         kept: whether the agent has made the folders for commits.
         folders: the paths of these folders. The next agent of the host keeps the same folders.
         deadline: the time until which its agent must answer.
-        retry_at: the time of the next attempt to start an agent.
+        retry_at: the time of the next attempt to start an agent, or to ask an agent that stays.
         problem: the last problem that was printed.
     """
 
@@ -97,6 +101,10 @@ class Members:
     # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
     _folders: dict[str, str] = field(default_factory=dict)
+    # The list of hosts that was read last, or the error; None if it was handled.
+    _found: list[Host] | HvdkitError | None = None
+    # The names on this list -> whether the host is this machine.
+    _local: dict[str, bool] = field(default_factory=dict)
     _looked: bool = False
     _problem: str = ""
     _error: HvdkitError | None = None
@@ -105,6 +113,8 @@ class Members:
     _holders: frozenset[str] = frozenset()
     _version: int = 0
     _announced: int = 0
+    # The time of the last step of the thread that reads messages.
+    _watched_at: float = field(default_factory=time.monotonic)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -113,8 +123,12 @@ class Members:
 
     def __enter__(self) -> Self:
         self._agents.__enter__()
-        self._thread = threading.Thread(target=self._watch, name="hvdkit-members", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+            for name, work in (("hvdkit-members", self._watch), ("hvdkit-hosts", self._discover))
+        ]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -122,7 +136,8 @@ class Members:
             # The next agent of a host deletes the folders of an agent that was killed.
             self._changed.wait_for(lambda: not self._lacks_agent(), _PROBE_SECONDS)
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._agents.__exit__(*exc)
 
     def _lacks_agent(self) -> bool:
@@ -141,8 +156,8 @@ class Members:
     def wait_for(self, size: int, timeout: float) -> Sequence[Host]:
         """Return the hosts that can take part, as soon as they have `size` slots.
 
-        If none of these hosts has the newest commit, the first host that is returned has it. This
-        host is not on the list any more. It is used with one rank, until the next commit.
+        If none of these hosts has the newest commit, the first host that is returned has it, see
+        `_with_holder`.
 
         Raises:
             HvdkitError: they have fewer slots after `timeout` seconds, or the first look at the
@@ -156,10 +171,15 @@ class Members:
                     raise self._error
                 usable = self._usable()
                 starting = any(m.state is _State.STARTING for m in self._on_list())
-                starting = starting or self._removed_holder(usable, _State.STARTING) is not None
+                starting = starting or any(
+                    holder.state is _State.STARTING
+                    for holder in self._missing_holders(usable, self._holders)
+                )
                 if self._looked and not starting:
                     if total_slots(usable) >= size:
-                        return self._with_commit(usable)
+                        hosts = self._with_holder(usable, self._holders)
+                        self._say_holder(hosts[0], usable)
+                        return hosts
                     if not told:
                         self.say(
                             f"waiting for hosts: they have {name_slots(total_slots(usable))}, "
@@ -177,7 +197,7 @@ class Members:
                 self._changed.wait(_LOOK_SECONDS)
 
     def confirm(self, committed: bool) -> None:
-        """Ask all agents. The thread then drops the agents that do not answer in time.
+        """Ask all agents. A host that does not answer in time does not take part.
 
         Args:
             committed: whether the hosts of the last start have the newest commit.
@@ -186,16 +206,20 @@ class Members:
             if committed:
                 self._holders = frozenset(dict(self._current))
             for member in self._members.values():
-                if member.state is _State.READY and member.connection is not None:
+                if member.state is _State.READY:
                     member.state = _State.STARTING
                     member.deadline = time.monotonic() + _PROBE_SECONDS
-                    member.fit = False
-                    member.connection.send("task", **self.task)
+                    self._ask(member)
 
     def holders(self) -> frozenset[str]:
         """Return the names of the hosts that have the newest commit."""
         with self._changed:
             return self._holders
+
+    def give_up(self, name: str) -> None:
+        """Forget that a host has the newest commit, because ranks there end before they load it."""
+        with self._changed:
+            self._holders -= {name}
 
     def begin(self, plan: Plan) -> int:
         """Begin a start with `plan`. From now on, ranks are told if the hosts differ from the plan.
@@ -204,6 +228,10 @@ class Members:
         """
         with self._changed:
             self._current = assignment_of(plan)
+            self._sort_list(self._listed)
+            if not self._holders & dict(self._current).keys():
+                # The training begins again. Hosts that have left the list are not needed any more.
+                self._holders &= set(self._listed)
             # Two, because an announced change has the current version plus one.
             self._version += 2
             self._announced = self._version
@@ -224,80 +252,122 @@ class Members:
                 )
             return [Path(text) for text in member.folders]
 
-    # The thread
+    # The threads
 
-    def _watch(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._watch_until_stopped()
+            while not self._stop.is_set():
+                work()
         except Exception as error:
             with self._changed:
                 self._error = HvdkitError(f"the hosts cannot be watched any more: {error!r}")
                 self._changed.notify_all()
             raise
 
-    def _watch_until_stopped(self) -> None:
-        while not self._stop.is_set():
-            self._look()
-            next_look = time.monotonic() + _LOOK_SECONDS
-            while (left := next_look - time.monotonic()) > 0 and not self._stop.is_set():
-                event = self._agents.next_event(min(left, 0.1))
-                with self._changed:
-                    if event is not None:
-                        self._handle(event.connection, event.message)
-                    self._check_deadlines()
-                    self._announce()
-                    self._changed.notify_all()
-
-    def _look(self) -> None:
-        """Read the list of hosts, and start agents on new ones."""
+    def _discover(self) -> None:
+        """Read the list of hosts."""
+        found: list[Host] | HvdkitError
         try:
-            found = list(self.discover(self._stop.is_set))
+            hosts = self.discover(self._stop.is_set)
+            new = are_local([host for host in hosts if host.name not in self._local])
+            self._local = {h.name: new.get(h, self._local.get(h.name, False)) for h in hosts}
+            found = [replace(host, local=self._local[host.name]) for host in hosts]
         except HvdkitError as error:
-            with self._changed:
-                if not self._looked:
-                    self._error = error
-                elif str(error) != self._problem and not self._stop.is_set():
-                    # This look at the list failed: keep the last list.
-                    self.say(f"the hosts stay the same: {error}")
-                self._problem = str(error)
-                self._looked = True
-            found = None
-        local = {} if found is None else are_local([h for h in found if self._is_new(h)])
+            found = error
         with self._changed:
-            if found is not None:
-                self._problem = ""
-                self._looked = True
-                self._set_list(found, local)
-            for member in self._on_list():
-                due = time.monotonic() > member.retry_at
-                if member.connection is None and due and not self._stop.is_set():
-                    self._start_agent(member)
+            self._found = found
+        self._stop.wait(_LOOK_SECONDS)
 
-    def _is_new(self, host: Host) -> bool:
-        member = self._members.get(host.name)
-        return member is None or member.host.local is None
+    def _watch(self) -> None:
+        """Handle the messages that have arrived, then the list of hosts and the deadlines."""
+        event = self._agents.next_event(_POLL_SECONDS)
+        # Before the other messages are read: a member is only late if its answer has not arrived.
+        now = time.monotonic()
+        with self._changed:
+            if now > self._watched_at + PAUSE_SECONDS:
+                # This process was stopped, or the last step was slow.
+                for member in self._members.values():
+                    member.deadline += now - self._watched_at
+            self._watched_at = now
+            if event is not None:
+                self._handle(event.connection, event.message)
+            while (event := self._agents.next_event(0.0)) is not None:
+                self._handle(event.connection, event.message)
+            self._check_deadlines(now)
+            self._handle_found()
+            for member in self._members.values():
+                if now > member.retry_at and self._is_kept(member):
+                    self._retry(member)
+            self._announce()
+            self._changed.notify_all()
 
-    def _set_list(self, found: Sequence[Host], local: Mapping[Host, bool]) -> None:
-        hosts = {host.name: host for host in found}
-        # The hosts of the current start come first, because they have commits. `fromkeys` removes
-        # repetitions.
-        names = dict.fromkeys([*dict(self._current), *self._listed, *hosts])
-        self._listed = [name for name in names if name in hosts]
+    def _handle_found(self) -> None:
+        """Handle the list of hosts if it was read again."""
+        found = self._found
+        self._found = None
+        if found is None:
+            return
+        if isinstance(found, list):
+            self._problem = ""
+            self._set_list(found)
+        else:
+            if not self._looked:
+                self._error = found
+            elif str(found) != self._problem and not self._stop.is_set():
+                # Keep the last list.
+                self.say(f"the hosts stay the same: {found}")
+            self._problem = str(found)
+        self._looked = True
+
+    def _set_list(self, found: Sequence[Host]) -> None:
+        self._sort_list([host.name for host in found])
         for host in found:
-            known = self._members.get(host.name)
-            is_local = local[host] if known is None else known.host.local
-            own = Host(host.name, host.slots, is_local)
-            if known is not None:
-                known.host = own
+            if host.name in self._members:
+                self._members[host.name].host = host
             else:
                 # The next agent of a host gets the same folders.
                 folder = self._folders.setdefault(host.name, uuid.uuid4().hex)
-                self._members[host.name] = _Member(own, folder)
-        ready = {m.host.name for m in self._on_list() if m.state is _State.READY}
-        needed = frozenset() if ready & self._holders else self._holders
-        for name in self._members.keys() - hosts.keys() - needed:
-            if name not in dict(self._current):
+                self._members[host.name] = _Member(host, folder)
+        for name, member in list(self._members.items()):
+            if not self._is_kept(member) and name not in dict(self._current):
                 self._drop(self._members.pop(name))
+
+    def _sort_list(self, names: Iterable[str]) -> None:
+        """Set the names on the list.
+
+        The hosts of the current start come first, because they have commits. Then the oldest hosts
+        follow.
+        """
+        listed = set(names)
+        # `fromkeys` removes repetitions.
+        order = dict.fromkeys([*dict(self._current), *self._listed, *names])
+        self._listed = [name for name in order if name in listed]
+
+    def _is_kept(self, member: _Member) -> bool:
+        """Return whether the host needs an agent.
+
+        Hosts on the list need one, and a host with the newest commit if no host on the list that
+        has answered has this commit.
+        """
+        if member.host.name in self._listed:
+            return True
+        ready = {m.host.name for m in self._on_list() if m.state is _State.READY}
+        return member.host.name in self._holders and not ready & self._holders
+
+    def _retry(self, member: _Member) -> None:
+        """Start an agent on a host without one. Ask an agent that could not take part again."""
+        if self._stop.is_set():
+            return
+        if member.connection is None:
+            self._start_agent(member)
+        elif member.state is _State.FAILED and member.kept:
+            member.retry_at = time.monotonic() + _RETRY_SECONDS
+            self._ask(member)
+
+    def _ask(self, member: _Member) -> None:
+        assert member.connection is not None
+        member.fit = False
+        member.connection.send("task", **self.task)
 
     def _start_agent(self, member: _Member) -> None:
         host = member.host
@@ -310,10 +380,10 @@ class Members:
         member.connection = self._agents.connections[-1]
         # `wait_for` does not wait for a host that has failed. The host joins when it answers.
         member.state = _State.STARTING if first else _State.FAILED
-        member.fit = member.kept = False
+        member.kept = False
         limit = time.monotonic() + self.settings.timeouts.start
         member.deadline = min(member.deadline, limit)
-        member.connection.send("task", **self.task)
+        self._ask(member)
         member.connection.send("keep", name=member.folder)
 
     def _handle(self, connection: Connection, message: Message) -> None:
@@ -323,7 +393,7 @@ class Members:
         match message["kind"]:
             case "hello":
                 if problems := unfitness(message):
-                    self._fail(member, "; ".join(problems))
+                    self._fail(member, "; ".join(problems), stays=self._may_hold(member))
                 member.fit = not problems
             case "kept":
                 member.kept, member.folders = True, message["folders"]
@@ -331,10 +401,9 @@ class Members:
             case "failed":
                 self._fail(member, message["reason"])
             case "lost":
-                ready = member.state is _State.READY
-                reason = connection.explain()
-                self._fail(member, reason)
-                if ready and member.host.name in self._listed:
+                had_answered = member.kept
+                self._fail(member, connection.explain())
+                if had_answered and self._is_kept(member):
                     # Perhaps only the agent was killed. Start another one, and wait for its answer.
                     member.problem, member.retry_at = "", 0.0
                     member.state = _State.STARTING
@@ -343,19 +412,42 @@ class Members:
             member.state, member.problem = _State.READY, ""
             member.deadline = float("inf")
 
-    def _check_deadlines(self) -> None:
-        now = time.monotonic()
+    def _check_deadlines(self, now: float) -> None:
         for member in self._members.values():
             if now > member.deadline:
+                if (limit := self._limit_of_holder(member)) > now:
+                    member.deadline = limit
+                    continue
                 why = member.connection.explain() if member.connection else "its agent has ended"
                 self._fail(member, f"it does not answer: {why}")
 
-    def _fail(self, member: _Member, problem: str) -> None:
+    def _limit_of_holder(self, member: _Member) -> float:
+        """Return the time until which to wait for a host that alone has the newest commit.
+
+        Its agent deletes the commit when its connection ends, so the host gets as much time as a
+        host with ranks (`--host-timeout`).
+        """
+        ready = {m.host.name for m in self._members.values() if m.state is _State.READY}
+        is_alone = member.host.name in self._holders and not ready & self._holders
+        if not is_alone or not member.kept or member.connection is None:
+            return float("-inf")
+        silent_since = min(member.connection.silent_since, self._watched_at)
+        return silent_since + self.settings.ssh.silence
+
+    def _may_hold(self, member: _Member) -> bool:
+        """Return whether the host may have the newest commit, which ends with its agent."""
+        return member.host.name in self._holders or member.host.name in dict(self._current)
+
+    def _fail(self, member: _Member, problem: str, stays: bool = False) -> None:
+        """Note that a host cannot take part, and end its agent unless the agent stays."""
         if problem != member.problem and not self._stop.is_set():
             self.say(f"{member.host.name} cannot take part: {problem}")
         member.problem = problem or "it failed"
         member.retry_at = time.monotonic() + _RETRY_SECONDS
-        self._drop(member)
+        if stays:
+            member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
+        else:
+            self._drop(member)
 
     def _drop(self, member: _Member) -> None:
         """End the agent of a host."""
@@ -372,8 +464,10 @@ class Members:
         if not self._current:
             return
         usable = self._usable(also=_State.STARTING)
+        # The ranks commit before they end. After that, the hosts of this start have the commit.
+        chosen = self._with_holder(usable, dict(self._current).keys(), also=_State.STARTING)
         # With too few slots, the ranks continue as long as their hosts permit.
-        changed = total_slots(usable) >= self.min_size and self._assign(usable) != self._current
+        changed = total_slots(usable) >= self.min_size and self._assign(chosen) != self._current
         version = self._version + int(changed)
         if version != self._announced:
             self._announced = version
@@ -414,29 +508,62 @@ class Members:
         good = [host for host in usable if not self.excluded(host.name)]
         return good if total_slots(good) >= self.min_size else usable
 
-    def _removed_holder(self, usable: Sequence[Host], state: _State) -> Host | None:
-        """Return a host that has the newest commit, but has left the list. Not an excluded one.
+    def _missing_holders(
+        self, usable: Sequence[Host], holders: Collection[str]
+    ) -> Sequence[_Member]:
+        """Return the hosts of which a start needs one, because only they have the newest commit.
+
+        Empty if a start on `usable` has a rank on a host with this commit. The first host is the
+        best: hosts of `usable` come first, then other hosts on the list, then hosts that have left
+        the list.
 
         Args:
-            usable: the hosts that can take part. If one of them has the commit, return None.
-            state: the state of the agent of the host.
+            usable: the hosts that can take part.
+            holders: the names of the hosts that have the newest commit.
         """
-        # A copy of the commit needs a rank on a host of the list, too.
-        if self.max_size == 1 or self._holders & {host.name for host in usable}:
-            return None
-        removed = sorted(self._holders - set(self._listed))
-        found = (self._members.get(name) for name in removed if not self.excluded(name))
-        return next((m.host for m in found if m is not None and m.state is state), None)
+        if any(name in holders for name, _ in self._assign(usable)):
+            return []
+        # A host that has left the list only copies its commit, which needs a second rank.
+        removed = [] if self.max_size == 1 else sorted(set(holders) - set(self._listed))
+        order = dict.fromkeys([*(host.name for host in usable), *self._listed, *removed])
+        return [self._members[n] for n in order if n in holders and n in self._members]
 
-    def _with_commit(self, usable: Sequence[Host]) -> Sequence[Host]:
-        holder = self._removed_holder(usable, _State.READY)
+    def _with_holder(
+        self,
+        usable: Sequence[Host],
+        holders: Collection[str],
+        also: _State = _State.READY,
+    ) -> Sequence[Host]:
+        """Return the hosts for a start. At least one has the newest commit, if this is possible.
+
+        All paths by which a host leaves the job end here: hosts that are excluded, that have left
+        the list, or that do not answer are not in `usable`. If only such hosts have the newest
+        commit, one that answers comes first with one rank. At the next commit, other hosts have
+        the commit too, and the ranks start again without it.
+
+        Args:
+            usable: the hosts that can take part.
+            holders: the names of the hosts that have the newest commit.
+            also: a state of agents that counts as an answer, too.
+        """
+        missing = self._missing_holders(usable, holders)
+        holder = next((m.host for m in missing if m.state in (_State.READY, also)), None)
         if holder is None:
             return usable
-        self.say(
-            f"no host on the list has the last commit. {holder.name}, which has left the list, "
-            f"takes part with 1 rank until the next commit"
-        )
+        if holder in usable:
+            return [holder, *(host for host in usable if host != holder)]
         return [replace(holder, slots=1), *usable]
+
+    def _say_holder(self, first: Host, usable: Sequence[Host]) -> None:
+        """Say why the first host of a start takes part, if it is not one of the usable hosts."""
+        if first in usable:
+            return
+        why = "would be left out" if first.name in self._listed else "has left the list"
+        if self.max_size == 1:
+            how = "keeps the only rank (--max-np 1)"
+        else:
+            how = "takes part with 1 rank until the next commit"
+        self.say(f"no other host has the last commit. {first.name}, which {why}, {how}")
 
 
 def assignment_of(plan: Plan) -> Assignment:

@@ -182,6 +182,7 @@ class ElasticSupervisor:
         if not outcome.hosts_changed:
             if not self._used or self._first is None:
                 self._first = outcome
+            tried = self._tried_for_commit(plan, outcome)
             name = outcome.failing_host(plan)
             if name is not None and (message := self.exclusions.add(name)):
                 self.say(message)
@@ -197,6 +198,8 @@ class ElasticSupervisor:
                     f"(--restarts). The first failure: {self._first.reason}"
                 )
                 return False
+            if self._used == self.limits.restarts - 1:
+                self._give_up(tried)
         if self._resets == self.limits.resets:
             times = "once" if self._resets == 1 else f"{self._resets} times"
             self.say(f"the job was restarted {times}, and ends (--reset-limit)")
@@ -225,6 +228,26 @@ class ElasticSupervisor:
             # Without the newest commit, the training would begin again.
             return [host for host in unfit if host.name not in holders]
         return unfit
+
+    def _tried_for_commit(self, plan: Plan, outcome: Outcome) -> Sequence[Host]:
+        """Return the excluded hosts that took part because of their commit, which was not loaded.
+
+        Hosts that have been excluded after this start are not among them.
+        """
+        if outcome.committed:
+            return []
+        holders = self.members.holders()
+        return [h for h in plan.hosts if h.name in holders and h.name in self.exclusions]
+
+    def _give_up(self, hosts: Sequence[Host]) -> None:
+        """Make the last restart possible without hosts on which ranks end before they load."""
+        for host in hosts:
+            self.members.give_up(host.name)
+        if hosts:
+            self.say(
+                f"the last commit, on {named(hosts)}, could not be loaded. The last restart does "
+                f"without it if the other hosts are enough"
+            )
 
     def _leave_out(self, hosts: Sequence[Host], why: str) -> None:
         by_seconds: dict[float, list[Host]] = {}

@@ -1,6 +1,7 @@
 """The hosts of an elastic job. Names of this machine are hosts, with real agents."""
 
 import contextlib
+import threading
 import time
 
 import psutil
@@ -8,6 +9,7 @@ import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import prepare
+from hvdkit.launch.elastic import members
 from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Settings
@@ -26,6 +28,9 @@ class Watched:
     def __init__(self, *found, min_size=1, max_size=None, start=30.0, silence=30.0):
         self.found = list(found)
         self.excluded = set()
+        # Seconds that it takes to read the list.
+        self.slow = 0.0
+        self.is_slow = threading.Event()
         self.texts = []
         timeouts = Timeouts(start, lost=silence)
         settings = Settings(Ssh(silence=silence), "python", timeouts=timeouts)
@@ -40,6 +45,10 @@ class Watched:
         )
 
     def discover(self, stopped):
+        self.is_slow.set() if self.slow else self.is_slow.clear()
+        deadline = time.monotonic() + self.slow
+        while time.monotonic() < deadline and not stopped():
+            time.sleep(0.05)
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -70,6 +79,9 @@ class Watched:
                     return
             time.sleep(0.05)
         raise AssertionError(f"not announced: {changed}")
+
+    def wait_slow(self):
+        assert self.is_slow.wait(SECONDS)
 
     def wait_text(self, part):
         deadline = time.monotonic() + SECONDS
@@ -112,10 +124,8 @@ def test_the_only_host_with_a_commit_takes_part_once_more_after_it_has_left_the_
         watched.wait_announced(True)
         watched.members.confirm(True)
         assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
+        watched.wait_text("localhost, which has left the list, takes part with 1 rank until")
         watched.begin(Host("localhost", 1), B)
-        watched.excluded = {"localhost"}
-        assert watched.slots() == [("127.0.0.1", 1)]
-        watched.excluded = set()
         # The ranks end at their next commit.
         watched.wait_announced(True, B)
         watched.members.confirm(True)
@@ -124,16 +134,57 @@ def test_the_only_host_with_a_commit_takes_part_once_more_after_it_has_left_the_
         watched.wait_announced(False, B)
 
 
-def test_the_only_host_with_a_commit_has_left_the_list_and_is_lost():
+def test_the_agent_of_the_only_host_with_a_commit_is_killed_after_the_host_has_left_the_list():
     with Watched(A) as watched:
         watched.slots()
         watched.begin(A)
         watched.found = [B]
         watched.wait_announced(True)
+        folders = watched.members.folders(A)
         for agent in agents():
             agent.kill()
         watched.members.confirm(True)
+        assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
+        assert watched.members.folders(A) == folders
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["on the list", "removed"])
+def test_the_only_host_with_a_commit_is_excluded(removed):
+    """It copies its commit to the other hosts first."""
+    with Watched(A, B, max_size=2) as watched:
+        assert len(watched.slots(3)) == 2
+        watched.begin(A)
+        watched.found = [B] if removed else [A, B]
+        if removed:
+            watched.wait_announced(True)
+        watched.excluded = {"localhost"}
+        watched.wait_announced(True)
+        watched.members.confirm(True)
+        assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
+        which = "has left the list" if removed else "would be left out"
+        watched.wait_text(
+            f"no other host has the last commit. localhost, which {which}, takes part with 1 rank "
+            f"until the next commit"
+        )
+        watched.begin(Host("localhost", 1), B)
+        watched.wait_announced(True, B)
+        watched.members.confirm(True)
         assert watched.slots() == [("127.0.0.1", 1)]
+
+
+def test_with_one_rank_the_only_host_with_a_commit_is_not_left_out():
+    one = Host("localhost", 1)
+    with Watched(one, B, max_size=1) as watched:
+        watched.slots(2)
+        watched.begin(one)
+        watched.excluded = {"localhost"}
+        watched.members.confirm(True)
+        assert watched.slots()[0] == ("localhost", 1)
+        watched.wait_text("localhost, which would be left out, keeps the only rank (--max-np 1)")
+        watched.begin(one)
+        # The ranks do not end at each commit.
+        time.sleep(0.5)
+        watched.wait_announced(False)
 
 
 def test_with_one_rank_a_host_that_has_left_the_list_does_not_take_part():
@@ -144,6 +195,37 @@ def test_with_one_rank_a_host_that_has_left_the_list_does_not_take_part():
         watched.wait_announced(True)
         watched.members.confirm(True)
         assert watched.slots() == [("127.0.0.1", 1)]
+
+
+def test_a_slow_list_of_hosts_delays_no_restart_and_loses_no_host(monkeypatch):
+    monkeypatch.setattr(members, "_PROBE_SECONDS", 3.0)
+    with Watched(A, B) as watched:
+        assert len(watched.slots(3)) == 2
+        watched.begin(A, B)
+        watched.slow = 8.0
+        watched.wait_slow()
+        began = time.monotonic()
+        watched.members.confirm(True)
+        assert len(watched.slots()) == 2
+        assert time.monotonic() < began + 6
+        time.sleep(9)
+        watched.members.confirm(True)
+        assert len(watched.slots()) == 2
+        assert watched.texts == []
+        watched.slow = 0.0
+
+
+def test_an_answer_that_has_arrived_is_read_before_its_deadline_is_checked(monkeypatch):
+    """Another step of the thread was slow."""
+    monkeypatch.setattr(members, "_PROBE_SECONDS", 1.0)
+    with Watched(A, B, min_size=2) as watched:
+        assert len(watched.slots(3)) == 2
+        watched.members.confirm(True)
+        with watched.members._changed:
+            watched.members.confirm(True)
+            time.sleep(3)
+        assert len(watched.slots()) == 2
+        assert watched.texts == []
 
 
 def test_hosts_beyond_the_largest_size_are_not_announced():

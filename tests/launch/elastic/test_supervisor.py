@@ -41,7 +41,10 @@ class FakeMembers:
         found = self.hosts.pop(0) if len(self.hosts) > 1 else self.hosts[0]
         if isinstance(found, Exception):
             raise found
-        return [host for host in found if host.name not in self.excluded] or found
+        kept = {host.name for host in found if host.name not in self.excluded}
+        # As `Members` does.
+        kept |= set() if kept & self.held else self.held
+        return [host for host in found if host.name in kept] or found
 
     def confirm(self, committed):
         self.confirmed += 1
@@ -50,6 +53,9 @@ class FakeMembers:
 
     def holders(self):
         return self.held
+
+    def give_up(self, name):
+        self.held -= {name}
 
     def begin(self, plan):
         self.current = frozenset(host.name for host in plan.hosts)
@@ -210,6 +216,27 @@ def test_a_host_is_left_out_after_two_failures():
     assert "the job failed 2 times on host1, which is left out if the other hosts are enough" in (
         texts
     )
+
+
+def test_the_last_restart_gives_up_a_commit_that_no_rank_could_load():
+    limits = replace(LIMITS, restarts=3)
+    changed = replace(CHANGED, saved=True, committed=True)
+    failure = Outcome(1, failure=Failure(0, 1, ()), restartable=True, suspects=(0,))
+    _, plans, _, texts, _ = supervise(
+        [changed, failure, failure, failure, Outcome(0)], hosts=[ONE, TWO], limits=limits
+    )
+    names = [[name for name, _ in plan] for plan in plans]
+    assert names == [["host0"], *[["host0", "host1"]] * 3, ["host1"]]
+    assert any(
+        text.startswith("the last commit, on host0, could not be loaded. The last restart does")
+        for text in texts
+    )
+    # Ranks have loaded the commit, so all hosts have a copy.
+    loaded = replace(failure, committed=True)
+    _, plans, _, texts, _ = supervise(
+        [changed, failure, failure, loaded, Outcome(0)], hosts=[ONE, TWO], limits=limits
+    )
+    assert not any(text.startswith("the last commit") for text in texts)
 
 
 def test_a_host_that_cannot_connect_to_the_others_is_left_out():
