@@ -96,8 +96,6 @@ class CommittedState:
     _saved_items: Mapping[str, Any] = {}
     # The values of the first rank, while a commit is written.
     _first_ranks_values: Mapping[str, Any] | None = None
-    # Return the values of objects now, by the names of the objects. See `keep_current`.
-    _current: Mapping[str, Callable[[], Any]] = {}
     # Whether this state has warned that its commits are not stored.
     _warned = False
     # The windows that were open at the last call of `_must_wait`, and the number of different
@@ -229,29 +227,6 @@ class CommittedState:
         self._saved_state.setdefault(name, value)
         setattr(self, name, value)
 
-    def keep_current(self, name: str, value: Callable[[], Any] | None) -> None:
-        """Make the result of a function an object of the state. Call this on every rank.
-
-        Each `save` and `sync` first sets the attribute. A `restore` or `sync` is the end of what
-        the function belongs to, such as a `fit`, so the state then forgets the function.
-
-        Args:
-            name: the attribute.
-            value: returns its value; None: forget the function, and set the attribute to None.
-        """
-        others = {key: each for key, each in self._current.items() if key != name}
-        self._current = others if value is None else {**others, name: value}
-        if value is None and hasattr(self, name):
-            self.keep(name, None)
-
-    def is_current(self, name: str) -> bool:
-        """Return whether the state has the function of `keep_current` for an attribute."""
-        return name in self._current
-
-    def _update_current(self) -> None:
-        for name, value in self._current.items():
-            self.keep(name, value())
-
     def _reduction_items(self) -> Mapping[str, Item]:
         """Return the items of the gradient reduction, by name."""
         return {}
@@ -309,14 +284,6 @@ class CommittedState:
             found = "; ".join(group_by_text(collectives, text, f"{name}.who"))
             raise UsageError(_several_models(type(self).__name__, found))
 
-    def _save_commit(self) -> None:
-        """Save the state for a commit. The committer raises the error of a rank on all ranks."""
-        collectives = self._collectives()
-        # A gradient tape has its process set only when it has reduced gradients.
-        if collectives and (own := other_ranks(self._reduced_over(), collectives.ranks)):
-            raise UsageError(_several_models(type(self).__name__, own))
-        self.save()
-
     def _broadcast_variables(self) -> None:
         """Broadcast the variables from rank 0. A collective."""
 
@@ -354,14 +321,12 @@ class CommittedState:
         PyTorch tensors are copied on their devices, so a state needs its GPU memory twice. The
         variables of TensorFlow and Keras are copied to host memory.
         """
-        self._update_current()
         super().save()  # type: ignore[misc]
         self._copy_objects()
         self._save_items()
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
-        self._current = {}
         super().restore()  # type: ignore[misc]
         self._copy_objects()
         self._discard_gradients()
@@ -374,8 +339,6 @@ class CommittedState:
             UsageError: on every rank, if the process set of an optimizer is not all ranks.
         """
         self._check_ranks()
-        self._update_current()
-        self._current = {}
         self._broadcast_variables()
         # Horovod broadcasts the objects of the last `save`, but the weights of now. The script may
         # have restored both from a checkpoint.
@@ -477,7 +440,7 @@ class CommittedState:
             finally:
                 self._first_ranks_values = None
 
-        return self._committer.commit(write, self._save_commit, self._values)
+        return self._committer.commit(write, self.save, self._values)
 
     def _check_stored(self) -> None:
         """Check a call without a committer: no commit is stored, and no host change is noticed.
@@ -508,8 +471,8 @@ class CommittedState:
 def _several_models(kind: str, found: str) -> str:
     return (
         f"gradients are not reduced over all ranks ({found}), and a {kind} has one model for all "
-        f"ranks, that of rank 0: expected the process set of all ranks in each optimizer and "
-        f"gradient tape. Start a job for each model; or use no elastic state, and save each model "
+        f"ranks, that of rank 0: expected the process set of all ranks in each optimizer. "
+        f"Start a job for each model; or use no elastic state, and save each model "
         f"with hvd.Checkpointer(folder, process_set=process_set) in a folder for each process set"
     )
 

@@ -235,18 +235,6 @@ def tape_items() -> dict[str, Any]:
     return {} if NAME == "torch" else _imported("reduction_items", "tape_items")()
 
 
-def reduced_by_tapes(
-    variables: Iterable[Any], expected: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """Return the ranks over which gradient tapes have reduced; empty without TensorFlow."""
-    if NAME == "torch":
-        return {}
-    found: dict[str, tuple[int, ...]] = _imported("replicas", "reduced_by_tapes")(
-        variables, expected
-    )
-    return found
-
-
 def framework_version() -> str:
     """Return the version of the backend."""
     version: str = importlib.import_module(NAME).__version__

@@ -229,7 +229,12 @@ class Checkpoint(LastCallback):
             if self._resume or self._in_run:
                 self._manager.continue_at(self.step)
         elif self._resume:
-            resumes = self._in_run = self._manager.restore() is not None
+            try:
+                resumes = self._in_run = self._manager.restore() is not None
+            except BaseException:
+                # The script may go on without this callback: signals must end it.
+                self._manager.abandon()
+                raise
         # A second `fit` continues with the state in memory.
         self._resume = False
         if self._elastic:
@@ -297,7 +302,7 @@ class Checkpoint(LastCallback):
             model.optimizer.build(model.trainable_variables)
         found = reduced_over({"optimizer": model.optimizer, **further_optimizers(model)})
         ranks = found.get("optimizer", range(backend.hvd.size()))
-        check_one_model({**found, **backend.reduced_by_tapes(model.weights, ranks)}, ranks)
+        check_one_model(found, ranks)
         steps = self._progress.epoch_steps
         if self._data is not None and steps is None:
             raise UsageError(

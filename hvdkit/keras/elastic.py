@@ -13,10 +13,10 @@ from hvdkit.core.loss_scaling import outermost
 from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.epoch_begin import Copies, EpochBegin
+from hvdkit.keras.epoch_begin import Copies
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.further_optimizers import build, further_optimizers, trained_of
-from hvdkit.keras.items import CallbackStates, reduction_items_of
+from hvdkit.keras.items import reduction_items_of
 from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.models import is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
@@ -36,9 +36,6 @@ log = logging.getLogger("hvdkit.keras")
 
 #: The attribute of a state with the `EpochSize` that `state.batch` belongs to.
 _EPOCH_SIZE = "_hvdkit_epoch_size"
-
-#: The attribute of a state with the states of the callbacks of the running `fit`.
-_FIT = "_hvdkit_fit"
 
 #: Decorates an elastic training function, whose first argument is the elastic state.
 run = backend.hvd.elastic.run
@@ -110,9 +107,7 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         return backend.collectives()
 
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
-        own = reduced_over({"optimizer": self.optimizer, **self._further()})
-        everyone = range(backend.hvd.size())
-        return {**own, **backend.reduced_by_tapes(self._stored_variables(), everyone)}
+        return reduced_over({"optimizer": self.optimizer, **self._further()})
 
     def _broadcast_variables(self) -> None:
         broadcast_model(self.model, root_rank=0, optimizer=self.optimizer)
@@ -176,15 +171,11 @@ class _UpdateCallback(keras.callbacks.Callback):
     Keras calls callbacks in the order of their list, so a `CommitStateCallback` may run before this
     callback. `CommitStateCallback` therefore calls all `_UpdateCallback`s of its state before it
     commits. The commit then counts the batch that has just updated the weights.
-
-    Attributes:
-        resumes: whether the first epoch of `fit` begins after batches that are trained already.
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self.resumes = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         others = [each for each in _updates_of(self.state) if type(each) is not type(self)]
@@ -194,37 +185,48 @@ class _UpdateCallback(keras.callbacks.Callback):
         self.state._updates = [each for each in _updates_of(self.state) if each is not self]
 
 
-def _check_backups(callbacks: Sequence[Any]) -> None:
-    """Check that no rank has a `BackupAndRestore`. A collective: only the first rank keeps it.
-
-    Raises:
-        UsageError: on every rank, if a rank has one.
-    """
-    error = None
-    if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
-        error = UsageError("the callbacks of fit have both")
-    raise_on_all_ranks(
-        backend.collectives(),
-        error,
-        "BackupAndRestore and CommitStateCallback would both restore the model after a restart, "
-        "from different batches: omit BackupAndRestore. To also keep the training on a disk, use "
-        "hvd.callbacks.Checkpoint",
-        "hvdkit.keras.commits",
-        UsageError,
-    )
-
-
 def _updates_of(state: Any) -> list[_UpdateCallback]:
     updates: list[_UpdateCallback] = getattr(state, "_updates", [])
     return updates
 
 
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Check that the callbacks of `fit` fit together with commits. A collective.
+
+    Only some ranks may have such a callback.
+
+    Raises:
+        UsageError: on every rank, if a rank has a `BackupAndRestore`, or a `SwapEMAWeights` whose
+            state is not in the commits.
+    """
+    kept = any(isinstance(each, LastCallback) and each.keeps_callbacks for each in callbacks)
+    problem = ""
+    for each in callbacks:
+        if isinstance(each, keras.callbacks.BackupAndRestore):
+            problem = (
+                "BackupAndRestore: it would restore the end of an epoch, and the commit a later "
+                "batch; omit it. To also keep the training on a disk, use hvd.callbacks.Checkpoint"
+            )
+        elif getattr(each, "swap_on_epoch", False) and not kept:
+            problem = (
+                "SwapEMAWeights(swap_on_epoch=True): at the end of an epoch, a commit has the "
+                "averages as weights, and after a restart the callback would not exchange them; "
+                "pass hvd.callbacks.Checkpoint to the same fit, which keeps the callback's state"
+            )
+    raise_on_all_ranks(
+        backend.collectives(),
+        UsageError(problem) if problem else None,
+        "CommitStateCallback cannot be used beside a callback of fit",
+        "hvdkit.keras.commits",
+        UsageError,
+    )
+
+
 class CommitStateCallback(LastCallback):
     """Commit the state after every `batches_per_commit` batches and at the end of each epoch.
 
-    Each commit contains the states of the other callbacks (see `hvd.callbacks.Checkpoint`), and the
-    `fit` that continues from a commit restores them. At the end of an epoch, all other callbacks
-    run first, also the `History` of Keras, so the commit contains their states of this epoch.
+    At the end of an epoch, all other callbacks run first, also the `History` of Keras. So the
+    commit contains their states of this epoch, if there is a `hvd.callbacks.Checkpoint`.
 
     Within an accumulation window, a due commit is made at the end of the window.
 
@@ -244,61 +246,15 @@ class CommitStateCallback(LastCallback):
         self.state = state
         self.batches_per_commit = batches_per_commit
         self.batches_remaining = batches_per_commit
-        self._begin = EpochBegin()
-        self._callbacks: list[Any] = []
-        # Whether a callback has ended the training with the last epoch.
-        self._stopped = False
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:
-        """Restore the states of the callbacks, if a commit has restored the model. A collective.
+        """Check the callbacks. A collective.
 
         Raises:
-            UsageError: on every rank, if a rank has a `BackupAndRestore`.
+            UsageError: on every rank, see `_check_callbacks`.
         """
-        _check_backups(callbacks)
-        state, self._stopped = self.state, False
-        others = [each for each in callbacks if each is not self]
-        self._callbacks = others
-        if not isinstance(state, CommittedState):
-            return
-        if any(isinstance(each, LastCallback) and each.keeps_callbacks for each in others):
-            state.keep_current(_FIT, None)
-            return
-        kept = None if state.is_current(_FIT) else getattr(state, _FIT, None)
-        # The script may have gone on to its next `fit`, for example of another fold.
-        if kept is not None and kept["epoch"] == getattr(state, "epoch", None):
-            self._states().restore(kept["callbacks"])
-            if kept["stopped"]:
-                # `fit` reads `_initial_epoch` after `on_train_begin`, and trains nothing.
-                self._stopped, self.model._initial_epoch = True, int(self.params["epochs"])
-        else:
-            kept = None
-        if kept is not None and any(each.resumes for each in _updates_of(state)):
-            self._begin.resume(self.model, others)
-        else:
-            self._begin.epoch_ends(self.model, others)
-        state.keep_current(_FIT, self._fit)
-
-    def _states(self) -> CallbackStates:
-        return CallbackStates(lambda: [*self._callbacks, self._begin], warns=False)
-
-    def _fit(self) -> dict[str, Any]:
-        return {
-            "epoch": getattr(self.state, "epoch", None),
-            "stopped": self._stopped,
-            "callbacks": self._states().save(),
-        }
-
-    def epoch_begins(self, epoch: int) -> None:  # noqa: ARG002
-        """Restore the states after the hooks at the beginning of a resumed epoch."""
-        self._begin.epoch_begins(self.model, self._callbacks)
-
-    def fit_ends(self) -> None:
-        """Leave the states of the callbacks out of later commits."""
-        if self._stopped:
-            self.model._initial_epoch = None
         if isinstance(self.state, CommittedState):
-            self.state.keep_current(_FIT, None)
+            _check_callbacks(callbacks)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         # Old and new ranks start counting here.
@@ -319,8 +275,6 @@ class CommitStateCallback(LastCallback):
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:  # noqa: ARG002
         """Commit. A collective."""
-        self._stopped = bool(self.model.stop_training)
-        self._begin.epoch_ends(self.model, self._callbacks)
         self.commit()
         self.batches_remaining = self.batches_per_commit
 
@@ -347,21 +301,22 @@ class UpdateBatchStateCallback(_UpdateCallback):
             state: has an attribute `batch`.
         """
         super().__init__(state)
+        self._resumes = False
         self._rates: list[float] = []
         self._copies: Copies | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._rescale()
-        self.resumes = self.state.batch > 0
+        self._resumes = self.state.batch > 0
         self._rates = learning_rates(self.model)
-        self._copies = Copies(self.model) if self.resumes else None
+        self._copies = Copies(self.model) if self._resumes else None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if self.resumes:
+        if self._resumes:
             batches = self.state.batch
             set_next_epoch(ResumedEpoch(batches, True, self._undo, _nothing, _nothing))
-        self.resumes = False
+        self._resumes = False
 
     def _rescale(self) -> None:
         """Keep the same fraction of the epoch if the size of an epoch has changed.

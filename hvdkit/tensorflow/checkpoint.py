@@ -19,13 +19,12 @@ from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.collectives import check_member
 from hvdkit.core.process_sets import check_one_model
-from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
 from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
-from hvdkit.tensorflow.replicas import reduced_by_tapes, tape_check
+from hvdkit.tensorflow.replicas import tape_check
 from hvdkit.tensorflow.variables import tf_variable, tf_variable_or_none
 
 log = logging.getLogger("hvdkit.tensorflow")
@@ -142,14 +141,6 @@ class Checkpointer(Manager):
             process_set.ranks,
         )
         collectives = TensorFlowCollectives(process_set)
-
-        def replicas() -> list[ReplicaCheck | None]:
-            # A tape has its process set only when it has reduced gradients.
-            trained = [v for each in models.values() for v in _variables(each)]
-            check_one_model(reduced_by_tapes(trained, process_set.ranks), process_set.ranks)
-            own = [d.replicas if d.check_parameters else None for d in distributions.values()]
-            return [*own, tapes]
-
         tapes = tape_check(
             collectives,
             lambda: [_named(given) for given in models.values()],
@@ -180,7 +171,10 @@ class Checkpointer(Manager):
             overwrite=overwrite,
             stop_signals=stop_signals,
             cannot_save_now=lambda: any(d.window_open for d in distributions.values()),
-            replicas=replicas,
+            replicas=lambda: [
+                *(d.replicas if d.check_parameters else None for d in distributions.values()),
+                tapes,
+            ],
         )
         if collectives.rank == collectives.ranks[0]:
             saved = [v for each in (models | optimizers).values() for v in _variables(each)]

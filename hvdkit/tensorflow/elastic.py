@@ -20,7 +20,6 @@ from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
 from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
-from hvdkit.tensorflow.replicas import reduced_by_tapes
 from hvdkit.tensorflow.runtime import init, shutdown
 from hvdkit.tensorflow.variables import tf_variable, tf_variables
 
@@ -121,8 +120,7 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
 
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
         wrapped = {name: distribution_of(each) for name, each in self._optimizers().items()}
-        found = {name: each.process_set.ranks for name, each in wrapped.items() if each is not None}
-        return {**found, **reduced_by_tapes(self._all_variables(), range(mpi_ops.size()))}
+        return {name: each.process_set.ranks for name, each in wrapped.items() if each is not None}
 
     def _broadcast_variables(self) -> None:
         broadcast_variables(self._all_variables(), root_rank=0)

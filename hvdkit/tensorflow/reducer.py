@@ -25,7 +25,6 @@ from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
-from hvdkit.tensorflow.replicas import record_reduced
 from hvdkit.tensorflow.step_times import GraphTimes, TapeStragglers
 from hvdkit.tensorflow.value_check import ValueCheck
 
@@ -136,8 +135,6 @@ class GradientReducer:
             )
         retrace_after_init()
         if self._collectives.single_rank:
-            if check_values and mpi_ops.size() > 1:
-                record_reduced(variables, self._collectives.process_set)
             checked = self._checked_alone(gradients, variables)
             return [multiply(gradient, 1.0 / self._passes) for gradient in checked]
         indices = [

@@ -46,25 +46,6 @@ def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) ->
             _reduced[ranks, id(variable)] = variable
 
 
-def reduced_by_tapes(
-    variables: Iterable[Any], expected: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """Return the ranks over which tapes have reduced gradients of these variables, by a name.
-
-    Tapes without `check_parameters` are left out.
-
-    Args:
-        variables: the variables.
-        expected: the ranks over which tapes should reduce. A variable that tapes have also reduced
-            over these ranks is left out: its values are compared between these ranks.
-    """
-    every = tuple(expected)
-    ids = {id(v) for each in variables if (v := tf_variable_or_none(each)) is not None}
-    ids -= {number for ranks, number in _reduced if ranks == every}
-    found = sorted({ranks for ranks, number in _reduced if number in ids})
-    return {f"gradient tape {k}" if k else "a gradient tape": r for k, r in enumerate(found)}
-
-
 class _Access:
     """Implements `VariableAccess` for `tf.Variable`s and `keras.Variable`s."""
 

@@ -6,8 +6,6 @@ Sample i is the unit vector i, and a 1. The model has two outputs:
   in epoch e, weight i decreases by the learning rate, `BASE ** -e`. The digits of the final weights
   therefore tell how often each sample was trained in each epoch.
 - The loss is quadratic in the second outputs. Their weights depend on the order of the samples.
-
-With `swaps`, Keras's `SwapEMAWeights` exchanges the weights and their averages between two epochs.
 """
 
 import json
@@ -317,9 +315,7 @@ def keras_job():
     style = JOB["style"]
     model = keras_model(keras)
     optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(1.0, use_ema=JOB["swaps"]),
-        op=hvd.Sum,
-        backward_passes_per_step=JOB["window"],
+        keras.optimizers.SGD(1.0), op=hvd.Sum, backward_passes_per_step=JOB["window"]
     )
     model.compile(
         optimizer, sum_of_predictions(keras), steps_per_execution=JOB["steps_per_execution"]
@@ -399,7 +395,6 @@ def keras_job():
         def on_epoch_end(self, epoch, logs=None):
             point("epoch end")
             state.seen.append([state.fit, self.epoch, -1])
-            state.trained = self.model.get_weights()[0].tolist()
 
     class After(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -419,8 +414,6 @@ def keras_job():
         disturbances.begin(hvd, state)
         while state.fit < FITS:
             callbacks = [Seen()]
-            if JOB["swaps"]:
-                callbacks.append(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
             others = [hvd.elastic.CommitStateCallback(state, JOB["commit"])]
             if style != "checkpoint":
                 others.append(hvd.elastic.UpdateEpochStateCallback(state))
@@ -448,16 +441,13 @@ def keras_job():
                 options["validation_data"] = (INPUTS[:2], targets[:2])
             model.fit(**data(), shuffle=False, callbacks=callbacks, verbose=0, **options)
             point("fit has ended")
-            if JOB["swaps"]:
-                # The model has the averages.
-                model.layers[0].kernel.assign(np.array(state.trained))
             state.fit += 1
             state.epoch = state.batch = 0
             if JOB["commits_fits"]:
                 state.commit()
         point("end")
 
-    state = hvd.elastic.KerasState(model, epoch=0, batch=0, fit=0, seen=[], trained=[])
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0, fit=0, seen=[])
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     train(state)
     point("trained")

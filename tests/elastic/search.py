@@ -80,9 +80,6 @@ def draw_job(draw: random.Random, framework: str, launcher: str = "hvdkit") -> d
         _draw_in_process(draw, job)
     else:
         job["disturbances"] = _draw_disturbances(draw, job)
-    # Last, so that earlier seeds draw the same jobs. On TensorFlow, Keras exchanges weights with
-    # sums and differences, which are rounded.
-    job["swaps"] = framework == "keras-torch" and draw.random() < 0.5
     return job
 
 
