@@ -210,7 +210,7 @@ class Agent:
         # could not report their errors, and their SIGTERM would look like another failure.
         if self._keep_rank_variables:
             return self._done
-        # The network may be slow.
+        # The last messages must not be lost if the network is slow.
         return self._done and bool(self._unsent)
 
     def _prepare_next_start(self) -> None:
@@ -346,7 +346,7 @@ class Agent:
     # Output and ends of the ranks
 
     def _select_pipes(self) -> None:
-        """Watch the ranks' pipes only while the readers of their output read fast enough."""
+        """Watch the ranks' pipes only while the launcher and the terminal take their output."""
         wanted = self._may_send
         if self._echo is not None and self._echo.full:
             wanted = False

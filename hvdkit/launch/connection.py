@@ -44,7 +44,7 @@ class Event:
     Attributes:
         connection: the connection to the agent.
         message: the message.
-        received_at: when it arrived (`time.monotonic`).
+        received_at: the time of its arrival (`time.monotonic`).
         counted: its bytes if it counts for `messages.WINDOW`; otherwise 0.
     """
 
@@ -74,7 +74,7 @@ class Connection:
     """A connection to an agent. A thread puts the agent's messages into the queue `events`.
 
     The queue has no limit, so no message waits in the network. `messages.WINDOW` limits the bytes
-    in the queue. Whoever takes a message from the queue calls `acknowledge`.
+    in the queue. `AgentPool.next_event` acknowledges each message that it takes from the queue.
 
     Attributes:
         host: the agent's host.
@@ -143,7 +143,8 @@ class Connection:
     def send_heartbeat(self) -> None:
         """Send a heartbeat, but only after all earlier messages have been written."""
         if self._unsent.empty():
-            if self._asked_at is None and self.greeted:
+            # Agents of `--nodes` send no answer.
+            if self._asked_at is None and self.silent_since < float("inf"):
                 self._asked_at = time.monotonic()
             self.send("heartbeat")
 

@@ -35,7 +35,7 @@ _SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
 # The most ranks whose last lines are shown if srun has ended all ranks.
 _RAISED_SHOWN = 3
 # The time in which the launcher reads the messages that arrived while it was stopped. If older
-# messages are unread, it does not judge what ranks do.
+# messages are unread, there is no verdict: the state of the ranks is not known.
 _READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
@@ -186,8 +186,6 @@ class Job:
     def _on_lost(self, connection: Connection) -> None:
         host = connection.host
         if self._have_succeeded(connection):
-            if connection.lost_host():
-                self._lost.append(host)
             self._say_unconfirmed(connection, f"lost {host.name}: {connection.explain()}")
             return
         left = f"Ranks that still run there end within {self._timeouts.lost:g} s"
@@ -208,6 +206,8 @@ class Job:
         """Handle the message of an agent that cannot start its ranks, or cannot end them."""
         host = connection.host
         if self._have_succeeded(connection):
+            # It sends no `done`. With `--nodes`, it waits for the outcome.
+            self._finished.add(connection)
             self._say_unconfirmed(connection, problem)
         elif not self._ending:
             self._fail(problem, host)
@@ -373,9 +373,12 @@ class Job:
         self._looked_at = now
 
     def _note_read(self, until: float, now: float) -> None:
-        """Note that all messages that had arrived until a time have been handled."""
+        """Note that all messages that had arrived until a time have been handled.
+
+        A write of output to a slow reader also counts as a pause, and may follow on another one.
+        """
         # After a pause, threads first have to receive the messages that arrived meanwhile.
-        if not self._pause or now > self._resumed_at + _READ_SECONDS:
+        if until < self._resumed_at or now > self._resumed_at + _READ_SECONDS or not self._pause:
             self._read_until = until
 
     def _was_paused(self, connection: Connection) -> bool:

@@ -14,7 +14,7 @@ _LIMITS = (("memory.max", "memory.events", "max"), ("memory.limit_in_bytes", "me
 _KILLS = ("memory.events", "memory.oom_control")
 # The end of a process with much memory takes seconds.
 _LOOK_SECONDS = 10.0
-# Version 1 has no word for no limit, but a number of this size.
+# In version 1, a number above this one means that there is no limit.
 _NO_LIMIT = 1 << 60
 
 

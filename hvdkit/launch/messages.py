@@ -73,8 +73,8 @@ TOKEN_VARIABLE = "HVDKIT_LAUNCHER_TOKEN"
 TERMINAL_VARIABLE = "HVDKIT_TERMINAL"
 
 #: With so many bytes of output and records that the launcher has not handled yet, an agent sends
-#: no more of them. The launcher may show output slowly. It always reads all other messages at once,
-#: so the end of a rank must not wait behind much output.
+#: no more of them. The launcher handles messages in their order and may show output slowly, so
+#: without a limit the message about the end of a rank would wait for minutes.
 WINDOW = 1 << 18
 #: The kinds of messages that count for `WINDOW`.
 COUNTED = ("output", "record")

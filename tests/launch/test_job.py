@@ -76,7 +76,7 @@ def outcome(monkeypatch):
                 return None
             event = left.pop(0)
             if isinstance(event, tuple):
-                return Event(agents[event[0]], event[1])
+                return Event(agents[event[0]], event[1], time.monotonic())
             if isinstance(event, signal.Signals):
                 signal.raise_signal(event)
                 return None
@@ -323,8 +323,10 @@ def test_a_host_is_lost_before_the_output_of_a_rank_that_failed_because_of_it(ou
     [
         ((1, {"kind": "lost"}), ended(0), DONE[0]),
         (ended(0), failed(1), (1, {"kind": "lost"}), DONE[0]),
+        # With `--nodes`, the agent waits for the outcome.
+        (ended(0), failed(1), DONE[0]),
     ],
-    ids=["lost", "failed"],
+    ids=["lost", "failed", "failed, and waits"],
 )
 def test_a_job_has_succeeded_although_a_host_is_lost_after_its_ranks(outcome, monkeypatch, events):
     """A restart would repeat the whole job."""
@@ -447,6 +449,22 @@ def test_a_launcher_that_is_stopped_while_it_shows_output_does_not_blame_an_agen
     output = 0, {"kind": "output", "rank": 0, "stream": "stdout", "text": "step 1"}
     found = outcome(output, ended(0), ended(1), *DONE)
     assert (found.status, found.report) == (0, "")
+
+
+def test_a_slow_reader_of_the_output_does_not_delay_the_end_of_the_ranks(outcome, monkeypatch):
+    before, send, written, ends = time.monotonic, Agent.send, [], []
+
+    def note_end(agent, kind, **fields):
+        send(agent, kind, **fields)
+        ends.extend([len(written)] * (kind == "end"))
+
+    # Each write takes so long that it looks like a pause of the launcher.
+    monkeypatch.setattr(time, "monotonic", lambda: before() + 6.0 * len(written))
+    monkeypatch.setattr(Output, "write", lambda *_: written.append(True))
+    monkeypatch.setattr(Agent, "send", note_end)
+    output = 1, {"kind": "output", "rank": 1, "stream": "stdout", "text": "step"}
+    outcome(ended(0, 1), *[output] * 50, END, ended(1, -9), *DONE)
+    assert ends[0] < 50
 
 
 def test_a_suspended_job_whose_ranks_lose_each_other_when_it_continues(outcome):

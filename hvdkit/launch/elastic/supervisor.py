@@ -198,12 +198,13 @@ class ElasticSupervisor:
                     f"(--restarts). The first failure: {self._first.reason}"
                 )
                 return False
-            if self._used == self.limits.restarts - 1:
-                self._give_up(tried)
         if self._resets == self.limits.resets:
             times = "once" if self._resets == 1 else f"{self._resets} times"
             self.say(f"the job was restarted {times}, and ends (--reset-limit)")
             return False
+        is_last = self._used == self.limits.restarts - 1
+        if is_last and not outcome.hosts_changed and outcome.interrupted is None:
+            self._give_up(tried)
         return True
 
     def _begin_restart(self, outcome: Outcome) -> None:

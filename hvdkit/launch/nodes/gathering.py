@@ -129,9 +129,9 @@ class GatheredNodes:
 
     def _fail(self, connected: Collection[int], refused: Sequence[str], own: str) -> NoReturn:
         settings = self._settings
-        if own:
-            raise HvdkitError(f"this machine cannot accept all nodes: {own}")
         lines = "".join(f"\n  refused: {each}" for each in refused[:_SHOWN_NODES])
+        if own:
+            lines += f"\n  this machine has closed connections: {own}"
         raise HvdkitError(
             f"{self._missing(connected)} did not connect to {settings.rendezvous} within "
             f"{settings.timeout:g} s (--start-timeout). Check that the same `hvdkit run` runs "
