@@ -89,7 +89,7 @@ class Failure:
 
     @property
     def end(self) -> str:
-        """How it has ended, with the hint."""
+        """The end of the rank in words, with the hint."""
         return ", ".join(filter(None, [exit_text(self.status), self.hint]))
 
     @property

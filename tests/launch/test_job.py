@@ -229,8 +229,8 @@ def test_a_stop_signal_after_a_failure_prevents_the_restart(outcome, events, sta
     assert found.restartable == (interrupted is not None)
 
 
-#: The seconds for an orderly stop, and more than these.
-GRACE, LONGER = 4.0, 5.0
+#: The seconds for an orderly stop, and more than these, but no pause of the launcher.
+GRACE, LONGER = 2.0, 3.0
 #: How ranks may be asked to stop, and the status if one of them does not stop in order.
 STOPS = {
     "signal": ((signal.SIGTERM,), 143),

@@ -248,7 +248,9 @@ def _short_times():
         yield
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 40))]
+)
 def test_no_path_by_which_a_host_leaves_loses_the_newest_commit(seed):
     Drawn(random.Random(seed)).run()
 
