@@ -145,7 +145,7 @@ def test_a_host_whose_link_goes_down_and_comes_back(start, launches):
 def test_a_rank_that_is_killed_on_another_host(start):
     job = start("host0:1,host1:1", "--reset-limit", "1")
     job.wait_for("batch 0 3 ")
-    pids = [pid for pid in psutil.pids() if is_rank(pid, "1")]
+    pids = [pid for pid in psutil.pids() if is_rank(pid, "1", job.folder)]
     assert len(pids) == 1
     os.kill(pids[0], signal.SIGKILL)
     job.wait_for("rank 1 on host1 failed: killed by signal 9")
@@ -154,8 +154,9 @@ def test_a_rank_that_is_killed_on_another_host(start):
     check(job.lines, ranks=2)
 
 
-def is_rank(pid, rank):
+def is_rank(pid, rank, folder):
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return "train.py" in process.cmdline() and process.environ().get("HOROVOD_RANK") == rank
+        is_script = process.cwd() == str(folder) and "train.py" in process.cmdline()
+        return is_script and process.environ().get("HOROVOD_RANK") == rank
     return False

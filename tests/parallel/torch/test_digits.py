@@ -128,6 +128,7 @@ import torch
 import hvdkit.torch as hvd
 
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
@@ -172,10 +173,11 @@ def test_a_signal_to_horovodrun_over_mpi_reaches_the_ranks(number, tmp_path):
             job.send_signal(number)
             output, _ = job.communicate(timeout=60)
         finally:
-            ranks = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
-            alive = [pid for pid in ranks if psutil.pid_exists(pid)]
-            for pid in alive:
-                os.kill(pid, signal.SIGKILL)
+            pids = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+            ranks = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+            _, alive = psutil.wait_procs(ranks, timeout=10)
+            for rank in alive:
+                rank.kill()
             job.kill()
     assert not alive
     saved = [step.step for step in Store(folder).steps()]
