@@ -420,14 +420,14 @@ class Agent:
                 continue
             rank.reported = True
             status = rank.process.returncode
-            # A shell whose child is killed ends with the second status.
-            killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
             end = {"rank": rank.rank, "status": status}
-            if killed and self._ending is None and (hint := rank.memory.explain()):
-                end["hint"] = hint
             # At once: if a rank over MPI is killed, Slurm kills its agent milliseconds later.
             self._send("exited", **end)
             self._send_pending()
+            # A shell whose child is killed ends with the second status.
+            killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+            if killed and self._ending is None and (hint := rank.memory.explain()):
+                end["hint"] = hint
             self._send_news()
             self._drain(rank)
             self._send("ended", **end)

@@ -575,8 +575,7 @@ class Job:
         for rank, (_, end) in self._exited.items():
             status = end["status"]
             if status not in (0, *self._orderly):
-                tail, hint = self._output.tail(rank), end.get("hint", "")
-                self._failures.add(rank, status, tail, hint=hint)
+                self._failures.add(rank, status, self._output.tail(rank))
                 return
 
     def _explain_abort(self, by: str) -> str:

@@ -31,9 +31,9 @@ From the agent:
                                              cannot run the task
     answer     {answer}                      the answer to a question
     output     {rank, stream, text}          bytes that a rank has written
-    exited     {rank, status, hint}          the rank has ended; the status is negative for a signal
-                                             (the hint is its probable cause, if known)
-    ended      {rank, status, hint}          the same, after all output of the rank
+    exited     {rank, status}                the rank has ended; the status is negative for a signal
+    ended      {rank, status, hint}          the same, after all output of the rank; the hint is the
+                                             probable cause of a SIGKILL, if known
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again
