@@ -173,6 +173,8 @@ class Agent:
             self._echo.step()
         if time.monotonic() > self._records_at + _RECORDS_SECONDS:
             self._send_news(with_records=self._may_send)
+            for rank in self._ranks.all:
+                rank.memory.look()
         self._send_pending()
         self._report_ends()
 
@@ -390,8 +392,6 @@ class Agent:
                 self._send("record", text=text)
         for rank, content in self._ranks.records.changed_notes():
             self._send("shutdown", rank=rank, content=content)
-        for running in self._ranks.all:
-            running.memory.look()
         if self._ranks.records.saved():
             self._send("saved")
         if self._ranks.records.committed():

@@ -231,7 +231,7 @@ class Connection:
     def _put(self, message: Message, counted: int = 0) -> None:
         # After `disconnect` nothing reads the queue, but the agent's output must be read fully.
         if not self._disconnected.is_set():
-            self._events.put(Event(self, message, time.monotonic(), counted))
+            self._events.put(Event(self, message, counted=counted))
 
 
 class ProcessConnection(Connection):

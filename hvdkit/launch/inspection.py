@@ -117,13 +117,13 @@ def stop_listening() -> None:
         HvdkitError: connections were closed because this host may start no more threads. The other
             hosts find that a connection fails.
     """
-    problems = []
+    problem = ""
     while _listeners:
         listener = _listeners.pop()
         listener.close()
-        problems.append(listener.problem)
-    if any(problems):
-        raise HvdkitError(max(problems))
+        problem = problem or listener.problem
+    if problem:
+        raise HvdkitError(problem)
 
 
 def _drain(connection: socket.socket) -> None:

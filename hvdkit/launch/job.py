@@ -72,8 +72,8 @@ class Job:
         self._say = say
         self._started_at = time.monotonic()
         self._statuses: dict[int, int] = {}
-        # Rank -> its agent and the message that it has ended. The agent then sends its output.
-        self._exited: dict[int, tuple[Connection, Message]] = {}
+        # Rank -> its agent and the status with which it has ended. The agent then sends its output.
+        self._exited: dict[int, tuple[Connection, int]] = {}
         self._orderly = (RESUMABLE, HOSTS_CHANGED) if elastic else (RESUMABLE,)
         self._over_mpi = registered is None
         self._failures = Failures(self._ranks, self._orderly, self._over_mpi)
@@ -164,9 +164,10 @@ class Job:
             case "states":
                 self._stalls.set_states({int(r): s for r, s in message["states"].items()})
             case "exited":
-                self._exited[message["rank"]] = connection, message
+                self._exited[message["rank"]] = connection, message["status"]
             case "ended":
-                self._on_rank_ended(message)
+                hint = message.get("hint", "")
+                self._on_rank_ended(message["rank"], message["status"], hint)
             case "failed":
                 self._on_agent_failed(connection, f"{host.name}: {message['reason']}")
             case "done":
@@ -175,12 +176,12 @@ class Job:
                 self._check_ended(connection)
             case "lost" if connection not in self._finished:
                 self._finished.add(connection)
-                for rank, (agent, end) in self._exited.items():
+                for rank, (agent, status) in self._exited.items():
                     # Other agents will send the output of their ranks, which may be the reason for
                     # their ends. If Slurm ends all agents, a killed rank is the cause.
-                    is_complete = agent is connection or end["status"] == -signal.SIGKILL
+                    is_complete = agent is connection or status == -signal.SIGKILL
                     if is_complete and rank not in self._statuses:
-                        self._on_rank_ended(end)
+                        self._on_rank_ended(rank, status)
                 self._on_lost(connection)
 
     def _on_lost(self, connection: Connection) -> None:
@@ -254,8 +255,7 @@ class Job:
             if other is not connection:
                 other.send("shutdown", rank=rank, content=content)
 
-    def _on_rank_ended(self, end: Message) -> None:
-        rank, status = end["rank"], end["status"]
+    def _on_rank_ended(self, rank: int, status: int, hint: str = "") -> None:
         self._output.finish(rank)
         self._statuses[rank] = status
         # After a failure, a rank that a stop signal has ended is not the cause.
@@ -267,7 +267,7 @@ class Job:
             return
         if status == RESUMABLE and not self._has_failed:
             self._rank_stopped = True
-        self._failures.add(rank, status, tail, raised_at, end.get("hint", ""))
+        self._failures.add(rank, status, tail, raised_at, hint)
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
@@ -572,8 +572,7 @@ class Job:
 
     def _add_first_end(self) -> None:
         """Add the first rank that has failed, if an agent was lost before the rank's agent."""
-        for rank, (_, end) in self._exited.items():
-            status = end["status"]
+        for rank, (_, status) in self._exited.items():
             if status not in (0, *self._orderly):
                 self._failures.add(rank, status, self._output.tail(rank))
                 return

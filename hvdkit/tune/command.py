@@ -7,11 +7,11 @@ import os
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from hvdkit import cgroups
 from hvdkit.bench.sizes import parse_size
 from hvdkit.core.compression import FORMATS
 from hvdkit.core.trial import BATCH_VARIABLE, TrialPlan
@@ -345,16 +345,13 @@ def _gigabytes(size: float) -> str:
 def _free_memory() -> int:
     """Return the bytes that new processes can use, on this machine and in this container."""
     free = int(psutil.virtual_memory().available)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
+    for folder, limit, used in (
+        (cgroups.ROOT, "memory.max", "memory.current"),
+        (cgroups.ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        with suppress(OSError, ValueError):
-            most = int(Path(limit).read_text(encoding="ascii"))
-            free = min(free, max(0, most - int(Path(used).read_text(encoding="ascii"))))
+        most, taken = cgroups.number(folder, limit), cgroups.number(folder, used)
+        if most is not None and taken is not None:
+            free = min(free, max(0, most - taken))
     return free
 
 

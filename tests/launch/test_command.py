@@ -342,8 +342,14 @@ def test_the_rank_that_raised_is_the_cause_in_a_real_job():
     assert "ValueError: bad data" in report
 
 
-def test_ranks_that_ignore_ctrl_c_end_with_its_status():
-    code = "signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+def signalled(number, handles):
+    """Send a signal to a launcher of two ranks. Return its exit status and its standard error.
+
+    Args:
+        number: the signal.
+        handles: the statement with which the ranks set their signal handler.
+    """
+    code = f"{handles}; print('up', flush=True); time.sleep(60)"
     job = subprocess.Popen(
         command("-np", "2", "--stop-grace", "1", *python(code)),
         stdout=subprocess.PIPE,
@@ -352,9 +358,14 @@ def test_ranks_that_ignore_ctrl_c_end_with_its_status():
     )
     assert job.stdout
     assert {job.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
-    job.send_signal(signal.SIGINT)
+    job.send_signal(number)
     _, stderr = job.communicate(timeout=60)
-    assert job.returncode == 130, stderr
+    return job.returncode, stderr
+
+
+def test_ranks_that_ignore_ctrl_c_end_with_its_status():
+    status, stderr = signalled(signal.SIGINT, "signal.signal(2, signal.SIG_IGN)")
+    assert status == 130, stderr
     assert "did not stop within 1 s (--stop-grace)" in stderr
 
 
@@ -376,21 +387,9 @@ def test_an_orderly_stop_has_a_timeout():
 
 
 def test_a_job_with_a_rank_that_ignores_sigterm_is_not_resumable():
-    code = (
-        "signal.signal(15, signal.SIG_IGN if rank else lambda *_: sys.exit(75));"
-        "print('up', flush=True); time.sleep(60)"
-    )
-    job = subprocess.Popen(
-        command("-np", "2", "--stop-grace", "1", *python(code)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert job.stdout
-    assert {job.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
-    job.send_signal(signal.SIGTERM)
-    _, stderr = job.communicate(timeout=60)
-    assert job.returncode == 128 + signal.SIGTERM, stderr
+    handler = "signal.SIG_IGN if rank else lambda *_: sys.exit(75)"
+    status, stderr = signalled(signal.SIGTERM, f"signal.signal(15, {handler})")
+    assert status == 128 + signal.SIGTERM, stderr
     assert "ended by SIGTERM; only rank 0 on localhost made an orderly stop" in stderr
     assert "start the job again" not in stderr
 

@@ -351,8 +351,11 @@ class Members:
         """
         if member.host.name in self._listed:
             return True
-        ready = {m.host.name for m in self._on_list() if m.state is _State.READY}
-        return member.host.name in self._holders and not ready & self._holders
+        return member.host.name in self._holders and not self._has_commit(self._on_list())
+
+    def _has_commit(self, members: Iterable[_Member]) -> bool:
+        """Return whether one of these hosts has answered, and has the newest commit."""
+        return any(m.state is _State.READY and m.host.name in self._holders for m in members)
 
     def _retry(self, member: _Member) -> None:
         """Start an agent on a host without one. Ask an agent that could not take part again."""
@@ -427,8 +430,8 @@ class Members:
         Its agent deletes the commit when its connection ends, so the host gets as much time as a
         host with ranks (`--host-timeout`).
         """
-        ready = {m.host.name for m in self._members.values() if m.state is _State.READY}
-        is_alone = member.host.name in self._holders and not ready & self._holders
+        others_have = self._has_commit(self._members.values())
+        is_alone = member.host.name in self._holders and not others_have
         if not is_alone or not member.kept or member.connection is None:
             return float("-inf")
         silent_since = min(member.connection.silent_since, self._watched_at)
