@@ -221,8 +221,9 @@ def reduce(tensor):
 
 def one_sum():
     hvd.init()
+    reason = runtime.host_collectives.flat_reason()  # before another rank may end: that shuts down
     tensor = reduce(shared_memory.empty(5000, torch.float32).fill_(1.0))
-    print("sum", tensor[0].item(), runtime.host_collectives.flat_reason(), flush=True)
+    print("sum", tensor[0].item(), reason, flush=True)
 """
 
 LITTLE_ADDRESS_SPACE = """
