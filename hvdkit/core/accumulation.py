@@ -29,6 +29,8 @@ class Window:
         size: passes per step.
         mean: whether the step's gradient is the mean.
         passes: the number of passes that have ended since the last step. The adapter counts them.
+        dropped: whether this rank has dropped a pass of the window. Its reduction must then fail on
+            all ranks. The adapter sets it.
 
     Raises:
         UsageError: the size is not a whole number >= 1.
@@ -41,6 +43,7 @@ class Window:
         self.size = size
         self.mean = mean
         self.passes = 0
+        self.dropped = False
         self._ended_early = False
 
     @property
@@ -63,7 +66,7 @@ class Window:
     def close(self) -> None:
         """Begin the next window, after a step or a skipped step."""
         self.passes = 0
-        self._ended_early = False
+        self.dropped = self._ended_early = False
 
 
 def window_of(accumulation_steps: int, backward_passes_per_step: int) -> Window:

@@ -313,7 +313,7 @@ class Coordinator:
                 rounds.abandon(rounds.plans_made)
         error = BackwardFailed(
             f"{failed} of {count} ranks could not pack gradients into buckets, for instance for "
-            f"lack of memory, so no rank can use the gradients. Call optimizer.zero_grad() on "
+            f"lack of memory, so no rank can use the gradients. Call optimizer.drop_pass() on "
             f"every rank to continue."
         )
         self._reset([rounds for rounds, _ in running], True, error)
@@ -346,7 +346,7 @@ class Coordinator:
         if failed:
             error: HvdkitError = BackwardFailed(
                 f"the backward pass raised on {failed} of {result.count} ranks, so no rank can use "
-                f"its gradients. {details}. Call optimizer.zero_grad() on every rank to continue."
+                f"its gradients. {details}. Call optimizer.drop_pass() on every rank to continue."
             )
         elif any(slot.present < result.count for _, slot in result.slots):
             error = PassesDiffer(
@@ -367,7 +367,8 @@ class Coordinator:
                 f"requires_grad_() on all ranks alike. Then call optimizer.zero_grad() to continue."
             )
         # Ranks that are in different steps may have different parameters.
-        self._reset([rounds for rounds, _ in result.slots], bool(failed), error)
+        same_step = failed and not any(0 < each.reduced < result.count for _, each in result.slots)
+        self._reset([rounds for rounds, _ in result.slots], bool(same_step), error)
         return error
 
     def _report_nonfinite(

@@ -8,7 +8,7 @@ GradScaler checks the gradients.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,16 +34,19 @@ else:
 
     _TorchGradScaler = _CudaGradScaler
 
-_scalers: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
+# Optimizer -> the scaler that has unscaled its gradients.
+_scalers: "weakref.WeakKeyDictionary[WrappedOptimizer, weakref.ref[Any]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def loss_scale() -> float | None:
-    """Return the scale of the `hvd.GradScaler` in use; None unless exactly one is in use.
+def loss_scale(optimizers: Iterable[WrappedOptimizer]) -> float | None:
+    """Return the scale of the GradScaler that unscales the gradients of these optimizers.
 
-    It waits for the device.
+    It waits for the device. None unless there is exactly one such scaler.
     """
-    scalers = list(_scalers)
-    return float(scalers[0].get_scale()) if len(scalers) == 1 else None
+    found = {_scalers[each]() for each in optimizers if each in _scalers} - {None}
+    return float(found.pop().get_scale()) if len(found) == 1 else None
 
 
 class GradScaler(_TorchGradScaler):
@@ -81,7 +84,6 @@ class GradScaler(_TorchGradScaler):
             self._in_window = True
             return None
         self._stepped = True
-        _scalers.add(self)
         steps = optimizer.steps
         result = super().step(optimizer, *args, **kwargs)
         if optimizer.steps == steps:
@@ -106,7 +108,6 @@ class GradScaler(_TorchGradScaler):
             )
         if not in_window:
             super().update(new_scale)
-            _scalers.add(self)
 
 
 def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +121,7 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
                 )
             # The scaler may skip the step without calling the optimizer.
             optimizer.reset_stepped()
+            _scalers[optimizer] = weakref.ref(self)
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced

@@ -80,6 +80,13 @@ def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str,
             )
         if isinstance(value, torch.Tensor):
             check_plain(value, f"params[{name!r}]")
+            strides = zip(value.shape, value.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in strides):
+                raise UsageError(
+                    f"params[{name!r}] is an expanded tensor of shape {list(value.shape)}: several "
+                    f"of its elements share memory, so it cannot be written. Expected a tensor of "
+                    f"its own memory, such as tensor.expand(...).clone()"
+                )
     # Sorted, because ranks may have filled a dict in different orders.
     return sorted(
         ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),

@@ -156,7 +156,7 @@ class _Torch:
             # Optimizers that were clipped together share the tensor.
             distinct = list({id(norm): norm for norm in norms}.values())
             values[metrics.GRAD_NORM] = sum(n**2 for n in numbers(distinct)) ** 0.5
-        scale = loss_scale()
+        scale = loss_scale(optimizers)
         if scale is not None:
             values[metrics.LOSS_SCALE] = scale
         return values

@@ -195,7 +195,7 @@ class GradientNoiseScale:
         if count == ranks > 1 and math.isfinite(small + large):
             self.measured += 1
             whole = self._samples * ranks
-            divisor = ranks * (loss_scale() or 1.0) ** 2
+            divisor = ranks * (loss_scale([optimizer]) or 1.0) ** 2
             new = estimate(small / divisor, large / divisor, self._samples, whole)
             self._average.add(new)
 

@@ -41,6 +41,11 @@ class Listener(Protocol):
         """The optimizer's reduction rounds."""
         ...
 
+    @property
+    def pass_dropped(self) -> bool:
+        """Whether an earlier pass was dropped whose gradients this pass would reduce."""
+        ...
+
     def end_pass(self) -> bool:
         """Record that the pass has ended; return whether to reduce its gradients now."""
         ...
@@ -91,14 +96,15 @@ def in_backward() -> bool:
 def end_pass(listeners: Iterable[Listener]) -> None:
     """Reduce the gradients of the optimizers that a backward pass has reached."""
     errors: list[Exception] = []
-    passed = []
+    passed: list[Listener] = []
+    failed: list[Listener] = []
     for listener in listeners:
         try:
             if listener.end_pass():
-                passed.append(listener)
+                (failed if listener.pass_dropped else passed).append(listener)
         except Exception as error:
             errors.append(error)
-    reduce(passed, (), errors)
+    reduce(passed, failed, errors)
 
 
 def reduce(
@@ -112,7 +118,7 @@ def reduce(
 
     Args:
         passed: optimizers whose pass has ended.
-        failed: optimizers whose pass raised.
+        failed: optimizers whose pass raised or was dropped.
         errors: earlier errors; the first error is raised at the end.
     """
     raised = list(errors)

@@ -209,9 +209,11 @@ def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    # An optimizer around another one may not call `Optimizer.__init__`.
+    defaults = getattr(optimizer, "defaults", {})
     for number, group in enumerate(optimizer.param_groups):
         # Other keys are the script's own, and may differ between ranks.
-        for key in (key for key in group if key in optimizer.defaults):
+        for key in (key for key in group if key in defaults):
             if (text := _option_text(group[key])) is not None:
                 yield f"{key} of parameter group {number} is {text}"
         yield f"parameter group {number} has {len(group['params'])} parameters"

@@ -268,9 +268,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             # The script has dropped the gradients that are not finite.
             self.rounds.skips_step = False
         self._nothing_to_reduce = window.size == 1 and self._collectives.single_rank
-        self._local_pass = self._no_sync or (window.size > 1 and window.passes < window.size - 1)
+        self._local_pass = self._adds_locally
         self._plan_outdated = not self._local_pass and self.rounds.plan_outdated
         self._generation = self._collectives.generation
+
+    @property
+    def _adds_locally(self) -> bool:
+        """Whether the next pass only adds to the gradients of this rank."""
+        return self._no_sync or self._window.passes < self._window.size - 1
+
+    @property
+    def pass_dropped(self) -> bool:
+        """Whether an earlier pass was dropped whose gradients the next reduction would include."""
+        return self._window.dropped
 
     def end_pass(self) -> bool:
         """Record that the pass has ended; return whether to reduce its gradients now."""
@@ -287,11 +297,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.coordinator.times.enter(UPDATE)
         if not arrived or self._nothing_to_reduce:
             return False
-        if self._window.size > 1 and not self._no_sync:
-            self._window.passes += 1
+        self._count_pass()
         if self._local_pass:
             self.coordinator.times.enter(FORWARD)
         return not self._local_pass
+
+    def _count_pass(self) -> None:
+        if self._window.size > 1 and not self._no_sync:
+            self._window.passes += 1
 
     def _report_nonfinite(self, assigned: bool) -> None:
         """Raise or skip the step on a single rank, as `Coordinator` does on several.
@@ -420,6 +433,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.open:
             return False
         self._check_usable()
+        self._fail_if_pass_dropped()
         self._gradients.hook_unplanned_parameters()
         if self._collectives.single_rank:
             self._report_nonfinite(assigned=not self.rounds.participated)
@@ -527,6 +541,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.size == 1:
             self._window.passes = int(self.accumulated)
         self._check_usable()
+        self._fail_if_pass_dropped()
         with entry_lock:
             self.coordinator.enter_rounds_of_others(self.rounds)
         if not self._window.end_early():
@@ -541,12 +556,55 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Takes the arguments of the plain optimizer's `zero_grad`.
         """
         self._drop_earlier_passes()
-        if self._window.open and self._window.passes and not self._gradients.invalid_reason:
+        window, dropped = self._window, self._window.dropped
+        if window.open and window.passes and not (dropped or self._gradients.invalid_reason):
             return
         self._gradients.invalid_reason = ""
         super().zero_grad(*args, **kwargs)
-        self._begin_without_gradients()
+        if dropped:
+            self._gradients.discard()  # the other ranks continue this window
+        else:
+            self._begin_without_gradients()
         self._gradients.hook_unplanned_parameters()
+
+    def drop_pass(self) -> None:
+        """Drop a pass that this rank could not make; no rank uses the gradients of its step.
+
+        Call this method on each rank that catches an exception of the forward or backward pass, or
+        `BackwardFailed`, and continue with the next batch. The other ranks wait in `backward()`
+        until this call. Then they raise `BackwardFailed`.
+
+        Within an accumulation window or `hvd.no_sync` the other ranks do not wait. Then this call
+        does not communicate, and the last pass of the step raises `BackwardFailed` on every rank.
+        """
+        earlier_passes, local = self._window.passes, self._adds_locally
+        if self._pass_raised or not self._gradients.invalid_reason:
+            self._drop_earlier_passes()
+            round_failed = self._gradients.invalid_reason and not local
+            if not (round_failed or self._collectives.single_rank):
+                self._gradients.invalid_reason = ""
+                self._window.passes = earlier_passes
+                self._count_pass()
+                self._window.dropped = True
+                if not local:
+                    self._fail_round()
+        self.zero_grad()
+
+    def _fail_round(self) -> None:
+        """Let the round of a dropped pass fail on all ranks, and only log it here."""
+        try:
+            self._fail_if_pass_dropped()
+        except (BackwardFailed, PassesDiffer) as error:
+            log.warning("%s", error)
+
+    def _fail_if_pass_dropped(self) -> None:
+        """Let the round of this step fail on all ranks if this rank has dropped a pass of it.
+
+        Raises:
+            BackwardFailed: on every rank.
+        """
+        if self._window.dropped:
+            passes.reduce((), [self])
 
     def _begin_without_gradients(self) -> None:
         """Begin the next window, after the script has reset the gradients."""

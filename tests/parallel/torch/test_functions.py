@@ -97,6 +97,7 @@ def test_tensors_without_memory_of_their_own_are_refused(hvd):
     for tensor, text in (
         (torch.ones(2).to_sparse(), r"has the layout torch\.sparse_coo"),
         (torch.ones(2, device="meta"), "is on the meta device"),
+        (torch.ones(1, 2).expand(3, 2), r"is an expanded tensor of shape \[3, 2\]"),
         (nn.LazyLinear(1).weight, "is not initialised and has no shape"),
         (Packed(torch.ones(2)), "is a .*Packed, whose elements are in other tensors"),
     ):

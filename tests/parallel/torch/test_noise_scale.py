@@ -126,12 +126,15 @@ def test_two_passes_without_a_reduction_between_them(hvd):
     assert measured[0] == pytest.approx(measured[1], rel=1e-4)
 
 
-def test_a_loss_scaler(hvd):
+@pytest.mark.parametrize("of", ["hvdkit", "torch"])
+def test_a_loss_scaler(hvd, of):
     """The estimates are those of the gradients without the loss scale."""
-    measured = []
-    for scaled in (False, True):
+    make = hvd.GradScaler if of == "hvdkit" else torch.amp.GradScaler
+    measured, scalers = [], []
+    for scaled in (False, True, True):
         model, optimizer = regression(hvd)
-        scaler = hvd.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        scaler = make("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        scalers.append(scaler)
         noise = hvd.GradientNoiseScale(optimizer, samples=SAMPLES, every=1)
         for x, y in batches(hvd, 6):
             optimizer.zero_grad()
@@ -140,8 +143,8 @@ def test_a_loss_scaler(hvd):
             scaler.update()
         measured.append((noise.measured, noise.signal, noise.noise))
         noise.close()
-        del scaler
-    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+    for each in measured[1:]:
+        assert each == pytest.approx(measured[0], rel=1e-4)
 
 
 def test_invalid_arguments(hvd):

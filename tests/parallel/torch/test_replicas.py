@@ -55,6 +55,30 @@ def flip(tensor, element, bit):
         words[element] ^= torch.tensor(1, dtype=words.dtype) << bit
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one that does not call `Optimizer.__init__`."""
+
+    def __init__(self, parameters):
+        self.inner = sgd(parameters)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_defaults(hvd):
+    model = small_model()
+    optimizer = wrapped(hvd, model, Around)
+    train(hvd, model, optimizer, INTERVAL + 1)
+    with torch.no_grad():
+        model[0].bias[0] += hvd.rank()
+    with pytest.raises(RankMismatchError, match="0.bias"):
+        train(hvd, model, optimizer, INTERVAL)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
 def test_a_flipped_bit_is_found_and_named(hvd, tmp_path, seed, dtype):

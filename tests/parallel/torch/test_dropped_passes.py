@@ -1,0 +1,128 @@
+"""`drop_pass`: a rank that cannot make its pass drops the step on all ranks, in each use."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.coordination import BackwardFailed
+from tests.parallel.torch.oracle import (
+    assert_close,
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    sgd,
+    small_model,
+    whole_batch,
+)
+
+#: The uses, with the passes of a step.
+USES = {
+    "one pass": 1,
+    "accumulation_steps": 3,
+    "backward_passes_per_step": 2,
+    "no_sync": 3,
+    "reductions of two losses": 2,
+}
+
+#: Where the pass raises: in the forward pass, or before the gradients of a layer.
+PLACES = ["forward", "loss", "hidden"]
+
+
+class Failed(Exception):
+    """The error of a pass."""
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise Failed
+
+
+def loss_that_fails(model, x, place):
+    if place == "forward":
+        raise Failed
+    if place == "loss":
+        return Fails.apply(loss_of(model, x))
+    handle = model[0].register_forward_hook(lambda *a: Fails.apply(a[2]))
+    try:
+        return loss_of(model, x)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_all_ranks_drop_the_step(hvd, use):
+    """Each second step fails on a rank: in each pass, and before the gradient of each layer."""
+    passes = USES[use]
+    options = {use: passes} if use in ("accumulation_steps", "backward_passes_per_step") else {}
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200, **options)
+    plain = sgd(reference.parameters())
+    failures = list(itertools.product(range(passes), PLACES))
+    for step in range(2 * len(failures)):
+        failing, place = failures[step // 2] if step % 2 == 0 else (None, "")
+        own = hvd.rank() == (step // 2) % hvd.size()
+        caught = []
+        for k in range(passes):
+            local = use == "no_sync" and k < passes - 1
+            within = hvd.no_sync(optimizer) if local else contextlib.nullcontext()
+            batch = batch_of(hvd.rank(), step * passes + k)
+            with within:
+                try:
+                    if k == failing and own:
+                        loss_that_fails(model, batch, place).backward()
+                    loss_of(model, batch).backward()
+                except (Failed, BackwardFailed) as error:
+                    caught.append(type(error))
+                    optimizer.drop_pass()
+                    if use == "reductions of two losses":
+                        break
+                    continue
+            if use == "accumulation_steps" or k == passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = loss_of(reference, whole_batch(hvd, step * passes + k))
+            (loss / passes if use == "accumulation_steps" else loss).backward()
+        if failing is None:
+            assert not caught
+            plain.step()
+        elif own and hvd.size() > 1 and use != "reductions of two losses":
+            alone = failing == passes - 1
+            assert caught == ([Failed] if alone else [Failed, BackwardFailed])
+        elif hvd.size() > 1:
+            assert caught == [Failed if own else BackwardFailed]
+        plain.zero_grad()
+    if hvd.size() > 1:
+        assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_a_pass_that_is_dropped_after_its_reduction(hvd):
+    """The other ranks make a step that the rank misses, so the ranks differ."""
+    if hvd.size() == 1:
+        pytest.skip("ranks cannot differ")
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    own = hvd.rank() == 1
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    if own:
+        optimizer.drop_pass()
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(BackwardFailed):
+            loss_of(model, batch_of(hvd.rank(), 1)).backward()
+        optimizer.drop_pass()
+    with pytest.raises(RankMismatchError) as caught:
+        loss_of(model, batch_of(hvd.rank(), 2)).backward()
+    assert_raised_on_all_ranks(hvd, caught)
