@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
@@ -26,9 +27,9 @@ from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import late_calls
 from hvdkit.record_files import JOB, STACKS
 
-#: In the output folder of a start: the folder for records, the states of the ranks' processes, and
-#: sentences about hosts that did not answer the launcher.
-FOLDER, STATES, SILENT = "records", "states.json", "silent.json"
+#: In the output folder of a start: the folder for records, the states of the ranks' processes,
+#: sentences about hosts that did not answer the launcher, and the exceptions of running ranks.
+FOLDER, STATES, SILENT, RAISED = "records", "states.json", "silent.json", "raised.json"
 _ERROR, _START, _LATEST = "error.json", "start.json", "latest"
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1
@@ -59,9 +60,10 @@ def why(folder: Path, count: int = 20) -> str:
             f"progress has none; for a running job, use `hvdkit inspect --live`"
         )
     paragraphs = [*filter(None, [failure, _network(description)])]
-    states, silent = _states(place / STATES), _silent(place / SILENT)
+    states, silent = _texts(place / STATES), _silent(place / SILENT)
     found = without_outdated(found)
-    paragraphs += _explain(found, states, count, silent, _hosts(description))
+    raised = _texts(place / RAISED)
+    paragraphs += _explain(found, states, count, silent, _hosts(description), raised)
     return "\n\n".join(paragraphs)
 
 
@@ -149,6 +151,7 @@ def _explain(
     count: int,
     silent: Sequence[str] = (),
     hosts: Sequence[str] = (),
+    raised: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     if not found:
         return
@@ -159,7 +162,7 @@ def _explain(
     if len(failed) < len(found) or any(_waits_after_error(record) for record in failed):
         size = next(iter(found.values())).size
         late = late_calls(found.values())
-        yield judge(found, states, size, silent, late, hosts).whole_text
+        yield judge(found, states, size, silent, late, hosts, raised).whole_text
     by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
     for rank, record in sorted(found.items()):
         if frames := stacks.main_thread(record.stacks):
@@ -206,6 +209,8 @@ def _failure(path: Path) -> str | None:
         # A lost peer is only a consequence of the failure.
         causes = content.get("possible_causes")
         error = causes or content["exception"] or ""
+        if error and not causes and content["signal"]:
+            error = f"Earlier, the rank had written a traceback: {error}"
         if not error and content["last_lines"]:
             error = f"Its last line of output: {content['last_lines'][-1]}"
         who = f"Rank {content['rank']} on {content['host']} failed"
@@ -275,10 +280,10 @@ def _hosts(content: Any) -> list[str]:
         return []
 
 
-def _states(path: Path) -> dict[int, str]:
-    """Return rank -> the state of its process; empty without a readable file."""
+def _texts(path: Path) -> dict[int, str]:
+    """Return rank -> a text, such as the state of its process; empty without a readable file."""
     try:
-        return {int(rank): str(state) for rank, state in json.loads(path.read_text()).items()}
+        return {int(rank): str(text) for rank, text in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError):
         return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from hvdkit.faults import stacks
 from hvdkit.faults.call_names import describe_call, is_internal, name_call, title
@@ -34,6 +35,7 @@ class Chain:
         records: the records, by rank.
         states: as for `judge`.
         hosts: as for `judge`.
+        raised: as for `judge`.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Chain:
         records: Mapping[int, Record],
         states: Mapping[int, str],
         hosts: Sequence[str] = (),
+        raised: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.lines: list[str] = []
         self._wait = wait
@@ -50,6 +53,7 @@ class Chain:
         self._records = records
         self._states = states
         self._hosts = hosts
+        self._raised = raised
         self._named = set(wait.waiting)
         self._left = SHOWN
 
@@ -71,7 +75,8 @@ class Chain:
             waits_for = self._awaited(rank)
             known = self._hosts[rank] if rank < len(self._hosts) else ""
             text = _describe(rank, known, record, self._states.get(rank), what, waits_for)
-            self.lines.append(text + self._blocked_by(rank, wait, blocker))
+            text += self._blocked_by(rank, wait, blocker) + traceback_of(rank, self._raised)
+            self.lines.append(text)
             if blocker is not None:
                 blockers.append(blocker)
         if shown:
@@ -217,10 +222,22 @@ def _not_shown(count: int) -> list[str]:
     return [f"{count} more {'rank has' if count == 1 else 'ranks have'} not called it."]
 
 
+def traceback_of(rank: int, raised: Mapping[int, str]) -> str:
+    """Return a sentence about the traceback of a rank; "" if there is none.
+
+    Args:
+        rank: the rank.
+        raised: as for `judge`.
+    """
+    return f" The rank has written a traceback: {raised[rank]}" if rank in raised else ""
+
+
 def below_line(frames: Sequence[stacks.Frame], record: Record) -> str:
-    """Return a sentence about what runs below the user's line, if a library runs there."""
+    """Return sentences about what runs below the user's line, if a library runs there."""
     if not frames[0].is_library:
         return ""
+    if stacks.is_ending(frames):
+        return f" The script has ended: Python waits for other threads.{_other_thread(record)}"
     # TensorFlow reads data in other threads.
     if text := _other_thread(record):
         return text

@@ -33,6 +33,9 @@ _AUTOGRAPH = "__autograph_generated_file"
 # The function of TensorFlow in which a thread waits until a graph has run: the end of the file's
 # path, and its name.
 _RUNS_GRAPH = ("tensorflow/python/eager/execute.py", "quick_execute")
+# The outermost function of a main thread that has run the script: the end of the file's path, and
+# its name.
+_WAITS_FOR_THREADS = ("/threading.py", "_shutdown")
 # The functions in which the main thread waits for a backward pass of PyTorch: the end of a file's
 # path, and the functions. On a GPU, another thread computes the pass and calls its hooks.
 _BACKWARD = {
@@ -46,6 +49,9 @@ _NEVER_TRAIN = {"horovod", "hvdkit", "torch", "tensorflow", "keras"}
 _PROGRAM = re.compile(r".*/bin/[^/.]+")
 # The outermost function of a thread that Python has started.
 _BOOTSTRAP = "_bootstrap"
+# The outermost functions of a main thread that runs the script. At its end, Python calls functions
+# of `atexit` directly.
+_SCRIPT = ("<module>", "_run_module_as_main")
 # faulthandler does not write the frames outside of this number.
 _MOST_FRAMES = 100
 # The packages whose hooks a backward pass calls, beside those of the user.
@@ -234,6 +240,17 @@ def package_frame(frames: Sequence[Frame]) -> Frame | None:
         if found is None and any(part in frame.file for part in _INSTALLED):
             found = frame
     return None
+
+
+def is_ending(frames: Sequence[Frame]) -> bool:
+    """Return whether the script has ended, and Python waits for threads that are not daemons."""
+    end, function = _WAITS_FOR_THREADS
+    return bool(frames) and frames[-1].file.endswith(end) and frames[-1].function == function
+
+
+def runs_script(frames: Sequence[Frame]) -> bool:
+    """Return whether the main thread runs the script, and not what Python calls at its end."""
+    return len(frames) >= _MOST_FRAMES or (bool(frames) and frames[-1].function in _SCRIPT)
 
 
 def runs_graph(frames: Sequence[Frame]) -> bool:

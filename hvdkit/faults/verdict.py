@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import is_internal
-from hvdkit.faults.missing_ranks import SHOWN, Chain, below_line, first_line
+from hvdkit.faults.missing_ranks import SHOWN, Chain, below_line, first_line, traceback_of
 from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record, with_all_groups
@@ -101,6 +102,7 @@ def judge(
     silent: Sequence[str] = (),
     late: Collection[tuple[int, str, int]] = (),
     hosts: Sequence[str] = (),
+    raised: Mapping[int, str] = MappingProxyType({}),
 ) -> Verdict:
     """Return the verdict on a job without progress.
 
@@ -115,6 +117,8 @@ def judge(
             The same holds if ranks have called only the first of them, and wait in it. Empty: the
             verdict is on any call.
         hosts: the host of each rank, for ranks without a record; empty if the hosts are not known.
+        raised: rank -> the exception, for each running rank that has written a traceback after its
+            last collective.
     """
     # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
     records = {
@@ -130,7 +134,7 @@ def judge(
     if stuck and all(held.issuperset(wait.missing) for wait in of_late):
         waits = stuck
     if not waits:
-        text = _without_wait(records, states, size, silent)
+        text = _without_wait(records, states, size, silent, raised)
         return Verdict(text, last_ranks=not {ENDED, LEAVING}.isdisjoint(states.values()))
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
@@ -156,7 +160,7 @@ def judge(
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
         lines.append(_all_entered(records, states))
-    chain = Chain(wait, incomplete, records, states, hosts)
+    chain = Chain(wait, incomplete, records, states, hosts, raised)
     chain.describe(wait, "it")
     chain.describe_further_waits(late)
     lines += chain.lines
@@ -180,30 +184,45 @@ def judge(
     )
 
 
-def overdue(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> str:
-    """Return the verdict on a collective that waited until its limit while others ended.
+def overdue(
+    records: Mapping[int, Record],
+    states: Mapping[int, str],
+    size: int,
+    hosts: Sequence[str] = (),
+    raised: Mapping[int, str] = MappingProxyType({}),
+) -> Verdict | None:
+    """Return the verdict on a collective that waited until its limit.
 
-    Such a collective, for example one of a thread, leads to no verdict before its limit is over,
-    because the ranks make progress.
+    A collective that waits while others end, for example one of a thread, leads to no verdict
+    before its limit is over, because the ranks make progress.
 
     Args:
         records: the records of the ranks after the engine has ended the job.
         states: as for `judge`.
         size: the number of ranks of the job.
+        hosts: as for `judge`.
+        raised: as for `judge`.
 
     Returns:
-        The verdict; "" if there is no such collective.
+        The verdict; None if there is no such collective.
     """
-    late = {}
-    for rank, record in records.items():
-        waited = [
-            call
-            for call in record.open
-            if call.operation != "join" and record.time - call.enqueued >= record.limit > 0
-        ]
-        late[rank] = replace(record, open=waited if record.error else [])
-    verdict = judge(late, states, size)
-    return replace(verdict, expired=True).whole_text if verdict.missing else ""
+    late = {rank: replace(r, open=overdue_calls(r)) for rank, r in aligned(records).items()}
+    # The record of a missing rank is an older one.
+    now = max((record.time for record in late.values()), default=0.0)
+    late = {rank: replace(r, time=r.time if r.error else now) for rank, r in late.items()}
+    verdict = judge(late, states, size, hosts=hosts, raised=raised)
+    return replace(verdict, expired=True) if verdict.missing else None
+
+
+def overdue_calls(record: Record) -> list[Call]:
+    """Return the calls of a rank that have failed after they had waited until their limit."""
+    return [
+        call
+        for call in record.open
+        if record.error
+        and call.operation != "join"
+        and record.time - call.enqueued >= record.limit > 0
+    ]
 
 
 def _differ_in_line(wait: Wait, records: Mapping[int, Record]) -> bool:
@@ -226,7 +245,11 @@ def _all_entered(records: Mapping[int, Record], states: Mapping[int, str]) -> st
 
 
 def _without_wait(
-    records: Mapping[int, Record], states: Mapping[int, str], size: int, silent: Sequence[str]
+    records: Mapping[int, Record],
+    states: Mapping[int, str],
+    size: int,
+    silent: Sequence[str],
+    raised: Mapping[int, str],
 ) -> str:
     ended = sorted(rank for rank, state in states.items() if state == ENDED)
     text = "No rank waits for a collective."
@@ -244,18 +267,47 @@ def _without_wait(
         f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
     ]
     # The record of a rank that has ended is an older one.
-    for rank, record in sorted((r, each) for r, each in records.items() if r not in ended)[:SHOWN]:
-        frames = stacks.main_thread(record.stacks)
-        frame = stacks.own_frame(frames)
-        if frame is None:
-            continue
-        lines.append(f"Rank {rank} on {record.host} is at {frame}.")
-        # At the end of the script, Python waits for the other threads.
-        lines[-1] += below_line(frames, record)
+    running = [record for rank, record in sorted(records.items()) if rank not in ended]
+    lines += filter(None, [_place(record, raised) for record in running[:SHOWN]])
     absent = [rank for rank in range(size) if rank not in records and rank not in states]
     if absent:
         lines.append(f"{name_ranks(absent)} did not report.")
     return "\n".join(lines)
+
+
+def unended(records: Mapping[int, Record], raised: Mapping[int, str]) -> Verdict | None:
+    """Return the verdict on ranks whose scripts have ended with an exception, and that still run.
+
+    Args:
+        records: the records, by rank.
+        raised: as for `judge`.
+
+    Returns:
+        The verdict; None if there is no such rank.
+    """
+    found = [
+        record
+        for rank, record in sorted(records.items())
+        if rank in raised
+        and (frames := stacks.main_thread(record.stacks))
+        and not stacks.runs_script(frames)
+    ]
+    if not found:
+        return None
+    lines = [_place(record, raised) for record in found[:SHOWN]]
+    if (more := len(found) - SHOWN) > 0:
+        lines.append(f"The scripts of {more} more rank{'s' if more > 1 else ''} have ended, too.")
+    return Verdict("\n".join(lines), last_ranks=True)
+
+
+def _place(record: Record, raised: Mapping[int, str]) -> str:
+    """Return where a rank is that waits for no collective; "" if it is not known."""
+    frames = stacks.main_thread(record.stacks)
+    frame = stacks.own_frame(frames)
+    if frame is None:
+        return ""
+    text = f"Rank {record.rank} on {record.host} is at {frame}.{below_line(frames, record)}"
+    return text + traceback_of(record.rank, raised)
 
 
 def _all_wait(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> bool:

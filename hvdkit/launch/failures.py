@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hvdkit.errors import RESUMABLE
 from hvdkit.processes import exit_text
@@ -30,8 +31,9 @@ _RAISED_SECONDS = 10.0
 
 #: The most failures whose last lines are shown. Failures with the same last line are shown once.
 _SHOWN = 3
-#: The most lines that are shown of a failure.
+#: The most lines that are shown of a failure, and of its error if it comes before these lines.
 _SHOWN_LINES = 20
+_SHOWN_OF_ERROR = 5
 
 # Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
 # other connections, such as to an object store.
@@ -78,6 +80,9 @@ class Failure:
             to all ranks.
         hint: the probable cause of its end, if the agent knows one; otherwise empty.
         began: when it raised its error, or else ended (`time.monotonic`).
+        caught: whether the script has caught the error of its last traceback, so that this error is
+            not the failure.
+        engine_error: the error of its last collective; empty if it did not fail.
     """
 
     rank: int
@@ -86,6 +91,8 @@ class Failure:
     over_mpi: bool = False
     began: float = 0.0
     hint: str = ""
+    caught: bool = False
+    engine_error: str = ""
 
     @property
     def end(self) -> str:
@@ -98,6 +105,8 @@ class Failure:
 
         The traceback of a destructor or a thread counts only if there is no other one.
         """
+        if self.caught:
+            return []
         lines = [_RANK_PREFIX.sub("", line) for line in self.tail]
         starts = [
             i for i, line in enumerate(lines) if TRACEBACK in line and not _WITHIN_GROUP.match(line)
@@ -109,6 +118,11 @@ class Failure:
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
             starts.pop()
         return lines[starts[-1] :] if starts else []
+
+    @property
+    def shows_error(self) -> bool:
+        """Whether the last line of output is that of the error. It is not after a signal."""
+        return bool(self.traceback) or (self.status >= 0 and bool(self.last_line))
 
     @property
     def is_chained(self) -> bool:
@@ -142,7 +156,9 @@ class Failure:
     @property
     def kind(self) -> int:
         """The kind of the failure, which tells how likely it is the cause of the others."""
-        text = "\n".join(self.traceback or self.tail)
+        # The script may catch and hide the error of a collective, but a signal has another cause.
+        hidden = [self.engine_error] if self.status >= 0 else []
+        text = "\n".join(self.traceback or [*([] if self.caught else self.tail), *hidden])
         if _INIT_FAILED.search(text):
             text = "\n".join(self.tail)
         broken = _BROKEN.search(text)
@@ -204,6 +220,7 @@ class Failures:
         tail: Sequence[str],
         raised_at: float = float("-inf"),
         hint: str = "",
+        engine_error: str = "",
     ) -> None:
         """Add a rank that has ended now.
 
@@ -214,10 +231,14 @@ class Failures:
             raised_at: when it wrote its last traceback (`time.monotonic`). Its `atexit` functions
                 run afterwards, so another rank may raise later and end earlier.
             hint: as for `Failure`.
+            engine_error: as for `Failure`.
         """
         now = time.monotonic()
-        began = raised_at if now - raised_at < _RAISED_SECONDS else now
-        failure = Failure(rank, status, tail, self._over_mpi, began, hint)
+        is_recent = now - raised_at < _RAISED_SECONDS
+        # Status 1: Python's after an exception. Functions of `atexit` may then run for long.
+        caught = not is_recent and status != 1 and raised_at > float("-inf")
+        began = raised_at if is_recent else now
+        failure = Failure(rank, status, tail, self._over_mpi, began, hint, caught, engine_error)
         self._found.append(failure)
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]
@@ -257,7 +278,8 @@ class Failures:
     def suspects(self) -> list[int]:
         """The ranks that may have caused the failures. Empty if all of them had lost a peer.
 
-        Several ranks if they raised the same error, such as one about a difference of the ranks.
+        Several ranks if they failed with the same error, such as one about a difference of the
+        ranks, or one of the interpreter, which has no traceback.
         """
         first, *others = self._ordered()
         if first.is_lost_peer:
@@ -265,8 +287,9 @@ class Failures:
         alike = [
             each.rank
             for each in others
-            if first.traceback
-            and each.traceback
+            if first.shows_error
+            and each.shows_error
+            and (each.status, each.kind) == (first.status, first.kind)
             and (each.last_line, each.is_chained) == (first.last_line, first.is_chained)
         ]
         return [first.rank, *alike]
@@ -287,6 +310,7 @@ class Failures:
         departed: Sequence[str] = (),
         remarks: Sequence[str] = (),
         aborted_by: str = "",
+        awaited: Mapping[int, str] = MappingProxyType({}),
     ) -> tuple[str, str]:
         """Return the possible causes, and the report for the user that follows them.
 
@@ -299,6 +323,7 @@ class Failures:
             departed: for each rank that has called `hvd.shutdown()`, a sentence.
             remarks: sentences about hosts that did not answer, and ranks that have not failed.
             aborted_by: "srun" if it has then sent SIGKILL to all ranks; otherwise empty.
+            awaited: rank -> the collective in which it has failed.
         """
         first, *others = self._ordered()
         if aborted_by:
@@ -333,14 +358,15 @@ class Failures:
                 causes = before.replace("\n", " ")
             else:
                 raised = {rank: self._raised[rank] for rank in finished if rank in self._raised}
-                causes = _without_cause(self._describe, finished, raised, stopped, remarks)
+                waited = awaited.get(first.rank, "")
+                causes = _without_cause(self._describe, finished, raised, stopped, remarks, waited)
             # The causes come first: the rank that failed is not at fault.
             lines = [f"Then {lines[0]}"]
         if first.kind == _TERMINATED or first.lost_daemon:
             lines.append(
                 "If mpirun or srun gets a signal, or loses its daemon on a host, it ends all ranks."
             )
-        lines.append(tail_of(first.rank, first.tail))
+        lines.append(_end_of(first))
         shown = {first.last_line}
         consequences = (_TERMINATED, _LOST_PEER) if first.kind < _TERMINATED else (_LOST_PEER,)
         similar = [f for f in others if f.kind not in consequences or f.kind == first.kind]
@@ -349,7 +375,7 @@ class Failures:
                 shown.add(failure.last_line)
                 rank = _capitalized(self._describe([failure.rank]))
                 lines.append(f"{rank} failed, too: {failure.end}.")
-                lines.append(tail_of(failure.rank, failure.tail))
+                lines.append(_end_of(failure))
         same = sum(failure.last_line == first.last_line for failure in similar)
         if same and not all_alike:
             lines.append(
@@ -377,6 +403,7 @@ def _without_cause(
     raised: Mapping[int, str],
     stopped: Sequence[int],
     remarks: Sequence[str],
+    awaited: str,
 ) -> str:
     """Return the possible causes where every failure is a lost peer."""
 
@@ -390,13 +417,24 @@ def _without_cause(
             f"{error}. After an error, end the script with another exit status."
         )
     if finished and not raised:
-        text += (
-            f" {named(list(finished))} had ended without an error: check whether all ranks had "
-            f"the same number of batches."
-        )
+        text += f" {named(list(finished))} had ended without an error"
+        text += f", and the failed ranks waited for {awaited}" if awaited else ""
+        text += ": check whether all ranks had the same number of batches"
+        text += ", and have called hvd.join()." if awaited.startswith("join()") else "."
     if stopped:
         text += f" {named(list(stopped))} had made an orderly stop (exit status {RESUMABLE})."
     return " ".join([text, *remarks])
+
+
+def _end_of(failure: Failure) -> str:
+    """Return the last lines of a rank that has failed, after its error if they lack it."""
+    text, exception = tail_of(failure.rank, failure.tail), failure.exception
+    if exception is None or exception in text:
+        return text
+    traceback = failure.traceback
+    end = traceback.index(next(line for line in traceback if exception in line)) + 1
+    shown = [f"  {line}" for line in traceback[:end][-_SHOWN_OF_ERROR:]]
+    return "\n".join([f"Rank {failure.rank}'s error:", *shown, text])
 
 
 def tail_of(rank: int, tail: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from hvdkit.faults.verdict import Verdict
 from hvdkit.launch import readers
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
-from hvdkit.launch.failures import Failures, tail_of
+from hvdkit.launch.failures import Failure, Failures, tail_of
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import PAUSE_SECONDS, Message, as_bytes
 from hvdkit.launch.outcome import Outcome
@@ -81,7 +81,9 @@ class Job:
         self._places = dict(zip(agents.connections, groups, strict=True))
         directory = output.directory
         hosts = [place.host.name for place in plan.places]
-        self._stalls = Stalls(plan.size, directory, self._ask_for_records, timeouts.stall, hosts)
+        self._stalls = Stalls(
+            plan.size, directory, self._ask_for_records, timeouts.stall, hosts, self._tracebacks
+        )
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         # Rank -> where it has called `hvd.shutdown()`.
         self._departed: dict[int, str] = {}
@@ -89,6 +91,8 @@ class Job:
         # Whether the problem is a verdict on a stall.
         self._stalled = False
         self._ended_by_launcher: list[int] = []
+        # The tracebacks of these ranks, before the launcher has ended them.
+        self._raised: dict[int, tuple[float, str]] = {}
         self._finished: set[Connection] = set()
         # The names of the hosts whose agents have failed.
         self._failed_agents: list[str] = []
@@ -267,7 +271,8 @@ class Job:
             return
         if status == RESUMABLE and not self._has_failed:
             self._rank_stopped = True
-        self._failures.add(rank, status, tail, raised_at, hint)
+        _, error = self._stalls.failed_collective(rank)
+        self._failures.add(rank, status, tail, raised_at, hint, error)
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
@@ -310,6 +315,7 @@ class Job:
 
     def _end(self, grace: float) -> None:
         if not self._ending:
+            self._raised = self._tracebacks()
             self._ended_by_launcher = [r for r in self._running() if r not in self._exited]
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
@@ -328,7 +334,8 @@ class Job:
         if read and not self._ending:
             silent_hosts = partial(self._silent_hosts, now)
             failed = bool(self._failures)
-            verdict = self._stalls.check(now, self._statuses, silent_hosts, failed)
+            raised_at = max(map(self._output.raised_at, self._running()), default=float("-inf"))
+            verdict = self._stalls.check(now, self._statuses, silent_hosts, failed, raised_at)
             if verdict is not None:
                 self._on_stall(verdict)
         if self._output.stdout_closed and self._stopped_by is None:
@@ -444,6 +451,18 @@ class Job:
         else:
             self._say(f"{verdict.text}\n{verdict.outlook}")
 
+    def _tracebacks(self) -> dict[int, tuple[float, str]]:
+        """Return rank -> the time and exception of its last traceback, as for `Stalls`."""
+        if self._ending:
+            return self._raised
+        found = {}
+        for rank in self._running():
+            if (raised_at := self._output.raised_at(rank)) > float("-inf"):
+                end = Failure(rank, 0, self._output.tail(rank))
+                if end.exception is not None and not end.is_lost_peer:
+                    found[rank] = raised_at, end.exception
+        return found
+
     def _running(self) -> list[int]:
         """Return the ranks that have not ended."""
         return [rank for rank in range(self._plan.size) if rank not in self._statuses]
@@ -556,11 +575,23 @@ class Job:
             return self._failure(aborted_by)
         # A rank has no status if its agent was lost while the launcher ended the ranks.
         if not (self._problem or self._running() or any(self._statuses.values())):
+            self._warn_of_failed_collectives()
             return Outcome(0)
         # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
         if self._stopped_by is not None and not self._failed_first:
             return self._ended_by(self._stopped_by)
         return Outcome(1, self._problem, restartable=True, is_verdict=self._stalled)
+
+    def _warn_of_failed_collectives(self) -> None:
+        """Warn if ranks have ended with exit status 0 although their last collective has failed."""
+        errors = {rank: self._stalls.failed_collective(rank) for rank in range(self._plan.size)}
+        if failed := [rank for rank, (_, error) in errors.items() if error]:
+            name, error = errors[failed[0]]
+            self._say(
+                f"all ranks have ended with exit status 0, but {name} had failed on "
+                f"{self._ranks(failed)}: {error.partition('. ')[0]}. Check whether the script "
+                f"catches the error and continues without the other ranks"
+            )
 
     def _all_stopped(self) -> bool:
         """Return whether ranks have ended with RESUMABLE, and all others with it or with 0.
@@ -618,6 +649,7 @@ class Job:
             departed,
             remarks,
             aborted_by,
+            {cause.rank: self._stalls.failed_collective(cause.rank)[0]},
         )
         report = "\n".join(filter(None, [causes, report, self._stalls.mismatch()]))
         return Outcome(
@@ -639,7 +671,10 @@ class Job:
         if not self._ended_by_launcher or self._problem or others_ended or self._stopped_by:
             return ""
         ranks = self._ranks(self._ended_by_launcher)
-        return f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."
+        if not self._raised:
+            return f"R{ranks[1:]} had not failed: check whether a process was stopped, or hung."
+        rank, (_, exception) = min(self._raised.items(), key=lambda each: each[1])
+        return f"R{self._ranks([rank])[1:]} had written a traceback, but not ended: {exception}"
 
     def _ended_by(self, number: signal.Signals) -> Outcome:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""

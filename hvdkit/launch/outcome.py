@@ -122,4 +122,6 @@ class Outcome:
             return " ".join(lines[:2])
         line = self.report.partition("\n")[0]
         exception = self.failure.exception
+        if exception and self.failure.status < 0:
+            return f"{line} Earlier, the rank had written a traceback: {exception}"
         return f"{line} {exception}" if exception else line

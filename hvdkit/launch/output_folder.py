@@ -74,7 +74,8 @@ def write_error(
     `traceback` and `last_lines`. `suspects` has all ranks that raised the same error, see
     `Failures.suspects`. `possible_causes` is null unless the rank failed because it lost a peer.
     `status` is null after a signal, and `signal` (its name) is null without one. Without a Python
-    exception, `exception` is null and `traceback` is empty.
+    exception, `exception` is null and `traceback` is empty. After a signal, the script may have
+    caught the exception.
     """
     by_signal = failure.status < 0
     content = {

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
-from hvdkit.faults.command import FOLDER, SILENT, STATES
+from hvdkit.faults.call_names import describe_call
+from hvdkit.faults.command import FOLDER, RAISED, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.outdated import without_outdated
 from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
 from hvdkit.faults.records import Record
-from hvdkit.faults.verdict import Verdict, judge, overdue
+from hvdkit.faults.verdict import Verdict, judge, overdue, overdue_calls, unended
 from hvdkit.faults.waits import late_calls
 from hvdkit.record_files import RECORD
 from hvdkit.whole_files import replacing
@@ -38,6 +39,8 @@ _PAUSE_SECONDS = 10.0
 #: not run, for example because its process is stopped.
 _ENGINE_SECONDS = 15.0
 _MARGIN_SECONDS = 1.0
+#: Seconds that a record may take from the rank to the launcher.
+_DELAY_SECONDS = 1.0
 #: The file with the last verdict.
 VERDICT = "verdict.txt"
 
@@ -56,6 +59,8 @@ class Stalls:
         patience: the seconds for which the last ranks may run after another rank has ended or has
             shut Horovod down, until the launcher says what they do; 0 for any time.
         hosts: as for `judge`.
+        tracebacks: returns, for each running rank that has written a traceback, when it has written
+            the last one (`time.monotonic`), and its exception.
     """
 
     def __init__(
@@ -65,11 +70,14 @@ class Stalls:
         ask: Callable[[], None],
         patience: float = 0.0,
         hosts: Sequence[str] = (),
+        tracebacks: Callable[[], Mapping[int, tuple[float, str]]] = dict,
     ) -> None:
         self._size = size
         self._folder = None if output is None else output / FOLDER
         self._ask = ask
         self._records: dict[int, Record] = {}
+        # Rank -> its record of an error. Later records lack the calls that have failed.
+        self._errors: dict[int, Record] = {}
         self._received: dict[int, float] = {}
         self._states: dict[int, str] = {}
         self._verdict: Verdict | None = None
@@ -85,10 +93,13 @@ class Stalls:
         self._confirm_at = float("inf")
         # The time to ask for records because of a stall that was reported in a pause.
         self._next_stall_at = float("inf")
-        # The time to check whether the limit of a stall is over.
+        # The time to check whether the limit of a stall is over, and whether the launcher has asked
+        # for this reason.
         self._expires_at = float("inf")
+        self._at_limit = False
         self._patience = patience
         self._hosts = hosts
+        self._tracebacks = tracebacks
         # The ranks that shut Horovod down.
         self._leaving: set[int] = set()
         # The ranks that have ended or shut Horovod down, the time to ask what the running ranks do,
@@ -96,6 +107,9 @@ class Stalls:
         self._last_seen: set[int] = set()
         self._last_ranks_at = float("inf")
         self._for_last_ranks = False
+        # The last traceback of a running rank, and the time to ask whether its script has ended.
+        self._raised_at = float("-inf")
+        self._check_raised_at = float("inf")
 
     def add(self, text: str, now: float) -> None:
         """Add the record of a rank. If it reports a new stall, ask all ranks for records."""
@@ -105,8 +119,10 @@ class Stalls:
             return  # written by another version of hvdkit
         self._records[record.rank] = record
         self._received[record.rank] = now
-        if self._verdict is None or not self._verdict.is_final:
-            # After a final verdict the launcher ends the ranks, and they do other things.
+        is_final = self._verdict is not None and self._verdict.is_final
+        # After a final verdict the launcher ends the ranks, and they do other things. At the limit,
+        # a rank that has failed waits no more: the record of its error says more.
+        if not (is_final or (self._at_limit and record.reason == "request" and record.error)):
             self._keep(RECORD.format(record.rank), text)
         known = (
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
@@ -119,6 +135,10 @@ class Stalls:
             elif not self._asking and self._unconfirmed is None and not late <= self._judged:
                 self._next_stall_at = self._judged_at + _PAUSE_SECONDS
             self._late |= late
+        elif record.reason == "error":
+            self._errors[record.rank] = record
+            if overdue_calls(record):
+                self._expires_at = now + _ENGINE_SECONDS
 
     def set_states(self, states: Mapping[int, str]) -> None:
         """Set the states of the processes of some ranks."""
@@ -139,7 +159,7 @@ class Stalls:
 
     def mismatch(self) -> str:
         """Return which ranks differ in the collective that failed; "" if there are none."""
-        return mismatch(self._records) or ""
+        return mismatch(without_outdated(self._records)) or ""
 
     def verdict_on_failure(self) -> str:
         """Return the last verdict if the ranks failed in the collective of this verdict.
@@ -147,10 +167,40 @@ class Stalls:
         If they have continued since the verdict, return the verdict on a collective that has
         waited until its limit meanwhile; "" without one.
         """
-        verdict = self._verdict
-        if verdict is not None and self._has_failed(verdict):
-            return verdict.text
-        return overdue(without_outdated(self._records), self._states, self._size)
+        verdict = self._failed_verdict()
+        return "" if verdict is None else verdict.whole_text
+
+    def failed_collective(self, rank: int) -> tuple[str, str]:
+        """Return the collective that failed last on a rank, and its error.
+
+        Both are empty if there is none, or if a later collective has ended without an error.
+        """
+        record = without_outdated(self._records).get(rank)
+        if record is None or not record.error:
+            return "", ""
+        call = record.failed_call
+        name = record.failed if call is None else describe_call(call, record)
+        return name, record.error.removeprefix("failed: ")
+
+    def _failed_verdict(self) -> Verdict | None:
+        """Return the verdict on the collective in which the ranks have failed; None without one."""
+        errors = {r: each for r, each in self._errors.items() if self._records[r].error}
+        records = without_outdated(self._records | errors)
+        verdict = overdue(records, self._states, self._size, self._hosts, self._raised())
+        if verdict is None and self._verdict is not None and self._has_failed(self._verdict):
+            return self._verdict
+        return verdict
+
+    def _raised(self) -> dict[int, str]:
+        """Return rank -> the exception, for ranks with a traceback after their last collective."""
+        found = {}
+        for rank, (raised_at, exception) in self._tracebacks().items():
+            record = self._records.get(rank)
+            ends = [] if record is None else [call.ended or 0.0 for call in record.done]
+            since = record.time - max(ends) if record is not None and ends else float("inf")
+            if self._received.get(rank, raised_at) - raised_at < since + _DELAY_SECONDS:
+                found[rank] = exception
+        return found
 
     def _has_failed(self, verdict: Verdict) -> bool:
         """Return whether a rank failed in the collective of a verdict."""
@@ -180,6 +230,7 @@ class Stalls:
         ended: Collection[int],
         silent_hosts: Callable[[], Sequence[str]] = tuple,
         failed: bool = False,
+        raised_at: float = float("-inf"),
     ) -> Verdict | None:
         """Return a verdict when the ranks have answered, or when their time is over; else None.
 
@@ -189,6 +240,7 @@ class Stalls:
             silent_hosts: returns a sentence for each host that did not answer the launcher for some
                 time.
             failed: whether a rank has failed. The other ranks then end soon.
+            raised_at: when a running rank has written the last traceback (`time.monotonic`).
         """
         if failed:
             self._last_ranks_at = float("inf")
@@ -196,12 +248,20 @@ class Stalls:
             self._last_seen = last_seen
             patience = self._patience if last_seen else 0.0
             self._last_ranks_at = now + (patience or float("inf"))
+        if raised_at > self._raised_at:
+            self._raised_at = raised_at
+            self._check_raised_at = raised_at + (self._patience or float("inf")) + _ANSWER_SECONDS
+        check_raised = now > self._check_raised_at and not self._asking
+        if check_raised:
+            self._check_raised_at = float("inf")
+            # Otherwise a verdict has already named the exception.
+            check_raised = self._judged_at < self._raised_at
         times = self._confirm_at, self._next_stall_at, self._expires_at, self._last_ranks_at
-        if now > min(times):
+        if check_raised or now > min(times):
             self._for_last_ranks |= now > self._last_ranks_at
             # The round may give no verdict, so the limit of the stall stays.
             if now > self._expires_at:
-                self._expires_at = float("inf")
+                self._at_limit, self._expires_at = True, float("inf")
             self._confirm_at = self._last_ranks_at = self._next_stall_at = float("inf")
             self._asked_at = now
             self._ask()
@@ -216,18 +276,28 @@ class Stalls:
             return None
         self._asked_at = float("-inf")
         self._late &= {call.key for each in self._records.values() for call in each.open}
+        at_limit, self._at_limit = self._at_limit, False
+        leaving = dict.fromkeys(self._leaving, LEAVING)
+        states = leaving | self._states | dict.fromkeys(ended, ENDED)
+        silent_sentences, raised = silent_hosts(), self._raised()
+        if at_limit and not failed and (verdict := self._failed_verdict()) is not None:
+            # The engines have ended the collective, but the ranks have not ended.
+            self._verdict = replace(verdict, expired=True)
+            self._keep_verdict(self._verdict, states, silent_sentences, raised)
+            return self._verdict
+        # An older record of a silent rank does not say what the rank does now.
+        current = {rank: record for rank, record in self._records.items() if rank not in silent}
         if not self._for_last_ranks and not self._late:
             # The late rank has come.
             self._unconfirmed = None
+            if self._judged_at < self._raised_at:
+                verdict = unended(current, raised)
+                self._judged_at = self._judged_at if verdict is None else now
+                return verdict
             return None
         late = () if self._for_last_ranks else self._late
         self._for_last_ranks = False
-        # An older record of a silent rank does not say what the rank does now.
-        current = {rank: record for rank, record in self._records.items() if rank not in silent}
-        leaving = dict.fromkeys(self._leaving, LEAVING)
-        states = leaving | self._states | dict.fromkeys(ended, ENDED)
-        silent_sentences = silent_hosts()
-        verdict = judge(current, states, self._size, silent_sentences, late, self._hosts)
+        verdict = judge(current, states, self._size, silent_sentences, late, self._hosts, raised)
         all_entered = verdict.call is not None and not verdict.missing
         if verdict.deadlock or all_entered:
             # The ranks do not write their records at the same time. One rank may continue while
@@ -261,14 +331,24 @@ class Stalls:
         self._next_stall_at = float("inf")
         if verdict.call is not None:
             self._late.add(verdict.call.key)
-        self._keep(STATES, json.dumps(states))
-        self._keep(SILENT, json.dumps(list(silent_sentences)))
-        self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
+        self._keep_verdict(verdict, states, silent_sentences, raised)
         return verdict
 
     @property
     def _asking(self) -> bool:
         return self._asked_at > float("-inf")
+
+    def _keep_verdict(
+        self,
+        verdict: Verdict,
+        states: Mapping[int, str],
+        silent: Sequence[str],
+        raised: Mapping[int, str],
+    ) -> None:
+        self._keep(STATES, json.dumps(states))
+        self._keep(SILENT, json.dumps(list(silent)))
+        self._keep(RAISED, json.dumps(raised))
+        self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
 
     def _keep(self, name: str, text: str) -> None:
         if self._folder is None:

@@ -73,6 +73,14 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     assert why(start) == text
 
 
+def test_an_exception_before_a_signal_may_be_a_caught_one(tmp_path, start):
+    (start / "error.json").write_text(json.dumps(ERROR | {"exception": "OSError: reset"}))
+    assert why(tmp_path) == (
+        "Rank 1 on host1 failed first: SIGKILL. Earlier, the rank had written a traceback: "
+        "OSError: reset"
+    )
+
+
 def test_an_error_of_many_ranks_is_one_line(start):
     for rank in range(20):
         record = json.dumps(RECORD | {"rank": rank, "size": 20})

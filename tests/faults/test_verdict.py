@@ -281,9 +281,16 @@ def test_the_last_rank_waits_for_a_thread_at_its_end():
     )  # fmt: skip
     assert judge({1: ends}, {0: ENDED}, 2).text == (
         "Rank 0 has ended. No other rank waits for a collective.\nRank 1 on host1 is at "
-        "/venv/lib/python3.11/threading.py:9 in _shutdown. Another thread is at "
-        "/home/me/data.py:6 in load."
+        "/venv/lib/python3.11/threading.py:9 in _shutdown. The script has ended: Python waits for "
+        "other threads. Another thread is at /home/me/data.py:6 in load."
     )
+
+
+def test_the_exception_of_a_rank_that_does_not_end_is_named():
+    records = simulate(2, ["bucket"], {1: 0})
+    text = judge(records, {}, 2, raised={0: "KeyError: 'x'", 1: "ValueError: bad"}).text
+    assert text.endswith(" The rank has written a traceback: ValueError: bad")
+    assert "KeyError" not in text
 
 
 def test_a_thread_that_loads_data_is_named():

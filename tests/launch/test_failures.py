@@ -112,10 +112,54 @@ def test_an_error_that_the_script_caught_long_ago_is_not_the_first():
         ([(1, 1, BAD), (0, 1, BAD), (2, 1, LOST)], [1, 0]),
         ([(1, 1, AGREED), (0, 1, OF_RANK_0)], [0]),
         ([(0, -9, ["step 7"]), (1, -9, ["step 7"])], [0]),
+        # Python has no traceback for such an error.
+        ([(0, 1, ["SyntaxError: invalid"]), (1, 1, ["SyntaxError: invalid"])], [0, 1]),
+        ([(0, 1, ["failed"]), (1, 2, ["failed"])], [0]),
+        ([(0, 1, ()), (1, 1, ())], [0]),
     ],
 )
 def test_the_ranks_that_may_have_caused_the_failures(ends, suspects):
     assert failures(*ends).suspects == suspects
+
+
+def test_a_script_that_hides_the_error_of_a_lost_peer():
+    """Every rank prints the same line. Only rank 1 has another error than that of its engine."""
+    error = "Horovod has been shut down. This was caused by an exception"
+    found = failures()
+    found.add(0, 1, ["training failed"], engine_error=error)
+    found.add(1, 1, ["training failed"])
+    assert (found.cause.rank, found.suspects) == (1, [1])
+    assert "1 rank failed after it" in report_of(found, ended=0, finished=[])
+    assert Failure(0, -11, ["training failed"], engine_error=error).is_lost_peer is False
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds", "exception"),
+    [(1, 0.5, BAD[-1]), (1, 60.0, BAD[-1]), (4, 0.5, BAD[-1]), (4, 60.0, None), (-11, 60.0, None)],
+)
+def test_the_exception_of_a_failure(status, seconds, exception):
+    """After status 1, functions of `atexit` may have run for long."""
+    lines = [*BAD[:2], '  File "/home/me/train.py", line 23, in <module>', BAD[2], "step 51"]
+    found = failures()
+    found.add(1, status, lines, time.monotonic() - seconds)
+    assert found.cause.exception == exception
+    assert bool(found.cause.traceback) == (exception is not None)
+
+
+def test_an_old_error_of_a_lost_peer_is_not_the_failure():
+    found = failures((0, 1, LOST))
+    found.add(1, -11, LOST, time.monotonic() - 60.0)
+    assert found.cause.rank == 1
+
+
+def test_the_exception_is_shown_although_many_lines_follow_it():
+    lines = [LOST[0], '  File "/home/me/train.py", line 23, in <module>', "ValueError: bad"]
+    summary = [f"metric {number}" for number in range(25)]
+    report = report_of(failures((1, 1, [*lines, *summary])), ended=0, finished=[])
+    expected = ["Rank 1's error:", *(f"  {line}" for line in lines), "Rank 1's last lines:"]
+    assert report.splitlines()[1:-20] == expected
+    assert report.count("metric") == 20
+    assert "error:" not in report_of(failures((1, 1, lines)), ended=0, finished=[])
 
 
 def test_each_kind_of_failure_is_shown_once():
@@ -175,6 +219,15 @@ def test_a_rank_that_ended_without_an_error_is_named(lost):
     report = report_of(failures((0, 1, lost), (1, 1, lost)), ended=0, finished=[2])
     assert "Each rank that failed reported only that another rank had ended" in report
     assert "Rank 2 had ended without an error" in report
+
+
+def test_the_call_in_which_the_ranks_have_failed():
+    awaited = {0: "join() (join.noname)"}
+    report = report_of(failures((0, 1, LOST)), ended=0, finished=[1], awaited=awaited)
+    assert (
+        "Rank 1 had ended without an error, and the failed ranks waited for join() (join.noname): "
+        "check whether all ranks had the same number of batches, and have called hvd.join()."
+    ) in report
 
 
 def test_a_process_set_that_the_script_has_not_added():

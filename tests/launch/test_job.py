@@ -1,5 +1,6 @@
 """The outcome of a job, from the messages of simulated agents in a given order."""
 
+import json
 import os
 import signal
 import time
@@ -367,6 +368,33 @@ def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outco
     assert connections.startswith("Connections that fail now: ")
     assert failure.startswith("Then rank 0 on host0 failed")
     assert broken.reason == f"{causes} {failure}"
+
+
+def test_the_exception_of_a_rank_that_does_not_end_is_named(outcome):
+    lost = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
+    bad = "Traceback (most recent call last):\n  File 'x', line 1\nValueError: bad\n"
+    outputs = [
+        (rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": text})
+        for rank, text in enumerate([lost, bad])
+    ]
+    found = outcome(*outputs, ended(0, 1), 6.0, END, ended(1, -15), *DONE)
+    assert found.possible_causes.endswith(
+        "Rank 1 on host1 had written a traceback, but not ended: ValueError: bad"
+    )
+
+
+def test_a_job_that_succeeds_although_its_collectives_have_failed(outcome):
+    content = json.loads(record(0, "x", "error")) | {"error": "failed: shut down. This", "open": []}
+    said = []
+    message = (0, {"kind": "record", "text": json.dumps(content | {"failed": "allreduce.x"})})
+    assert outcome(message, ended(1), ended(0), *DONE, say=said.append).status == 0
+    assert said[-1].startswith(
+        "all ranks have ended with exit status 0, but allreduce.x had failed on rank 0 on host0: "
+        "shut down. Check"
+    )
+    said.clear()
+    assert outcome(ended(1), ended(0), *DONE, say=said.append).status == 0
+    assert not said
 
 
 #: Its agent was killed before it could send more.

@@ -278,6 +278,123 @@ def test_a_verdict_does_not_explain_a_later_failure(later):
     assert job.verdict_on_failure() == ""
 
 
+ENDS = """Thread 0x03 (most recent call first):
+  File "/home/me/data.py", line 6 in load
+
+Current thread 0x02 (most recent call first):
+  File "/venv/lib/python3.11/threading.py", line 9 in _shutdown
+"""
+
+
+def ends(rank, **changes):
+    """Return the record of a rank whose script has ended, and that waits for a thread."""
+    return json.dumps(json.loads(works(rank)) | {"stacks": ENDS} | changes)
+
+
+@pytest.mark.parametrize("has_verdict", [True, False])
+def test_ranks_that_do_not_end_after_the_limit(tmp_path, has_verdict):
+    """Rank 1 has raised an exception. A thread of each rank continues."""
+    asked = []
+    raised = {0: (190.0, "RuntimeError: no peer"), 1: (40.0, "ValueError: bad")}
+    job = Stalls(2, tmp_path, lambda: asked.append(1), tracebacks=lambda: raised)
+    if has_verdict:
+        job.add(record(0, "x", "stall"), 100.0)
+        job.add(ends(1), 101.0)
+        assert job.check(101.0, ()).text.endswith("written a traceback: ValueError: bad")
+    # The engine has ended the collective of rank 0.
+    error = {"error": "failed: shut down", "failed": "x"}
+    job.add(json.dumps(json.loads(record(0, "x", "error")) | error | {"time": 92.0}), 190.0)
+    assert job.check(204.0, ()) is None
+    job.check(206.0, ())
+    job.add(ends(0, calls={"x": 1}, **error), 206.0)
+    job.add(ends(1), 206.0)
+    verdict = job.check(206.0, ())
+    assert verdict.is_final
+    for text in (verdict.whole_text, why(tmp_path)):
+        assert "Rank 0 has waited 91 s for the allreduce 'x'" in text
+        assert "Rank 1 on h has not called it: the rank is at" in text
+        assert "The rank has written a traceback: ValueError: bad" in text
+    assert verdict.whole_text.endswith("(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).")
+
+
+def test_ranks_that_continue_after_the_limit():
+    """All of them have started Horovod again."""
+    job, _ = stalls()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(works(1), 101.0)
+    assert job.check(101.0, ()).missing == [1]
+    job.add(failed(number=1), 165.0)
+    job.check(300.0, ())
+    for rank in range(2):
+        job.add(works(rank), 300.0)
+    assert job.check(300.0, ()) is None
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_rank_that_raised_and_does_not_end_is_named(ended):
+    """No other rank waits for it."""
+    asked = []
+    raised = {1: (100.0, "ValueError: bad")}
+    job = Stalls(2, None, lambda: asked.append(1), 60.0, tracebacks=lambda: raised)
+    assert job.check(164.0, (), raised_at=100.0) is None
+    assert not asked
+    job.check(166.0, (), raised_at=100.0)
+    assert asked == [1]
+    job.add(works(0), 166.0)
+    # Otherwise the script has caught the error.
+    caught = json.dumps(json.loads(works(1)) | {"stacks": WAITS})
+    job.add(ends(1) if ended else caught, 166.0)
+    verdict = job.check(166.0, (), raised_at=100.0)
+    if ended:
+        assert verdict.text == (
+            "Rank 1 on h is at /venv/lib/python3.11/threading.py:9 in _shutdown. The script has "
+            "ended: Python waits for other threads. Another thread is at /home/me/data.py:6 in "
+            "load. The rank has written a traceback: ValueError: bad"
+        )
+        assert verdict.outlook == "The job ends when all ranks have ended."
+        assert not verdict.is_final
+    else:
+        assert verdict is None
+    job.check(900.0, (), raised_at=100.0)
+    assert asked == [1]
+
+
+def test_a_traceback_before_the_last_collective_is_not_named():
+    raised = {1: (50.0, "ValueError: bad")}
+    job = Stalls(2, None, lambda: None, tracebacks=lambda: raised)
+    job.add(record(0, "x", "stall"), 100.0)
+    done = json.loads(record(1, "y"))["open"][0] | {"ended": 60.0}
+    job.add(json.dumps(json.loads(works(1)) | {"done": [done]}), 101.0)
+    assert "ValueError" not in job.check(101.0, ()).text
+
+
+def test_an_old_mismatch_is_no_cause_of_a_later_failure():
+    def mismatched(rank, **changes):
+        content = json.loads(record(rank, "metric", "error")) | {
+            "error": "failed: Mismatched allreduce",
+            "failed": "metric",
+        }
+        call = content["open"][0] | {"bytes": 4 + rank, "ended": 61.0}
+        return json.dumps(content | {"open": [call]} | changes)
+
+    job, _ = stalls()
+    for rank in range(2):
+        job.add(mismatched(rank), 100.0)
+    assert "Ranks differ in" in job.mismatch()
+    # Both have made a later collective, and rank 0 then loses its peer.
+    call = json.loads(record(0, "y", ahead=20.0))["open"][0]
+    later = {
+        "calls": {"metric": 1, "y": 2},
+        "done": [call | {"ended": 80.0}],
+        "open": [call | {"call": 2, "enqueued": 81.0, "ended": 82.0}],
+        "error": "failed: shut down",
+        "failed": "y",
+        "time": 82.0,
+    }
+    job.add(mismatched(0, **later), 120.0)
+    assert job.mismatch() == ""
+
+
 def test_a_text_that_is_no_record_is_ignored():
     job, asked = stalls()
     job.add("{", 100.0)

@@ -214,6 +214,22 @@ def test_a_rank_that_shuts_horovod_down_is_named(tmp_path):
     assert re.search(named, why(tmp_path / "runs").splitlines()[0])
 
 
+# A thread of each rank continues after the exception.
+THREAD = "import threading; threading.Thread(target=time.sleep, args=(600,)).start()\n"
+
+
+@pytest.mark.long
+def test_ranks_that_do_not_end_after_an_exception(tmp_path):
+    limits = {"HVDKIT_STALL_TIMEOUT": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+    script = SCRIPT.replace("hvd.init()", THREAD + "hvd.init()")
+    done = run(tmp_path, "raise ValueError('bad sample')", 1, 2, script=script, **limits)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).")
+    for text in (done.stderr, why(tmp_path / "runs")):
+        assert re.search(r"Rank 1 on \S+ has not called it: .* Python waits for other thr", text)
+        assert "The rank has written a traceback: ValueError: bad sample" in text
+
+
 @pytest.mark.long
 def test_a_profile_on_one_rank_only_is_named(tmp_path):
     done = run(tmp_path, "hvd.profile().__enter__()", 1, 2)
