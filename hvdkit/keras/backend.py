@@ -235,6 +235,13 @@ def tape_items() -> dict[str, Any]:
     return {} if NAME == "torch" else _imported("reduction_items", "tape_items")()
 
 
+def tapes_reduce(variables: Sequence[Any], process_set: Any) -> bool:
+    """Return whether gradient tapes reduce the gradients of all variables; False on PyTorch."""
+    if NAME == "torch":
+        return False
+    return bool(_imported("replicas", "all_reduced")(variables, process_set))
+
+
 def framework_version() -> str:
     """Return the version of the backend."""
     version: str = importlib.import_module(NAME).__version__

@@ -23,6 +23,7 @@ from hvdkit.keras.coordination import HasLocalVariables
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive, flatten, numbers_of
 from hvdkit.keras.monitor import MonitorCallback
+from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.profiling import ProfileCallback
 from hvdkit.keras.training import CollectiveCallback, ReducesMetrics
@@ -125,8 +126,8 @@ class MetricAverageCallback(ReducesMetrics):
 
     The state of a metric (totals, counts, confusion counts) is summed over the ranks, so the result
     is that of one process with all the data. The results of custom metric classes are averaged,
-    unless they are marked with `additive`. Other values that a custom `train_step` returns are
-    averaged too.
+    unless they are marked with `additive`. Other numbers that a custom `train_step` returns are
+    averaged too, but not other arrays.
     """
 
     def __init__(self, device: str = "") -> None:  # noqa: ARG002
@@ -212,6 +213,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         optimizer = innermost(self.model.optimizer)
+        if optimizers_inside(optimizer):
+            raise UsageError(
+                f"the optimizer is a {type(optimizer).__name__}, and {type(self).__name__} sets "
+                f"the rate of one optimizer: omit the callback, and set the learning_rate of each "
+                f"of optimizer.optimizers in a callback of your own"
+            )
         if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             raise UsageError(
                 f"the optimizer's learning_rate is a {type(optimizer._learning_rate).__name__}, so "

@@ -19,13 +19,14 @@ from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import distributions_of, has_own_step
-from hvdkit.keras.statistics import average_statistics, statistics_of
+from hvdkit.keras.statistics import StatisticsAverage, statistics_of
 from hvdkit.keras.value_check import check_values, digest_of, find_difference
 
 log = logging.getLogger("hvdkit.keras")
 
 _WAITING_ADVICE = (
-    "every rank must call fit. To train on this rank only, call fit in `with hvd.local_fit():`."
+    "every rank must call fit, or in a loop of its own, on_train_begin of its CallbackList. To "
+    "train on this rank only, do so in `with hvd.local_fit():`."
 )
 
 _logged: set[str] = set()
@@ -72,7 +73,8 @@ class Coordination:
         self._needs_one_model = needs_one_model
         self._collective = ", ".join(collective) or "none"
         self.distributions = distributions_of(model)
-        self.in_use = requested or bool(self.distributions) or has_own_step(model)
+        own_step = model.compiled and has_own_step(model)
+        self.in_use = requested or bool(self.distributions) or own_step
         first = self.distributions[0] if self.distributions else None
         self.group = first.collectives if first else backend.collectives()
         # `begin` sets these two to the same values on all ranks, even if the callbacks differ.
@@ -86,6 +88,7 @@ class Coordination:
         # The id of a variable without gradients -> digest of its value at the beginning.
         self._before: dict[int, int] = {}
         self._trains_one_model = False
+        self._statistics: StatisticsAverage | None = None
         self._trained: MetricState | None = None
         self._validated: set[str] = set()
         self._averaged: set[str] = set()
@@ -208,6 +211,9 @@ class Coordination:
         self._end_batches()
         for distribution in self._compared:
             distribution.times.take()
+        self._statistics = StatisticsAverage(
+            self.model, self.group, lambda v: any(d.is_local(v) for d in self.distributions)
+        )
         if self._compares_values:
             self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
 
@@ -400,10 +406,12 @@ class Coordination:
         for distribution in self.distributions:
             if distribution.accumulation_steps > 1:
                 distribution.flush()
-        if self._trains_one_model:
-            average_statistics(
-                self.model, self.group, lambda v: any(d.is_local(v) for d in self.distributions)
-            )
+        assert self._statistics is not None
+        # Tapes in a `train_step` have reduced gradients in the first batch.
+        self._statistics.average(
+            self._trains_one_model
+            or backend.tapes_reduce(self.model.trainable_weights, self.group.process_set)
+        )
         self._trained = self._metrics()
 
     def end_validation(self, logs: dict[str, Any]) -> None:

@@ -466,12 +466,9 @@ def _state(callback: Any) -> dict[str, Any] | None:
 
 def _with_arrays(state: Any) -> Tree:
     def leaf(value: Any) -> Any:
-        if isinstance(value, np.ndarray) and value.ndim:
-            return value
-        # A log may be a scalar tensor.
-        if hasattr(value, "shape") and not isinstance(value, np.generic):
-            return float(value)
-        return value
+        # A log may be a tensor. The best weights may have arrays of shape (), which become scalars
+        # of NumPy with the same dtype.
+        return keras.ops.convert_to_numpy(value)[()] if hasattr(value, "shape") else value
 
     return _mapped(state, leaf)
 

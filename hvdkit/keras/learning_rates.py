@@ -10,8 +10,8 @@ from typing import Any
 
 import keras
 
-from hvdkit.core.loss_scaling import innermost
 from hvdkit.keras.further_optimizers import all_optimizers
+from hvdkit.keras.multi_optimizer import updating_optimizers
 
 
 def learning_rates(model: Any) -> list[float]:
@@ -29,8 +29,11 @@ def set_learning_rates(model: Any, rates: Sequence[float]) -> None:
 
 def rate_variables(model: Any) -> list[Any]:
     """Return the variables of the learning rates that follow no schedule."""
-    optimizers = map(innermost, all_optimizers(model))
-    found = [getattr(each, "_learning_rate", None) for each in optimizers]
+    found = [
+        getattr(each, "_learning_rate", None)
+        for optimizer in all_optimizers(model)
+        for each in updating_optimizers(optimizer)
+    ]
     return [each for each in found if isinstance(each, keras.Variable)]
 
 

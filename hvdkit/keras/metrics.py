@@ -7,7 +7,7 @@ ranks, `result()` is therefore that of one process with all the data.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -90,13 +90,13 @@ class MetricState:
             averaged.
         names: the metrics' names.
         arrays: for each metric, its variables or its results.
-        results: this rank's logs, by name.
+        results: this rank's results, by their names in the logs: numbers and arrays.
     """
 
     additive: list[bool]
     names: list[str]
     arrays: list[list[np.ndarray]]
-    results: dict[str, float]
+    results: dict[str, Any]
 
     @classmethod
     def of(cls, model: Any) -> "MetricState":
@@ -112,7 +112,7 @@ class MetricState:
                 else [_to_numpy(value) for value in keras.tree.flatten(metric.result())]
                 for metric, sums in zip(metrics, summed, strict=True)
             ],
-            numbers_of(model.get_metrics_result()),
+            {name: _copy(value) for name, value in _flat(model.get_metrics_result()).items()},
         )
 
     def averaged(self) -> list[str]:
@@ -123,12 +123,15 @@ class MetricState:
 # One entry for each metric and log: [kind, name, shapes of its arrays]. Ranks without metrics
 # receive the layout from ranks with metrics, as JSON.
 _Layout = list[tuple[str, str, list[list[int]]]]
-_SUMS, _MEAN, _LOG = "sums of metric", "result of metric", "log"
+_SUMS, _MEAN, _LOG, _ARRAY = "sums of metric", "result of metric", "log", "array"
+
+#: Names of logs for which a warning has been logged.
+_unreduced: set[str] = set()
 
 
 def reduce_logs(
     model: Any, state: MetricState | None, logs: dict[str, Any], group: Any, everyone: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the logs over all ranks: exact for additive metrics, otherwise averaged. A collective.
 
     Args:
@@ -139,28 +142,51 @@ def reduce_logs(
         everyone: whether all ranks have a `state`; the same on every rank.
 
     Returns:
-        Each number in the logs, reduced over the ranks that have it.
+        Each number in the logs, reduced over the ranks that have it, and each array that is the
+        result of a metric on these ranks. Other arrays are missing, with one warning: their shapes
+        may differ between ranks.
 
     Raises:
         RankMismatchError: on every rank, if metrics, their shapes or the logs' names differ.
     """
     layout: _Layout = []
     arrays: list[np.ndarray] = []
+    logs = _flat(logs)
     if state is not None:
         for sums, name, parts in zip(state.additive, state.names, state.arrays, strict=True):
             layout.append((_SUMS if sums else _MEAN, name, [list(part.shape) for part in parts]))
             arrays += parts if sums else [*parts, np.ones(())]
         # Keras uses the same condition to put the metrics' results into the logs.
         all_results = logs.keys() == state.results.keys()
-        for name, value in numbers_of(logs).items():
-            layout.append((_LOG, name, []))
-            is_result = all_results or _is_result(state.results.get(name), value)
-            arrays.append(np.array([value, 1.0, is_result]))
+        for name, value in sorted(logs.items()):
+            result, number = state.results.get(name), _number(value)
+            if number is None and not isinstance(result, np.ndarray):
+                continue
+            layout.append((_ARRAY if number is None else _LOG, name, []))
+            is_result = all_results or _is_result(result, value)
+            arrays.append(np.array([number or 0.0, 1.0, is_result]))
     layout = _checked_layout(layout, group, everyone)
     if state is None:
         arrays = [array for entry in layout for array in _zeros(entry)]
     sums_of_all = backend.sum_arrays(arrays, "hvdkit.keras.metrics", group.process_set)
-    return _logs_of(model, layout, iter(sums_of_all))
+    reduced = _logs_of(model, layout, iter(sums_of_all))
+    if group.rank == group.ranks[0]:
+        _warn_of_arrays(logs.keys() - reduced.keys() - _unreduced, logs)
+    return reduced
+
+
+def _warn_of_arrays(names: Collection[str], logs: Mapping[str, Any]) -> None:
+    """Log a warning if logs of these names are arrays."""
+    for name in sorted(names):
+        if shape := tuple(getattr(logs[name], "shape", ())):
+            _unreduced.add(name)
+            log.warning(
+                "the log %r is an array of shape %s and not the result of a metric, so it is not "
+                "reduced: each rank logs its own. To reduce it, return a number or the result of a "
+                "keras.metrics.Metric of the model.",
+                name,
+                list(shape),
+            )
 
 
 def _to_numpy(value: Any) -> np.ndarray:
@@ -178,23 +204,37 @@ def flatten(logs: dict[str, Any]) -> None:
             return
 
 
-def numbers_of(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the logs that are single numbers. Other logs are not reduced."""
+def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
     flat = dict(logs)
     flatten(flat)
-    numbers = {}
-    for name, value in sorted(flat.items()):
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return numbers
+    return flat
 
 
-def _is_result(result: float | None, value: float) -> bool:
+def numbers_of(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the logs that are single numbers."""
+    numbers = {name: _number(value) for name, value in sorted(_flat(logs).items())}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _copy(result: Any) -> Any:
+    """Return a metric's result as a number or an array."""
+    number = _number(result)
+    return _to_numpy(result) if number is None else number
+
+
+def _is_result(result: Any, value: Any) -> bool:
     """Return whether a log is a metric's result, not another value with the metric's name."""
+    if result is None or np.shape(result) != tuple(getattr(value, "shape", ())):
+        return False
     # A graph may round differently than eager operations.
-    return result is not None and bool(np.isclose(result, value, rtol=1e-4, equal_nan=True))
+    return bool(np.allclose(result, _copy(value), rtol=1e-4, equal_nan=True))
 
 
 def _checked_layout(layout: _Layout, group: Any, everyone: bool) -> _Layout:
@@ -219,21 +259,25 @@ def _checked_layout(layout: _Layout, group: Any, everyone: bool) -> _Layout:
 
 def _zeros(entry: tuple[str, str, list[list[int]]]) -> list[np.ndarray]:
     kind, _, shapes = entry
-    if kind == _LOG:
+    if kind in (_LOG, _ARRAY):
         return [np.zeros(3)]
     return [np.zeros(shape) for shape in [*shapes, *([[]] if kind == _MEAN else [])]]
 
 
-def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[str, float]:
+def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[str, Any]:
     """Return the logs, computed from the sums over the ranks."""
     metrics = iter(flat_metrics(model))
     state_mapping: list[tuple[Any, Any]] = []
     averages: list[tuple[Any, Any]] = []
-    logs: dict[str, tuple[float, bool]] = {}
+    means: dict[str, float] = {}
+    are_results: set[str] = set()
     for kind, name, shapes in layout:
-        if kind == _LOG:
-            total, ranks, are_results = next(sums)
-            logs[name] = (float(total / ranks), bool(are_results == ranks))
+        if kind in (_LOG, _ARRAY):
+            total, ranks, ranks_with_result = next(sums)
+            if kind == _LOG:
+                means[name] = float(total / ranks)
+            if ranks_with_result == ranks:
+                are_results.add(name)
             continue
         metric = next(metrics)
         parts = [next(sums) for _ in shapes]
@@ -248,11 +292,8 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
     # The metrics themselves keep this rank's state, because Keras may still update them in this
     # epoch.
     with _results_replaced(averages), keras.StatelessScope(state_mapping=state_mapping):
-        results = numbers_of(model.get_metrics_result())
-    return {
-        name: results[name] if is_result and name in results else average
-        for name, (average, is_result) in logs.items()
-    }
+        results = _flat(model.get_metrics_result())
+    return means | {name: value for name, value in results.items() if name in are_results}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from keras.src.trainers.trainer import Trainer
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import all_optimizers
+from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribution_of
 
 log = logging.getLogger("hvdkit.keras")
@@ -72,8 +73,17 @@ def distributions_of(model: Any) -> list[Distribution]:
     """Return the `Distribution` of each wrapped optimizer of a model, that of `compile` first.
 
     A model may have further optimizers as attributes, for example a GAN.
+
+    Raises:
+        UsageError: optimizers in a `MultiOptimizer` are wrapped.
     """
-    found = [distribution_of(each) for each in all_optimizers(model)]
+    optimizers = all_optimizers(model)
+    if any(distribution_of(inner) for each in optimizers for inner in optimizers_inside(each)):
+        raise UsageError(
+            "optimizers in a MultiOptimizer are wrapped with hvd.DistributedOptimizer: wrap the "
+            "MultiOptimizer itself, and not the optimizers in it"
+        )
+    found = [distribution_of(each) for each in optimizers]
     return list(dict.fromkeys(each for each in found if each is not None))
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-from hvdkit.core.loss_scaling import innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.multi_optimizer import updating_optimizers
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.training import LastCallback
 from hvdkit.monitor import Logger, metrics
@@ -196,7 +196,8 @@ class _Keras:
         optimizer = self._model.optimizer
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             values[metrics.LOSS_SCALE] = _number(optimizer.dynamic_scale)
-        values[metrics.LR] = _number(innermost(optimizer).learning_rate)
+        # As for PyTorch, the rate of the first group of variables.
+        values[metrics.LR] = _number(updating_optimizers(optimizer)[0].learning_rate)
         return values
 
     @staticmethod

@@ -13,6 +13,7 @@ import keras
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import window_of
 from hvdkit.core.collectives import check_process_set
+from hvdkit.core.loss_scaling import inner_optimizers, innermost
 from hvdkit.core.nonfinite import IGNORE, check_policy
 from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
@@ -20,6 +21,7 @@ from hvdkit.core.trial import with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of
+from hvdkit.keras.multi_optimizer import optimizers_inside
 
 hvd = backend.hvd
 
@@ -150,11 +152,19 @@ def PartialDistributedOptimizer(
         options: further arguments of `DistributedOptimizer`.
 
     Raises:
-        UsageError: as for `DistributedOptimizer`, or `local_layers` contains other objects.
+        UsageError: as for `DistributedOptimizer`, or `local_layers` contains other objects, or the
+            optimizer has a `global_clipnorm`.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
         raise UsageError(f"local_layers is {local_layers!r}: expected Keras layers")
+    if layers and getattr(innermost(optimizer), "global_clipnorm", None):
+        raise UsageError(
+            "the optimizer has a global_clipnorm, and local_layers are given: gradients of local "
+            "layers differ between ranks, so the norm of all gradients would differ, and the ranks "
+            "would clip the shared gradients differently. Use clipnorm or clipvalue, which clip "
+            "each gradient separately"
+        )
     wrapped = DistributedOptimizer(optimizer, *args, **options)
     distribution = distribution_of(wrapped)
     assert distribution is not None
@@ -198,12 +208,12 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
             f"keras.optimizers.Optimizer of Keras {keras.__version__}. For optimizers of tf_keras, "
             f"use hvdkit.tensorflow's DistributedGradientTape"
         )
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if distribution_of(optimizer) is not None or distribution_of(inner) is not None:
+    inside = [*inner_optimizers(optimizer), *optimizers_inside(optimizer)]
+    if any(distribution_of(each) is not None for each in [optimizer, *inside]):
         raise UsageError(
             "the optimizer is already a DistributedOptimizer: wrap the plain optimizer, once"
         )
-    own = getattr(inner or optimizer, "gradient_accumulation_steps", None)
+    own = getattr(innermost(optimizer), "gradient_accumulation_steps", None)
     if own and passes > 1:
         raise UsageError(
             f"the optimizer has gradient_accumulation_steps={own}, and DistributedOptimizer was "

@@ -1,5 +1,6 @@
 """Average the moving statistics of `BatchNormalization`, which differ between ranks."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,8 @@ import keras
 import numpy as np
 
 from hvdkit.keras import backend
+
+log = logging.getLogger("hvdkit.keras")
 
 
 def statistics_of(model: Any) -> list[Any]:
@@ -21,22 +24,72 @@ def statistics_of(model: Any) -> list[Any]:
     ]
 
 
-def average_statistics(model: Any, group: Any, is_local: Callable[[Any], bool]) -> None:
-    """Average the moving statistics of batch normalization over ranks. A collective.
+class StatisticsAverage:
+    """Averages the moving statistics of batch normalization over ranks.
 
-    Does nothing if the statistics' sizes differ between ranks.
+    After a batch with NaN or infinity, the statistics of its rank stay NaN, even if the optimizer
+    skips the step. Such a rank gets the average of the other ranks. If no rank has finite
+    statistics, all ranks get their last finite statistics.
 
     Args:
         model: the model; layers of nested models are included.
         group: the `backend.collectives` of the ranks.
         is_local: returns whether a variable is local to each rank; such variables are excluded.
     """
-    variables = [variable for variable in statistics_of(model) if not is_local(variable)]
-    values = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in variables]
-    size = sum(value.size for value in values)
-    ranks, total, squares = group.sum([1, size, size * size], "hvdkit.keras.statistics.size")
-    if ranks * squares != total * total or not size:
-        return
-    sums = backend.sum_arrays(values, "hvdkit.keras.statistics", group.process_set)
-    for variable, value in zip(variables, sums, strict=True):
-        variable.assign(value / ranks)
+
+    def __init__(self, model: Any, group: Any, is_local: Callable[[Any], bool]) -> None:
+        self._model = model
+        self._group = group
+        self._is_local = is_local
+        # The id of a variable -> its last value that was finite.
+        self._finite: dict[int, np.ndarray] = {}
+        for variable in self._variables():
+            self._keep(variable, _value_of(variable))
+
+    def average(self, trains_one_model: bool) -> None:
+        """Average the statistics. A collective.
+
+        Does nothing if the statistics' sizes differ between ranks.
+
+        Args:
+            trains_one_model: whether this rank's gradients are reduced. If they are on some ranks
+                only, the statistics are not averaged.
+        """
+        variables = self._variables() if trains_one_model else []
+        values = [_value_of(variable) for variable in variables]
+        size = sum(value.size for value in values)
+        ranks, total, squares = self._group.sum(
+            [1, size, size * size], "hvdkit.keras.statistics.size"
+        )
+        if ranks * squares != total * total or not size:
+            return
+        finite = [bool(np.isfinite(value).all()) for value in values]
+        own = [v if f else np.zeros_like(v) for v, f in zip(values, finite, strict=True)]
+        *sums, counts = backend.sum_arrays(
+            [*own, np.array(finite)], "hvdkit.keras.statistics", self._group.process_set
+        )
+        for variable, value, count in zip(variables, sums, counts, strict=True):
+            if count:
+                self._keep(variable, value / count)
+            if id(variable) in self._finite:
+                variable.assign(self._finite[id(variable)])
+        if (fewest := int(counts.min())) < ranks and self._group.rank == self._group.ranks[0]:
+            log.warning(
+                "moving statistics of BatchNormalization contain NaN or infinity on %d of %d "
+                "ranks. All ranks get %s. Remove samples with NaN or infinity from the data.",
+                ranks - fewest,
+                ranks,
+                "the average of the other ranks" if fewest else "the last finite statistics",
+            )
+
+    def _variables(self) -> list[Any]:
+        return [each for each in statistics_of(self._model) if not self._is_local(each)]
+
+    def _keep(self, variable: Any, value: np.ndarray) -> None:
+        if np.isfinite(value).all():
+            self._finite[id(variable)] = value
+
+
+def _value_of(variable: Any) -> np.ndarray:
+    # A copy, because on the CPU an array may share the memory of the variable.
+    return np.array(keras.ops.convert_to_numpy(variable), np.float64)

@@ -13,6 +13,9 @@ A `fit` in a job of several ranks begins with one small collective, because it i
 one rank needs coordination, for example for a callback that reduces metrics. If no rank needs
 coordination, Keras's own `fit` runs. `local_fit` omits the collective.
 
+A list of an uncompiled model belongs to a hand-written loop, maybe of one rank. It is coordinated
+only if a callback or an optimizer of this model needs it.
+
 A coordinated list does the following, in this order (see `hvdkit.keras.coordination`):
 
 - Raise an error if ranks have different numbers of steps or epochs, or different callbacks of
@@ -378,6 +381,8 @@ def _coordinate(callback_list: Any, model: Any) -> None:
         if isinstance(c, CollectiveCallback) and not isinstance(c, ReducesMetrics)
     ]
     coordination = Coordination(model, bool(requesting), needs_one_model, collective)
+    if not (model.compiled or coordination.in_use or needs_one_model):
+        return
     if coordination.group.single_rank and not coordination.has_windows:
         return
     for callback in requesting:

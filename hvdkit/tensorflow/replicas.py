@@ -46,6 +46,12 @@ def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) ->
             _reduced[ranks, id(variable)] = variable
 
 
+def all_reduced(variables: Sequence[Any], process_set: mpi_ops.ProcessSet) -> bool:
+    """Return whether the gradients of all these variables are reduced over these ranks."""
+    ranks = tuple(process_set.ranks)
+    return all((ranks, id(tf_variable(each))) in _reduced for each in variables)
+
+
 class _Access:
     """Implements `VariableAccess` for `tf.Variable`s and `keras.Variable`s."""
 

@@ -68,15 +68,19 @@ def test_momentum_correction_scales_velocities(hvd, name):
                if "momentum" in v.path)  # fmt: skip
 
 
-def test_a_schedule_and_a_learning_rate_callback_raise(hvd):
+def test_an_optimizer_without_one_rate_and_a_learning_rate_callback_raise(hvd):
     import keras
 
     from hvdkit.errors import UsageError
 
     rates = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-    model = model_of(keras.optimizers.SGD(rates))
-    with pytest.raises(UsageError, match="cannot set the rate"):
-        fit(model, 1, hvd.callbacks.LearningRateWarmupCallback(0.1))
+    choice = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    for optimizer, message in (
+        (keras.optimizers.SGD(rates), "cannot set the rate"),
+        (keras.optimizers.MultiOptimizer(choice), "sets the rate of one optimizer"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            fit(model_of(optimizer), 1, hvd.callbacks.LearningRateWarmupCallback(0.1))
 
 
 def test_missing_or_invalid_arguments_raise(hvd):

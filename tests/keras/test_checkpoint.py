@@ -166,6 +166,42 @@ def test_manifests_have_steps_epochs_and_logs(hvd, tmp_path):
     assert manifests[0].versions.keys() >= {"keras", "hvdkit", "python"}
 
 
+def test_best_weights_and_logs_of_every_shape_resume(hvd, tmp_path):
+    """A `Normalization` has a weight of shape (), and the result of a metric may be an array."""
+    import keras
+
+    def trained(epochs):
+        keras.utils.set_random_seed(1)
+        scaled = keras.layers.Normalization()
+        scaled.adapt(values()[0])
+        model = keras.Sequential([keras.Input((3,)), scaled, keras.layers.Dense(1)])
+        metric = keras.metrics.MeanMetricWrapper(lambda y, of_y: y, name="number")
+        own = Parts(name="parts")
+        model.compile(keras.optimizers.SGD(0.01), loss="mse", metrics=[metric, own])
+        # The first epoch is the best.
+        stopping = keras.callbacks.EarlyStopping(
+            "loss", mode="max", patience=9, restore_best_weights=True
+        )
+        _, history = fit(hvd, model, tmp_path, epochs=epochs, callbacks=[stopping])
+        return model.get_weights(), history.history
+
+    @hvd.callbacks.additive
+    class Parts(keras.metrics.Mean):
+        def update_state(self, y, of_y, sample_weight=None):
+            super().update_state(y)
+
+        def result(self):
+            return keras.ops.stack([super().result(), super().result()])
+
+    best, logs = trained(1)
+    resumed, longer = trained(2)
+    for found, expected in zip(resumed, best, strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    assert len(longer["parts"]) == 2
+    np.testing.assert_allclose(longer["parts"][0], [logs["number"][0]] * 2, rtol=1e-5)
+
+
 @pytest.mark.long_with("keras-tensorflow")
 def test_keep_best_keeps_the_best_epoch(hvd, tmp_path):
     from hvdkit.checkpoint.store import Store

@@ -91,6 +91,22 @@ def test_records_of_fit(hvd):
 
 
 @pytest.mark.long_with("keras-tensorflow")
+def test_the_learning_rate_of_a_multi_optimizer_is_that_of_its_first_optimizer(hvd):
+    import keras
+
+    choice = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(0.5), {".*bias": keras.optimizers.SGD(0.25)}
+    )
+    model = model_of(hvd)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(choice)), loss="mse")
+    kept = Kept()
+    callback = hvd.callbacks.MonitorCallback([kept])
+    model.fit(*data(hvd), batch_size=2, verbose=0, callbacks=[callback])
+    if hvd.rank() == 0:
+        assert kept.records[0].metrics[metrics.LR].mean == 0.25
+
+
+@pytest.mark.long_with("keras-tensorflow")
 def test_steps_continue_after_a_resume(hvd):
     x, y = data(hvd)
     runs = []

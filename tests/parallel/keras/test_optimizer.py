@@ -241,6 +241,21 @@ def test_a_process_set(hvd):
         hvd.remove_process_set(members)
 
 
+def multi_optimizer(default, of_biases):
+    choice = keras.optimizers.OptimizerMap(default, {".*bias": of_biases})
+    return keras.optimizers.MultiOptimizer(choice)
+
+
+def compile_with(optimizer):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(optimizer, loss="mse")
+
+
+def two_optimizers(hvd):
+    """Return two optimizers, the second one wrapped."""
+    return keras.optimizers.SGD(0.1), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
 INVALID = {
     "such as keras.optimizers.get..adam": lambda hvd: hvd.DistributedOptimizer("adam"),
     "a builtins.object": lambda hvd: hvd.DistributedOptimizer(object()),
@@ -249,6 +264,15 @@ INVALID = {
     ),
     "already a DistributedOptimizer": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    ),
+    "is already a Distributed.*plain": lambda hvd: hvd.DistributedOptimizer(
+        multi_optimizer(*two_optimizers(hvd))
+    ),
+    "wrap the MultiOptimizer itself": lambda hvd: compile_with(
+        multi_optimizer(*two_optimizers(hvd))
+    ),
+    "has a global_clipnorm, and local_layers": lambda hvd: hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1, global_clipnorm=1.0), local_layers=keras.layers.Dense(1)
     ),
     "accumulation_steps is 0": lambda hvd: hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), accumulation_steps=0

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from tests.logs import recorded
 from tests.parallel.keras.job import (
     BATCH,
     STEPS,
@@ -210,6 +211,52 @@ def test_other_logs_are_averaged(hvd):
     assert history["seen"][0] == pytest.approx(np.square(batches).sum() / np.sum(batches))
     last = np.mean([n - (STEPS - 1) * BATCH for n in counts])
     assert history["last"] == history["name"] == [pytest.approx(last)]
+
+
+def test_results_that_are_arrays(hvd):
+    """An array that is not the result of a metric stays that of each rank, with one warning."""
+    import keras
+
+    class Own(keras.Sequential):
+        def train_step(self, *arguments):
+            return {**super().train_step(*arguments), "other": keras.ops.arange(2) + hvd.rank()}
+
+    def compiled(kind, optimizer):
+        keras.utils.set_random_seed(1)
+        model = kind([keras.Input((3,)), keras.layers.Dense(2, "sigmoid")])
+        metric = keras.metrics.F1Score(average=None, threshold=0.5, name="f1")
+        model.compile(optimizer, loss="mse", metrics=["mae", metric])
+        return model
+
+    def data(x, y):
+        return x, np.concatenate([y, x[:, :1] > 0], 1).astype("float32")
+
+    def values(logs):
+        return {name: keras.ops.convert_to_numpy(value).tolist() for name, value in logs.items()}
+
+    plain = compiled(keras.Sequential, "sgd")
+    x, y = data(*all_samples(hvd.size()))
+    expected = values(plain.evaluate(x, y, verbose=0, return_dict=True))
+    model = compiled(Own, distributed(hvd))
+    own = data(*samples(hvd.rank()))
+    # Only one rank validates.
+    validation = own if hvd.rank() == 0 else None
+    with recorded("hvdkit.keras") as log:
+        history = fit(hvd, model, data=own, epochs=2, validation_data=validation).history
+    last = values({name: each[-1] for name, each in history.items()})
+    assert last.pop("other") == [hvd.rank(), hvd.rank() + 1]
+    same_everywhere(last)
+    close({name: last[name] for name in expected}, expected)
+    x, y = data(*samples(0))
+    of_rank_0 = values(plain.evaluate(x, y, verbose=0, return_dict=True))
+    close({name: last[f"val_{name}"] for name in expected}, of_rank_0)
+    assert last["val_f1"] != pytest.approx(last["f1"], rel=1e-3)
+    callback = hvd.callbacks.MetricAverageCallback()
+    found = model.evaluate(*own, verbose=0, callbacks=[callback], return_dict=True)
+    close(values(found), expected)
+    lines = [record.getMessage() for record in log]
+    assert len(lines) == (hvd.rank() == 0)
+    assert all("'other' is an array of shape [2] and not" in line for line in lines)
 
 
 @pytest.mark.long_with("keras-tensorflow")

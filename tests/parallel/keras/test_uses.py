@@ -433,6 +433,48 @@ def test_moving_statistics_are_averaged(hvd, validation):
 
 
 @pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("broken", [1, 2])
+def test_moving_statistics_that_are_not_finite_are_replaced(hvd, broken):
+    """The step with NaN is skipped, but its forward pass has changed the statistics."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), on_nonfinite="skip")
+    model.compile(optimizer, loss="mse")
+    x = np.random.default_rng(hvd.rank()).normal(1.0, size=(2, 8, 2)).astype("float32")
+    finite = x.copy()
+    if hvd.rank() >= 2 - broken:
+        x[1, 0] = np.nan
+    means = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: means.append(layer.get_weights()[2].tolist())
+    )
+    with recorded("hvdkit.keras") as log:
+        history = model.fit(
+            *(x.reshape(-1, 2), finite.reshape(-1, 2)[:, :1]),
+            batch_size=8,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[look],
+            validation_data=(finite[0], finite[0, :, :1]),
+        ).history
+    expected, first = np.zeros(2), np.random.default_rng(0).normal(1.0, size=(2, 8, 2))
+    for found in same_everywhere(means):
+        if broken == 1:
+            for batch in first:
+                expected = 0.5 * expected + 0.5 * batch.mean(0)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert np.isfinite(same_everywhere(history["val_loss"])).all()
+    lines = [each.getMessage() for each in log if "moving statistics" in each.msg]
+    assert len(lines) == 2 * (hvd.rank() == 0)
+    get = "the average of the other ranks" if broken == 1 else "the last finite statistics"
+    assert all(f"on {broken} of 2 ranks. All ranks get {get}." in line for line in lines)
+
+
+@pytest.mark.long_with("keras-tensorflow")
 def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
     """With a plain optimizer and a callback that reduces metrics."""
     import keras
@@ -508,6 +550,27 @@ def test_local_fit_on_one_rank(hvd):
     same_everywhere("the others did not wait")
 
 
+@pytest.mark.parametrize("on_all_ranks", [False, True])
+def test_a_callback_list_in_a_loop_without_compile(hvd, on_all_ranks):
+    """It is not coordinated, because a script may make it on rank 0 only."""
+    import keras
+
+    from hvdkit.keras import coordination
+
+    coordination._logged.discard("separate")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with recorded("hvdkit.keras") as records:
+        if on_all_ranks or hvd.rank() == 0:
+            callbacks = keras.callbacks.CallbackList([], model=model, add_history=True, epochs=1)
+            callbacks.on_train_begin()
+            callbacks.on_epoch_begin(0)
+            callbacks.on_epoch_end(0, {"loss": float(hvd.rank())})
+            callbacks.on_train_end()
+            assert model.history.history == {"loss": [hvd.rank()]}
+    assert not records
+    same_everywhere("the others did not wait")
+
+
 def test_wrapping_an_optimizer_after_a_fit(hvd):
     """The training function of the first `fit` does not reduce gradients."""
     import keras
@@ -526,17 +589,18 @@ def test_wrapping_an_optimizer_after_a_fit(hvd):
     [pytest.param("two optimizers", marks=pytest.mark.long_with("keras-tensorflow")), "tape"],
 )
 def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
-    """One rank writes files, all ranks stop together, and metrics are reduced."""
+    """One rank writes files, all ranks stop together, and metrics and statistics are reduced."""
     import keras
 
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
             self.inside = keras.layers.Dense(4)
+            self.between = keras.layers.BatchNormalization(center=False, scale=False)
             self.outside = keras.layers.Dense(1, activation="sigmoid")
 
         def call(self, x):
-            return self.outside(self.inside(x))
+            return self.outside(self.between(self.inside(x), training=True))
 
         def train_step(self, *arguments):
             x, y = arguments[-1]
@@ -581,5 +645,6 @@ def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
     ]
     history = fit(model, hvd.rank(), epochs=5, callbacks=callbacks)
     same_everywhere(weights_of(model))
+    same_everywhere([weight.tolist() for weight in model.between.get_weights()])
     assert len(same_everywhere(history.history["loss"])) == 2
     assert os.path.exists(path) == (hvd.rank() == 0)
