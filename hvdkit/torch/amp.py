@@ -45,7 +45,8 @@ def loss_scale(optimizers: Iterable[WrappedOptimizer]) -> float | None:
 
     It waits for the device. None unless there is exactly one such scaler.
     """
-    found = {_scalers[each]() for each in optimizers if each in _scalers} - {None}
+    known = (_scalers[each]() for each in optimizers if each in _scalers)
+    found = {scaler for scaler in known if scaler is not None}
     return float(found.pop().get_scale()) if len(found) == 1 else None
 
 

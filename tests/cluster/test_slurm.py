@@ -117,8 +117,12 @@ def test_slurm_ends_the_ranks_over_mpi_after_one_was_killed(jobs):
     kill = "import os, time\nos.kill(os.getpid(), 9) if hvd.rank() == 2 else time.sleep(60)"
     command = (sys.executable, "-c", REDUCE + kill)
     done = jobs.run(*UNEVEN, *_HVDKIT, "run", "--mpi", "pmix", *command)
-    assert done.returncode == 128 + 9
-    assert "rank 2 on host1 failed: killed by signal 9 (Killed). srun then ended" in done.stderr
+    # Slurm may kill the agent before the agent reports the end of the rank.
+    reports = {
+        128 + 9: "rank 2 on host1 failed: killed by signal 9 (Killed). srun then ended",
+        1: "srun has ended all ranks of the job step",
+    }
+    assert reports[done.returncode] in done.stderr
     assert "lost host" not in done.stderr
 
 
