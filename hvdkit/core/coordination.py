@@ -85,7 +85,7 @@ class Coordinator:
                 again with all of `passed` as `failed`.
         """
         if self._collectives.single_rank:
-            return Entry(passed)
+            return Entry(passed, failed)
         with _invalidating(passed):
             return self._headers.send(passed, failed, None)
 
@@ -100,6 +100,10 @@ class Coordinator:
             NonFiniteGradients: on every rank, with `on_nonfinite="raise"`.
         """
         if self._collectives.single_rank:
+            if entry.failed:
+                error = BackwardFailed("a backward pass of this step was dropped")
+                self._reset(entry.passed, True, error)
+                raise error
             for rounds in entry.passed:
                 rounds.reduce_locally()
             return

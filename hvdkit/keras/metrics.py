@@ -269,13 +269,13 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
     metrics = iter(flat_metrics(model))
     state_mapping: list[tuple[Any, Any]] = []
     averages: list[tuple[Any, Any]] = []
-    means: dict[str, float] = {}
+    reduced: dict[str, Any] = {}
     are_results: set[str] = set()
     for kind, name, shapes in layout:
         if kind in (_LOG, _ARRAY):
             total, ranks, ranks_with_result = next(sums)
             if kind == _LOG:
-                means[name] = float(total / ranks)
+                reduced[name] = float(total / ranks)
             if ranks_with_result == ranks:
                 are_results.add(name)
             continue
@@ -293,7 +293,10 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
     # epoch.
     with _results_replaced(averages), keras.StatelessScope(state_mapping=state_mapping):
         results = _flat(model.get_metrics_result())
-    return means | {name: value for name, value in results.items() if name in are_results}
+    for name in are_results & results.keys():
+        number = _number(results[name])
+        reduced[name] = results[name] if number is None else number
+    return reduced
 
 
 @contextmanager

@@ -280,7 +280,8 @@ class Stalls:
         leaving = dict.fromkeys(self._leaving, LEAVING)
         states = leaving | self._states | dict.fromkeys(ended, ENDED)
         silent_sentences, raised = silent_hosts(), self._raised()
-        if at_limit and not failed and (verdict := self._failed_verdict()) is not None:
+        all_run = not (failed or ended or self._leaving)
+        if at_limit and all_run and (verdict := self._failed_verdict()) is not None:
             # The engines have ended the collective, but the ranks have not ended.
             self._verdict = replace(verdict, expired=True)
             self._keep_verdict(self._verdict, states, silent_sentences, raised)

@@ -81,7 +81,7 @@ def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str,
         if isinstance(value, torch.Tensor):
             check_plain(value, f"params[{name!r}]")
             strides = zip(value.shape, value.stride(), strict=True)
-            if any(size > 1 and not stride for size, stride in strides):
+            if value.numel() and any(size > 1 and not stride for size, stride in strides):
                 raise UsageError(
                     f"params[{name!r}] is an expanded tensor of shape {list(value.shape)}: several "
                     f"of its elements share memory, so it cannot be written. Expected a tensor of "

@@ -532,7 +532,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             step: a function to call instead of `self.step`, for instance one that also clips.
 
         Returns:
-            Whether `step` was called: False if no rank has accumulated a pass.
+            Whether `step` was called: False if no rank has accumulated a pass, or if a rank has
+            dropped a pass of the window.
 
         Raises:
             PassesDiffer: on every rank, when they have accumulated different numbers of passes.
@@ -541,9 +542,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.size == 1:
             self._window.passes = int(self.accumulated)
         self._check_usable()
-        self._fail_if_pass_dropped()
-        with entry_lock:
-            self.coordinator.enter_rounds_of_others(self.rounds)
+        try:
+            self._fail_if_pass_dropped()
+            with entry_lock:
+                self.coordinator.enter_rounds_of_others(self.rounds)
+        except BackwardFailed as error:
+            log.warning("%s", error)
+            self.zero_grad()
+            return False
         if not self._window.end_early():
             return False
         (step or self.step)()
@@ -567,28 +573,36 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._begin_without_gradients()
         self._gradients.hook_unplanned_parameters()
 
-    def drop_pass(self) -> None:
+    def drop_pass(self) -> bool:
         """Drop a pass that this rank could not make; no rank uses the gradients of its step.
 
         Call this method on each rank that catches an exception of the forward or backward pass, or
-        `BackwardFailed`, and continue with the next batch. The other ranks wait in `backward()`
-        until this call. Then they raise `BackwardFailed`.
+        `BackwardFailed`. The other ranks wait in `backward()` until this call. Then they raise
+        `BackwardFailed`.
 
-        Within an accumulation window or `hvd.no_sync` the other ranks do not wait. Then this call
-        does not communicate, and the last pass of the step raises `BackwardFailed` on every rank.
+        Inside an accumulation window or `hvd.no_sync`, the other ranks do not wait. Then this call
+        does not communicate, and the last pass of the step, or else `step()`, raises
+        `BackwardFailed` on every rank.
+
+        Returns:
+            True: all ranks have dropped the step, so continue with the next batch. False: the other
+            ranks continue this window, so this rank must call what they call.
         """
         earlier_passes, local = self._window.passes, self._adds_locally
+        dropped = True
         if self._pass_raised or not self._gradients.invalid_reason:
             self._drop_earlier_passes()
-            round_failed = self._gradients.invalid_reason and not local
-            if not (round_failed or self._collectives.single_rank):
+            if local or not self._gradients.invalid_reason:
                 self._gradients.invalid_reason = ""
                 self._window.passes = earlier_passes
                 self._count_pass()
                 self._window.dropped = True
-                if not local:
+                if local:
+                    dropped = False
+                else:
                     self._fail_round()
         self.zero_grad()
+        return dropped
 
     def _fail_round(self) -> None:
         """Let the round of a dropped pass fail on all ranks, and only log it here."""

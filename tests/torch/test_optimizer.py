@@ -75,6 +75,25 @@ def test_a_layer_is_unfrozen_on_one_rank(hvd, passes):
     assert state.step == 2
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_dropped_pass_on_one_rank(hvd, passes):
+    """The whole window is dropped, as on several ranks."""
+    model = nn.Linear(3, 1)
+    before = model.bias.clone()
+    optimizer = hvd.DistributedOptimizer(sgd(model), accumulation_steps=passes)
+    for number in range(2 * passes):
+        if number == 0:
+            assert optimizer.drop_pass() == (passes == 1)
+        elif number == passes - 1:
+            with pytest.raises(hvd.BackwardFailed):
+                model(torch.ones(2, 3)).sum().backward()
+            assert optimizer.drop_pass()
+        else:
+            model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert torch.equal(model.bias, before) == (number < 2 * passes - 1)
+
+
 def test_gradients_of_no_sync_on_one_rank(hvd):
     """They wait for a step. `flush` makes the step."""
     model = nn.Linear(3, 1)

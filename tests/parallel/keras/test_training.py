@@ -503,6 +503,7 @@ def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
         )
         expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
         close(found, expected)
+        assert {type(value) for value in found.values()} == {float}
 
 
 @pytest.mark.long_with("keras-tensorflow")
