@@ -210,6 +210,9 @@ class Members:
                     member.state = _State.STARTING
                     member.deadline = time.monotonic() + _PROBE_SECONDS
                     self._ask(member)
+                elif member.connection is None and member.host.name in self._holders:
+                    # Its agent was lost after the ranks had committed, and before this call.
+                    self._expect_again(member)
 
     def holders(self) -> frozenset[str]:
         """Return the names of the hosts that have the newest commit."""
@@ -407,13 +410,16 @@ class Members:
                 had_answered = member.kept
                 self._fail(member, connection.explain())
                 if had_answered and self._is_kept(member):
-                    # Perhaps only the agent was killed. Start another one, and wait for its answer.
-                    member.problem, member.retry_at = "", 0.0
-                    member.state = _State.STARTING
-                    member.deadline = time.monotonic() + _PROBE_SECONDS
+                    self._expect_again(member)
         if member.fit and member.kept and member.connection is not None:
             member.state, member.problem = _State.READY, ""
             member.deadline = float("inf")
+
+    def _expect_again(self, member: _Member) -> None:
+        """Start another agent on a host, because maybe only the agent was killed."""
+        member.problem, member.retry_at = "", 0.0
+        member.state = _State.STARTING
+        member.deadline = time.monotonic() + _PROBE_SECONDS
 
     def _check_deadlines(self, now: float) -> None:
         for member in self._members.values():

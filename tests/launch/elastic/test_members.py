@@ -134,7 +134,8 @@ def test_the_only_host_with_a_commit_takes_part_once_more_after_it_has_left_the_
         watched.wait_announced(False, B)
 
 
-def test_the_agent_of_the_only_host_with_a_commit_is_killed_after_the_host_has_left_the_list():
+@pytest.mark.parametrize("when", ["before the ranks have ended", "then"])
+def test_the_agent_of_the_only_host_with_a_commit_is_killed_after_the_host_has_left_the_list(when):
     with Watched(A) as watched:
         watched.slots()
         watched.begin(A)
@@ -143,6 +144,8 @@ def test_the_agent_of_the_only_host_with_a_commit_is_killed_after_the_host_has_l
         folders = watched.members.folders(A)
         for agent in agents():
             agent.kill()
+        if when != "then":
+            watched.wait_text("localhost cannot take part")
         watched.members.confirm(True)
         assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
         assert watched.members.folders(A) == folders
