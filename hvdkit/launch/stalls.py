@@ -79,6 +79,9 @@ class Stalls:
         # Rank -> its record of an error. Later records lack the calls that have failed.
         self._errors: dict[int, Record] = {}
         self._received: dict[int, float] = {}
+        # Rank -> `time.monotonic` here, less the time on the rank's clock. It contains the shortest
+        # delay of a record.
+        self._clock_offsets: dict[int, float] = {}
         self._states: dict[int, str] = {}
         self._verdict: Verdict | None = None
         self._asked_at = float("-inf")
@@ -119,10 +122,13 @@ class Stalls:
             return  # written by another version of hvdkit
         self._records[record.rank] = record
         self._received[record.rank] = now
+        offsets = self._clock_offsets
+        offsets[record.rank] = min(now - record.time, offsets.get(record.rank, float("inf")))
         is_final = self._verdict is not None and self._verdict.is_final
-        # After a final verdict the launcher ends the ranks, and they do other things. At the limit,
-        # a rank that has failed waits no more: the record of its error says more.
-        if not (is_final or (self._at_limit and record.reason == "request" and record.error)):
+        # After a final verdict the launcher ends the ranks, and they do other things. A rank whose
+        # last collective has failed waits no more: the record of its error says more.
+        after_error = record.reason == "request" and record.error and record.rank in self._errors
+        if not (is_final or after_error):
             self._keep(RECORD.format(record.rank), text)
         known = (
             self._asking or self._unconfirmed is not None or now < self._judged_at + _PAUSE_SECONDS
@@ -197,8 +203,8 @@ class Stalls:
         for rank, (raised_at, exception) in self._tracebacks().items():
             record = self._records.get(rank)
             ends = [] if record is None else [call.ended or 0.0 for call in record.done]
-            since = record.time - max(ends) if record is not None and ends else float("inf")
-            if self._received.get(rank, raised_at) - raised_at < since + _DELAY_SECONDS:
+            last_end = max(ends, default=float("-inf")) + self._clock_offsets.get(rank, 0.0)
+            if raised_at > last_end - _DELAY_SECONDS:
                 found[rank] = exception
         return found
 

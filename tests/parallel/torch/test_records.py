@@ -257,7 +257,7 @@ def test_a_clean_job_leaves_no_records(tmp_path):
 @pytest.mark.long
 def test_a_timeout_that_is_no_number(tmp_path):
     done = run(tmp_path, "pass", 1, 2, HVDKIT_STALL_TIMEOUT="soon")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "HVDKIT_STALL_TIMEOUT is 'soon': expected a number of seconds" in done.stderr
 
 
