@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hvdkit.errors import RESUMABLE
@@ -220,7 +220,7 @@ class Failures:
         tail: Sequence[str],
         raised_at: float = float("-inf"),
         hint: str = "",
-        engine_error: str = "",
+        engine_error: Callable[[], str] = str,
     ) -> None:
         """Add a rank that has ended now.
 
@@ -231,14 +231,16 @@ class Failures:
             raised_at: when it wrote its last traceback (`time.monotonic`). Its `atexit` functions
                 run afterwards, so another rank may raise later and end earlier.
             hint: as for `Failure`.
-            engine_error: as for `Failure`.
+            engine_error: returns that of `Failure`. Only called for a rank without a traceback.
         """
         now = time.monotonic()
         is_recent = now - raised_at < _RAISED_SECONDS
         # Status 1: Python's after an exception. Functions of `atexit` may then run for long.
         caught = not is_recent and status != 1 and raised_at > float("-inf")
         began = raised_at if is_recent else now
-        failure = Failure(rank, status, tail, self._over_mpi, began, hint, caught, engine_error)
+        failure = Failure(rank, status, tail, self._over_mpi, began, hint, caught)
+        if not failure.traceback:
+            failure = replace(failure, engine_error=engine_error())
         self._found.append(failure)
         if status not in self._orderly:
             wait = _KILLED_WAIT if status == -signal.SIGKILL else _WAITS[failure.kind]

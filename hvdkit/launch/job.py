@@ -271,8 +271,9 @@ class Job:
             return
         if status == RESUMABLE and not self._has_failed:
             self._rank_stopped = True
-        _, error = self._stalls.failed_collective(rank)
-        self._failures.add(rank, status, tail, raised_at, hint, error)
+        self._failures.add(
+            rank, status, tail, raised_at, hint, lambda: self._stalls.failed_collective(rank)[1]
+        )
         if status in self._orderly:
             # The other ranks are ending too, maybe saving, and must not be interrupted.
             self._set_stop_deadline()
@@ -334,7 +335,7 @@ class Job:
         if read and not self._ending:
             silent_hosts = partial(self._silent_hosts, now)
             failed = bool(self._failures)
-            raised_at = max(map(self._output.raised_at, self._running()), default=float("-inf"))
+            raised_at = max(self._raised_by_running().values(), default=float("-inf"))
             verdict = self._stalls.check(now, self._statuses, silent_hosts, failed, raised_at)
             if verdict is not None:
                 self._on_stall(verdict)
@@ -456,12 +457,16 @@ class Job:
         if self._ending:
             return self._raised
         found = {}
-        for rank in self._running():
-            if (raised_at := self._output.raised_at(rank)) > float("-inf"):
-                end = Failure(rank, 0, self._output.tail(rank))
-                if end.exception is not None and not end.is_lost_peer:
-                    found[rank] = raised_at, end.exception
+        for rank, raised_at in self._raised_by_running().items():
+            end = Failure(rank, 0, self._output.tail(rank))
+            if end.exception is not None and not end.is_lost_peer:
+                found[rank] = raised_at, end.exception
         return found
+
+    def _raised_by_running(self) -> dict[int, float]:
+        """Return rank -> the time of its last traceback, for ranks that have not ended."""
+        raised = self._output.raised
+        return {rank: raised[rank] for rank in sorted(raised) if rank not in self._statuses}
 
     def _running(self) -> list[int]:
         """Return the ranks that have not ended."""
@@ -615,8 +620,8 @@ class Job:
             f"does this if a rank ends before MPI_Finalize. For example, a rank was killed because "
             f"its memory was full (`dmesg`, `sacct`)."
         )
-        raised = [rank for rank in self._running() if self._output.raised_at(rank) > float("-inf")]
-        shown = [tail_of(rank, self._output.tail(rank)) for rank in raised[:_RAISED_SHOWN]]
+        raised = list(self._raised_by_running())[:_RAISED_SHOWN]
+        shown = [tail_of(rank, self._output.tail(rank)) for rank in raised]
         return "\n".join([text, *shown])
 
     def _failure(self, aborted_by: str) -> Outcome:

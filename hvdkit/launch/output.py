@@ -83,7 +83,8 @@ class Output:
         }
         self._unfinished: dict[tuple[int, str], bytes] = {}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
-        self._raised_at = [float("-inf")] * size
+        #: Rank -> when it wrote its last traceback (`time.monotonic`), for ranks that wrote one.
+        self.raised: dict[int, float] = {}
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
         # None for a file that cannot be written to any more.
         self._files: list[IO[bytes] | None] = []
@@ -138,7 +139,7 @@ class Output:
 
     def raised_at(self, rank: int) -> float:
         """Return when `rank` wrote its last traceback (`time.monotonic`); -inf for never."""
-        return self._raised_at[rank]
+        return self.raised.get(rank, float("-inf"))
 
     def status(self, text: str) -> None:
         """Draw the state of the job below the ranks' output, on a terminal."""
@@ -155,7 +156,7 @@ class Output:
         last = lines[-TAIL_LINES:]
         self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in last)
         if TRACEBACK.encode() in text:
-            self._raised_at[rank] = time.monotonic()
+            self.raised[rank] = time.monotonic()
         if lines and rank in self._shown:
             self._status.clear()
             prefix = b"[%*d] " % (self._width, rank)

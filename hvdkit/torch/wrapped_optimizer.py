@@ -99,6 +99,15 @@ def wrapped(optimizer: torch.optim.Optimizer) -> "WrappedOptimizer":
     return optimizer
 
 
+@contextmanager
+def _only_logged() -> Iterator[None]:
+    """Only log the failure of a round, because the script has caught the error of its own pass."""
+    try:
+        yield
+    except (BackwardFailed, PassesDiffer) as error:
+        log.warning("%s", error)
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """The first base class of a wrapped optimizer's class; the second is the plain class.
 
@@ -341,11 +350,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _drop_earlier_passes(self) -> None:
         """Complete earlier passes that raised, and only log that their gradients are lost."""
-        try:
+        with _only_logged():
             self._complete_earlier_passes()
-        except (BackwardFailed, PassesDiffer) as error:
-            # On this rank loss.backward() raised, and the script has caught the error.
-            log.warning("%s", error)
 
     @property
     def _pass_raised(self) -> bool:
@@ -600,16 +606,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 if local:
                     dropped = False
                 else:
-                    self._fail_round()
+                    with _only_logged():
+                        self._fail_if_pass_dropped()
         self.zero_grad()
         return dropped
-
-    def _fail_round(self) -> None:
-        """Let the round of a dropped pass fail on all ranks, and only log it here."""
-        try:
-            self._fail_if_pass_dropped()
-        except (BackwardFailed, PassesDiffer) as error:
-            log.warning("%s", error)
 
     def _fail_if_pass_dropped(self) -> None:
         """Let the round of this step fail on all ranks if this rank has dropped a pass of it.

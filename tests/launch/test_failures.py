@@ -126,7 +126,7 @@ def test_a_script_that_hides_the_error_of_a_lost_peer():
     """Every rank prints the same line. Only rank 1 has another error than that of its engine."""
     error = "Horovod has been shut down. This was caused by an exception"
     found = failures()
-    found.add(0, 1, ["training failed"], engine_error=error)
+    found.add(0, 1, ["training failed"], engine_error=lambda: error)
     found.add(1, 1, ["training failed"])
     assert (found.cause.rank, found.suspects) == (1, [1])
     assert "1 rank failed after it" in report_of(found, ended=0, finished=[])
