@@ -38,6 +38,19 @@ def loss_of(model, x):
     return (model(x) - x[:, :2].sin()).square().mean()
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises an error."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ctx.error
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
+from tests.parallel.torch.oracle import Fails
 
 #: Relative error of one rounding on the wire; of int8, relative to the largest number.
 ROUNDING = {"none": 1e-14, "fp16": 2**-11, "bf16": 2**-8, "int8": 1 / 254}
@@ -622,9 +623,9 @@ def failing_backward(world: World, number: int) -> None:
             raise Deliberate
         hidden = world.model.first(world.batch(number, rank)).tanh()
         if failing and place == "hidden":
-            hidden = Fails.apply(hidden)
+            hidden = Fails.apply(hidden, Deliberate)
         loss = (world.model.second(hidden) * world.model.scale).square().mean()
-        (Fails.apply(loss) if failing and place == "loss" else loss).backward()
+        (Fails.apply(loss, Deliberate) if failing and place == "loss" else loss).backward()
     except (BackwardFailed, Deliberate) as error:
         caught = type(error)
         world.optimizer.drop_pass()
@@ -838,18 +839,6 @@ def read_in_window(world: World, number: int) -> None:
 
 class Deliberate(Exception):
     """The error that a backward pass raises on purpose."""
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise Deliberate
 
 
 def expect_here(kind: type[Exception], call: Callable[[], Any]) -> None:

@@ -12,6 +12,7 @@ from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed
 from tests.parallel.torch.oracle import (
     DEVICE,
+    Fails,
     assert_close,
     assert_same_on_all_ranks,
     batch_of,
@@ -94,18 +95,6 @@ def test_alternating_optimizers_where_a_rank_has_no_batch(hvd, none):
     assert_close(nets, references)
 
 
-class Raises(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ZeroDivisionError
-
-
 def test_a_pass_that_raises_after_it_has_reached_two_optimizers(hvd):
     torch.manual_seed(0)
     first, second, third = (nn.Linear(5, 5).to(DEVICE, torch.float64) for _ in range(3))
@@ -115,7 +104,7 @@ def test_a_pass_that_raises_after_it_has_reached_two_optimizers(hvd):
             each.zero_grad()
         x = first(batch_of(hvd.rank(), step))
         fails = step in (1, 2) and hvd.rank() == 0
-        loss = third(second(Raises.apply(x) if fails else x)).sum()
+        loss = third(second(Fails.apply(x, ZeroDivisionError) if fails else x)).sum()
         if step in (1, 2):
             with pytest.raises(ZeroDivisionError if fails else BackwardFailed):
                 loss.backward()

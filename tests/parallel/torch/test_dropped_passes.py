@@ -4,11 +4,11 @@ import contextlib
 import itertools
 
 import pytest
-import torch
 
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.coordination import BackwardFailed
 from tests.parallel.torch.oracle import (
+    Fails,
     assert_close,
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
@@ -36,24 +36,12 @@ class Failed(Exception):
     """The error of a pass."""
 
 
-class Fails(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise Failed
-
-
 def loss_that_fails(model, x, place):
     if place == "forward":
         raise Failed
     if place == "loss":
-        return Fails.apply(loss_of(model, x))
-    handle = model[0].register_forward_hook(lambda *a: Fails.apply(a[2]))
+        return Fails.apply(loss_of(model, x), Failed)
+    handle = model[0].register_forward_hook(lambda *a: Fails.apply(a[2], Failed))
     try:
         return loss_of(model, x)
     finally:

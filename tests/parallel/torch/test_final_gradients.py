@@ -25,6 +25,7 @@ from tests.logs import recorded
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.torch.oracle import (
     DEVICE,
+    Fails,
     adamw,
     assert_close,
     assert_raised_on_all_ranks,
@@ -1200,7 +1201,7 @@ def test_a_pass_that_raises_after_a_reentrant_checkpoint(hvd):
         # Made before the checkpoint, so its backward runs after that of the checkpoint.
         side = layers[1](x)
         if fails:
-            side = FailsLate.apply(side)
+            side = Fails.apply(side, ZeroDivisionError)
         loss = (checkpoint(layers[2], x, use_reentrant=True) + side).sum()
         if step == 1:
             with pytest.raises(ZeroDivisionError if fails else BackwardFailed):
@@ -1209,18 +1210,6 @@ def test_a_pass_that_raises_after_a_reentrant_checkpoint(hvd):
         loss.backward()
         optimizer.step()
         assert_same_on_all_ranks(hvd, layers)
-
-
-class FailsLate(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ZeroDivisionError
 
 
 LACKING = {
