@@ -438,6 +438,32 @@ def test_ranks_that_run_long_after_another_rank_has_ended():
     assert asked == [1]
 
 
+def test_ranks_that_run_long_after_another_rank_although_a_stall_was_reported_meanwhile():
+    asked = []
+    job = Stalls(3, None, lambda: asked.append(1), patience=60.0)
+
+    def add(rank, name, reason="request"):
+        content = json.loads(record(rank, name, reason)) | {"groups": {"1": [1, 2]}}
+        calls = [call | {"set": 1} for call in content["open"]]
+        job.add(json.dumps(content | {"open": calls, "calls": {f"1 {name}": 1}}), now)
+
+    job.check(100.0, {0: 0})
+    # Ranks 1 and 2 continue: the second round shows it.
+    now = 110.0
+    add(1, "x", "stall")
+    add(1, "x")
+    add(2, "x")
+    assert job.check(now, {0: 0}) is None
+    now = 114.0
+    assert job.check(now, {0: 0}) is None
+    for rank in (1, 2):
+        job.add(works(rank), now)
+    assert job.check(now, {0: 0}) is None
+    assert len(asked) == 2
+    job.check(161.0, {0: 0})
+    assert len(asked) == 3
+
+
 def test_ranks_that_do_not_end_after_the_script(tmp_path):
     """Over MPI, the engine's shutdown waits forever if mpirun is stopped."""
     asked = []
