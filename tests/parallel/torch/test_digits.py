@@ -183,8 +183,9 @@ def test_a_signal_to_horovodrun_over_mpi_reaches_the_ranks(number, tmp_path):
                 rank.kill()
             job.kill()
     assert not alive
-    saved = [step.step for step in Store(folder).steps()]
-    assert bool(saved) == (number == signal.SIGUSR1), output
+    # After SIGTERM, Open MPI 5 kills the ranks after 0.6 s: they may save or not.
+    if number == signal.SIGUSR1:
+        assert Store(folder).steps(), output
     assert job.returncode != 0
 
 
