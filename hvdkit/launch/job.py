@@ -17,10 +17,12 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.failures import Failure, Failures, tail_of
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.messages import PAUSE_SECONDS, Message, as_bytes
+from hvdkit.launch.messages import Message, as_bytes
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
+from hvdkit.launch.pauses import Pauses
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.silent_hosts import describe_silent_hosts
 from hvdkit.launch.stalls import Stalls
 from hvdkit.launch.start_watch import LateRanks, StartWatch
 from hvdkit.launch.timeouts import Timeouts
@@ -29,14 +31,8 @@ from hvdkit.signals import handle_stop_signals, restore
 _POLL_SECONDS = 0.1
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
 _NOW_SECONDS = 1.0
-#: Seconds for which the launcher remembers that a host did not answer, and the most such hosts that
-#: a verdict names.
-_SILENT_SECONDS, _SILENT_SHOWN = 60.0, 3
 # The most ranks whose last lines are shown if srun has ended all ranks.
 _RAISED_SHOWN = 3
-# The time in which the launcher reads the messages that arrived while it was stopped. If older
-# messages are unread, there is no verdict: the state of the ranks is not known.
-_READ_SECONDS = 1.0
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
 
@@ -107,12 +103,7 @@ class Job:
         self._lost_agent = False
         # The names of the hosts that did not confirm their end after a success of their ranks.
         self._unconfirmed: set[str] = set()
-        # The last look at deadlines, and the end of the last pause of this process.
-        self._looked_at = self._resumed_at = self._started_at
-        # The seconds of this pause.
-        self._pause = 0.0
-        # All messages that had arrived until this time have been handled.
-        self._read_until = self._started_at
+        self._pauses = Pauses(self._started_at)
         # Deadlines; infinite when inactive.
         self._stop_deadline = float("inf")
         self._end_deadline = float("inf")
@@ -127,10 +118,10 @@ class Job:
                     event = self._agents.next_event(_POLL_SECONDS)
                     # One time for both: the process may be stopped between the two calls.
                     now = time.monotonic()
-                    self._notice_pause(now)
+                    self._start.postpone(self._pauses.look(now))
                     if event is not None:
                         self._handle(event.connection, event.message)
-                    self._note_read(now if event is None else event.received_at, now)
+                    self._pauses.note_read(now if event is None else event.received_at, now)
                     self._check_deadlines(now)
                     self._output.status(self._progress())
         finally:
@@ -326,13 +317,12 @@ class Job:
     # Deadlines
 
     def _check_deadlines(self, now: float) -> None:
-        # The queue may contain much output, whose reader is slow, before a message that matters.
-        read = now < self._read_until + _READ_SECONDS
-        if read and not self._ending and (late := self._start.check(now)) is not None:
+        known, read_until = self._pauses.has_read(now), self._pauses.read_until
+        if known and not self._ending and (late := self._start.check(now)) is not None:
             self._on_late_start(late)
         self._check_silence(now)
         # While the launcher ends the ranks, a verdict would blame a rank for its end.
-        if read and not self._ending:
+        if known and not self._ending:
             silent_hosts = partial(self._silent_hosts, now)
             failed = bool(self._failures)
             raised_at = max(self._raised_by_running().values(), default=float("-inf"))
@@ -342,15 +332,15 @@ class Job:
         if self._output.stdout_closed and self._stopped_by is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
-        if self._read_until > self._failures.deadline and not self._ending and self._running():
+        if read_until > self._failures.deadline and not self._ending and self._running():
             self._end(self._timeouts.end)
-        if self._read_until > self._stop_deadline and self._running():
+        if read_until > self._stop_deadline and self._running():
             self._problem = (
                 f"{self._ranks(self._running())} did not stop within {self._timeouts.stop:g} s "
                 f"(--stop-grace). Give a longer time if saving needs it"
             )
             self._end(self._timeouts.end)
-        if self._read_until > self._end_deadline:
+        if read_until > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]
             names = ", ".join(sorted({connection.host.name for connection in silent}))
             unconfirmed = f"{names} did not confirm that its ranks have ended; look with `ps` there"
@@ -360,7 +350,7 @@ class Job:
     def _check_silence(self, now: float) -> None:
         """Give up agents that do not answer heartbeats, for example because they are stopped."""
         for connection in self._agents.connections:
-            silent_since = max(connection.silent_since, self._resumed_at)
+            silent_since = max(connection.silent_since, self._pauses.resumed_at)
             if connection not in self._finished and now > silent_since + self._timeouts.lost:
                 connection.cut()
                 self._finished.add(connection)
@@ -373,70 +363,23 @@ class Job:
                 else:
                     self._fail(problem, connection.host)
 
-    def _notice_pause(self, now: float) -> None:
-        """Notice that this process was stopped, and maybe the agents too."""
-        if now > self._looked_at + PAUSE_SECONDS:
-            self._resumed_at, self._pause = now, now - self._looked_at
-            self._start.postpone(self._pause)
-        self._looked_at = now
-
-    def _note_read(self, until: float, now: float) -> None:
-        """Note that all messages that had arrived until a time have been handled.
-
-        A write of output to a slow reader also counts as a pause, and may follow on another one.
-        """
-        # After a pause, threads first have to receive the messages that arrived meanwhile.
-        if until < self._resumed_at or now > self._resumed_at + _READ_SECONDS or not self._pause:
-            self._read_until = until
-
     def _was_paused(self, connection: Connection) -> bool:
         """Return whether an agent was lost because this process was stopped."""
-        recently = time.monotonic() < self._resumed_at + PAUSE_SECONDS
-        long = self._pause > max(0, self._timeouts.lost - PAUSE_SECONDS)
-        return long and recently and not connection.lost_host()
+        by_pause = self._pauses.ended_agents(time.monotonic(), self._timeouts.lost)
+        return by_pause and not connection.lost_host()
 
     def _explain_lost(self, connection: Connection) -> str:
         """Return why an agent was lost."""
         if self._was_paused(connection):
             return (
-                f"this launcher did not run for {self._pause:.0f} s, so the agent ended its ranks "
-                f"after {self._timeouts.lost:g} s; check what stopped the launcher (SIGSTOP, or a "
-                f"suspended machine)"
+                f"this launcher did not run for {self._pauses.seconds:.0f} s, so the agent ended "
+                f"its ranks after {self._timeouts.lost:g} s; check what stopped the launcher "
+                f"(SIGSTOP, or a suspended machine)"
             )
         return connection.explain()
 
     def _silent_hosts(self, now: float) -> list[str]:
-        """Return a sentence for each host that did not answer in the last minute, longest first.
-
-        The first sentence says whether this process was stopped, and maybe the whole job.
-        """
-        found: dict[str, tuple[float, float]] = {}
-        for connection in self._agents.connections:
-            silence = connection.silence(now)
-            # While this process was stopped, it did not read answers.
-            earliest = max(now - _SILENT_SECONDS, self._resumed_at + 1)
-            if silence is not None and silence.ended_at >= earliest:
-                # A host may have an agent for each rank.
-                host, times = connection.host.name, (silence.seconds, silence.ended_at)
-                found[host] = max(times, found.get(host, times))
-        sentences = []
-        if self._pause and now < self._resumed_at + _SILENT_SECONDS:
-            sentences.append(
-                f"This launcher did not run for {self._pause:.0f} s, until "
-                f"{now - self._resumed_at:.0f} s ago (SIGSTOP, a suspended job or "
-                f"machine, or a program that did not read its output)."
-            )
-        for host in list(dict.fromkeys(host.name for host in self._lost))[:_SILENT_SHOWN]:
-            found.pop(host, None)
-            sentences.append(f"The launcher has lost {host}: the host does not answer.")
-        longest = sorted(found.items(), key=lambda each: each[1], reverse=True)
-        for host, (seconds, ended_at) in longest[:_SILENT_SHOWN]:
-            if ended_at > now:
-                sentences.append(f"{host} has not answered the launcher for {seconds:.0f} s.")
-            else:
-                ago = f"until {now - ended_at:.0f} s ago"
-                sentences.append(f"{host} did not answer the launcher for {seconds:.0f} s, {ago}.")
-        return sentences
+        return describe_silent_hosts(self._agents.connections, self._lost, self._pauses, now)
 
     def _ask_for_records(self) -> None:
         for connection in self._agents.connections:
