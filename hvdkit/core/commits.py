@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import filecmp
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -67,15 +66,11 @@ class CommitStore:
     Args:
         folders: folders for commits. If a folder has no space, the next folder is used.
         key: the number of the state, see `Committer`.
-
-    Attributes:
-        changed: whether `write` has stored other content than that of the commit before.
     """
 
     def __init__(self, folders: Sequence[Path], key: int) -> None:
         self._folders = folders
         self._key = key
-        self.changed = False
 
     def newest(self) -> Commit | None:
         """Return the newest commit; None without one."""
@@ -96,7 +91,6 @@ class CommitStore:
             try:
                 with draft.open("wb") as file:
                     write(file)
-                self._note_change(draft)
                 path = folder / f"{self._key}-{identity.start}-{identity.number}.commit"
                 draft.replace(path)
             except BaseException as error:
@@ -111,11 +105,6 @@ class CommitStore:
                 if commit.path != path:
                     commit.path.unlink(missing_ok=True)
             return
-
-    def _note_change(self, draft: Path) -> None:
-        if not self.changed:
-            before = self.newest()
-            self.changed = before is None or not filecmp.cmp(before.path, draft, shallow=False)
 
     def _all(self) -> Iterator[Commit]:
         return (commit for key, commit in _commits(self._folders) if key == self._key)

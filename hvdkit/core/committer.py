@@ -70,6 +70,8 @@ class Committer:
         self._warnings: set[bool] = set()
         # Whether a rank other than the first one writes. Set by `resume`, equal on all ranks.
         self._others_write = False
+        # On the first rank: the digest of the restored state, until a commit differs from it.
+        self._restored: bytes | None = None
 
     def anywhere(self, own: Sequence[bool], name: str = "hvdkit.elastic.window") -> list[bool]:
         """Return which of the values are true on a rank. Each commit begins with this call.
@@ -103,6 +105,7 @@ class Committer:
         write: Callable[[IO[bytes], Any], None],
         save: Callable[[], None] = lambda: None,
         values: Callable[[], Any] = lambda: None,
+        digest: Callable[[], bytes] = bytes,
     ) -> bool:
         """Store a commit on each host.
 
@@ -112,6 +115,7 @@ class Committer:
             save: is called first, on every rank.
             values: returns small values that may differ between ranks: a picklable object. The
                 first rank may be lost, so that another host continues with these values.
+            digest: returns a digest of the state, as for `note_restored`.
 
         Returns:
             Whether the hosts have changed, as `hosts_changed` does.
@@ -135,11 +139,27 @@ class Committer:
             what = f"commit {self._number} of the elastic state was not stored"
             self._raise(problem, what, self._advice)
         report_committed()
-        # Equal commits are no progress: the script may fail after its training function, again and
-        # again, and must not restart forever.
-        if self._store.changed:
-            report_saved()
+        # A commit that equals the restored one is no progress: the script may fail after its
+        # training function, again and again, and must not restart forever.
+        if self._is_first_rank:
+            if self._restored is not None and digest() != self._restored:
+                self._restored = None
+            if self._restored is None:
+                report_saved()
         return bool(anywhere)
+
+    def note_restored(self, digest: Callable[[], bytes]) -> None:
+        """Note the content of the restored state, with which all ranks begin. Not a collective.
+
+        Args:
+            digest: returns a digest of the state, which is equal if the content is equal.
+        """
+        if self._is_first_rank:
+            self._restored = digest()
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._collectives.rank == self._collectives.ranks[0]
 
     def _of_first_rank(
         self, values: Callable[[], Any], problem: Exception | None
@@ -154,7 +174,7 @@ class Committer:
             No bytes if the first rank has an error.
         """
         first, content = self._collectives.ranks[0], None
-        if self._collectives.rank == first and problem is None:
+        if self._is_first_rank and problem is None:
             content, problem = attempt(lambda: pickle.dumps(values(), protocol=5))
         return self._collectives.broadcast(content or b"", first, "hvdkit.elastic.values"), problem
 
@@ -262,7 +282,6 @@ class Committer:
             self._raise(problem, what, "Check the memory and the disk of this rank's host")
         chunks = _Chunks(self._collectives, content, root, size)
         if self._writes and lacks:
-            # Not with `self._store`, for which a copy would count as a change.
             _, problem = attempt(
                 CommitStore(self._start.folders, key).write, identity, chunks.write
             )

@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn, Protocol, cast
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.committer import Committer
 from hvdkit.core.consistency import group_by_text
+from hvdkit.core.content_digest import HashedFile, content_digest
 from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.process_sets import other_ranks
 from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
@@ -77,9 +78,9 @@ class CommittedState:
     - every `ResumableSampler` that is given as an attribute. The sampler itself gets the position;
     - the state of the gradient reduction. Sums have the same bits again only with this state.
 
-    A subclass that keeps more than this extends `save`, `restore`, and the pair `write_saved` and
-    `read_saved`. `write_saved` takes small values that may differ between ranks from
-    `_values_to_write`.
+    An adapter that keeps more than this extends `save`, `restore`, and the pair `_content` and
+    `read_saved`. `_content` takes small values that may differ between ranks from
+    `_values_to_write`. The classes of users extend `write_saved` instead of `_content`.
 
     Attributes:
         _samplers: the samplers, by the name of their attribute.
@@ -367,16 +368,36 @@ class CommittedState:
         """
         return self._values() if self._first_ranks_values is None else self._first_ranks_values
 
+    def _content(self) -> Any:
+        """Return what `save` has saved, and the positions of checkpointers: a picklable object."""
+        raise NotImplementedError
+
+    def _dump(self, content: Any, file: IO[bytes]) -> None:
+        """Write a result of `_content` to a file."""
+        pickle.dump(content, file, protocol=5)
+
+    def _plain(self, value: Any) -> Any:
+        """Return a picklable object with the same content, as for `content_digest`."""
+
     def write_saved(self, file: IO[bytes]) -> None:
         """Write what `save` has saved to a file. Not a collective.
 
         One rank of each host calls this.
         """
-        raise NotImplementedError
+        self._dump(self._content(), file)
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`. Not a collective."""
         raise NotImplementedError
+
+    def digest_saved(self) -> bytes:
+        """Return a digest of what `write_saved` writes, to find out whether it has changed."""
+        if type(self).write_saved is CommittedState.write_saved:
+            return content_digest(self._content(), self._plain)
+        # The class of a user may write more than the content.
+        file = HashedFile()
+        self.write_saved(cast("IO[bytes]", file))
+        return file.digest()
 
     def commit(self) -> None:
         """Save the state, and end the ranks if the hosts have changed. A collective.
@@ -440,7 +461,7 @@ class CommittedState:
             finally:
                 self._first_ranks_values = None
 
-        return self._committer.commit(write, self.save, self._values)
+        return self._committer.commit(write, self.save, self._values, self.digest_saved)
 
     def _check_stored(self) -> None:
         """Check a call without a committer: no commit is stored, and no host change is noticed.
@@ -572,14 +593,13 @@ class VariablesState(CommittedState):
             variable.assign(value)
         super().restore()
 
-    def write_saved(self, file: IO[bytes]) -> None:
-        """Write what `save` has saved, and the positions of checkpointers, to a file."""
+    def _content(self) -> Any:
+        """Return what `save` has saved, and the positions of checkpointers."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
         items, layout = self._saved_items, self._saved_layout
         small = self._values_to_write()
-        content = (stored, small["objects"], small["positions"], items, layout)
-        pickle.dump(content, file, protocol=5)
+        return stored, small["objects"], small["positions"], items, layout
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`.
@@ -702,6 +722,8 @@ def _run_started(
         state.on_reset()
     state._began = True
     state.sync()
+    if restored:
+        committer.note_restored(state.digest_saved)
     state._committer, _running = committer, state
     try:
         return func(state, *args, **kwargs)

@@ -24,6 +24,7 @@ from hvdkit.core.elastic import CommittedState
 from hvdkit.core.replaced_state import restore_positions
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import on_own_gpu
+from hvdkit.torch.digests import digests
 from hvdkit.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -95,16 +96,23 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
     ) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
-    def write_saved(self, file: IO[bytes]) -> None:
-        """Write what `save` has saved, and the positions of checkpointers, to a file."""
+    def _content(self) -> Mapping[str, Any]:
+        """Return what `save` has saved, and the positions of checkpointers."""
         small = self._values_to_write()
-        content = {
+        return {
             "objects": small["objects"],
             "handlers": {**self._saved_handlers(), **small.get("handlers", {})},
             "items": self._saved_items,
             "positions": small["positions"],
         }
+
+    def _dump(self, content: Any, file: IO[bytes]) -> None:
         torch.save(content, file)
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return str(value.dtype), tuple(value.shape), digests([value])
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`."""
