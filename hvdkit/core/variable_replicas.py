@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdkit.core.bucketing import unique_names
+from hvdkit.core.optimizer_slots import slots_of
 from hvdkit.core.replicas import SMALL
 
 # Keras numbers layers of the same class, also within the name of a slot:
@@ -116,18 +117,9 @@ def state_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Return the variables of a Keras optimizer, without the slots of other trained variables.
 
     Args:
-        optimizer: the optimizer, or a `LossScaleOptimizer`.
+        optimizer: the optimizer, a `LossScaleOptimizer` or a `MultiOptimizer`.
         variables: the trained variables whose slots are wanted.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     own = {id(variable) for variable in variables}
-    others = [k for k, v in enumerate(inner._trainable_variables) if id(v) not in own]
-    count = len(inner._trainable_variables)
-    # `_variables` has all variables of the optimizer, also those that are no slots.
-    lists = [
-        each
-        for name, each in vars(inner).items()
-        if isinstance(each, list) and len(each) == count and name != "_variables"
-    ]
-    excluded = {id(each[k]) for each in lists for k in others}
+    excluded = {id(slot) for variable, slot in slots_of(optimizer) if id(variable) not in own}
     return [variable for variable in optimizer.variables if id(variable) not in excluded]

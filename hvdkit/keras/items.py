@@ -16,7 +16,7 @@ from keras.src.saving import saving_lib
 from hvdkit.checkpoint import arrays, h5
 from hvdkit.checkpoint.items import Plain, Variables, named, plain, smallest
 from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
-from hvdkit.core.loss_scaling import innermost
+from hvdkit.core.optimizer_slots import slots_of
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import (
@@ -274,24 +274,8 @@ def _local(model: Any) -> list[Any]:
         distribution = distribution_of(optimizer)
         if distribution is not None and optimizer.built:
             for variable in distribution.local_variables:
-                own += [variable, *_slots(optimizer, variable)]
+                own += [variable, *(slot for each, slot in slots_of(optimizer) if each is variable)]
     return own
-
-
-def _slots(optimizer: Any, variable: Any) -> list[Any]:
-    """Return the optimizer's variables for one model variable."""
-    optimizer = innermost(optimizer)
-    trained = list(optimizer._trainable_variables)
-    index = [id(each) for each in trained].index(id(variable))
-    # Lists with an entry for each variable, except the list of variables itself.
-    return [
-        each[index]
-        for each in vars(optimizer).values()
-        if isinstance(each, list)
-        and len(each) == len(trained)
-        and all(isinstance(slot, keras.Variable) for slot in each)
-        and each[index] is not variable
-    ]
 
 
 #: The attributes of Keras's callbacks on which later epochs depend.

@@ -143,7 +143,7 @@ class Checkpointer(Manager):
         collectives = TensorFlowCollectives(process_set)
         tapes = tape_check(
             collectives,
-            lambda: [_named(given) for given in models.values()],
+            lambda: {name: _named(given) for name, given in models.items()},
             [o for name, o in optimizers.items() if name not in distributions],
         )
         super().__init__(

@@ -76,37 +76,40 @@ class _Access:
 
 def tape_check(
     collectives: TensorFlowCollectives,
-    models: Callable[[], Sequence[Mapping[str, Any]]],
+    models: Callable[[], Mapping[str, Mapping[str, Any]]],
     optimizers: Sequence[Any],
 ) -> ReplicaCheck:
     """Return the comparison of the variables whose gradients tapes reduce.
 
     Args:
         collectives: the collectives of the ranks.
-        models: returns name -> variable of each model.
+        models: returns the name of each model -> the name of each variable -> the variable.
         optimizers: the optimizers. The variables of a Keras optimizer are compared.
     """
     ranks = tuple(collectives.ranks)
 
-    def shared() -> dict[str, Any]:
+    def shared() -> dict[int, tuple[str, Any]]:
+        """Return id -> the name and the variable. Variables of two models may have equal names."""
+        named = models()
         return {
-            name: variable
-            for model in models()
-            for name, variable in model.items()
+            id(variable): (f"{model}: {name}" if len(named) > 1 else name, variable)
+            for model, variables in named.items()
+            for name, variable in variables.items()
             if (ranks, id(tf_variable(variable))) in _reduced
         }
 
     def replicas() -> VariableReplicas:
-        variables = shared()
+        found = shared()
+        variables = [variable for _, variable in found.values()]
         state = [
             variable
             for optimizer in optimizers
             if isinstance(optimizer, keras.optimizers.Optimizer)
-            for variable in state_of(optimizer, list(variables.values()))
+            for variable in state_of(optimizer, variables)
         ]
-        names = {id(variable): name for name, variable in variables.items()}
+        names = {key: name for key, (name, _) in found.items()}
         names |= {id(variable): variable.path for variable in state}
-        return VariableReplicas(_Access(names), list(variables.values()), state)
+        return VariableReplicas(_Access(names), variables, state)
 
     # The number of steps is unknown, because a graph may make them. Return a new number each time.
     numbers = itertools.count(1)

@@ -10,6 +10,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.replicas import FOLDER
 from tests.logs import recorded
+from tests.parallel.keras import oracle
 from tests.parallel.keras.job import common_folder
 from tests.parallel.keras.test_uses import same_everywhere, weights_of
 
@@ -146,6 +147,34 @@ def test_an_option_of_the_optimizer_on_one_rank(hvd):
 def test_local_layers_differ(hvd):
     model = model_of(hvd, local=True, check_interval=1)
     fit(hvd, model)
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_local_layers_of_several_optimizers(hvd):
+    """Their slots differ between ranks, and each rank saves its own."""
+    import keras
+
+    def fitted(folder):
+        inside = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)
+        choice = keras.optimizers.OptimizerMap(inside[0], {".*bias": inside[1]})
+        model = model_of(hvd)
+        optimizer = keras.optimizers.MultiOptimizer(choice)
+        model.compile(
+            hvd.PartialDistributedOptimizer(
+                optimizer, local_layers=model.layers[0], check_interval=1
+            ),
+            loss="mse",
+        )
+        fit(hvd, model, batches=2, callbacks=[hvd.callbacks.Checkpoint(folder)])
+        return [np.array(keras.ops.convert_to_numpy(v)) for v in model.optimizer.variables]
+
+    with common_folder(hvd) as folder:
+        trained = fitted(folder)
+        # The next job restores the state, and has no batch left to train.
+        restored = fitted(folder)
+    for one, other in zip(trained, restored, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not oracle.same_everywhere(hvd, trained)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])

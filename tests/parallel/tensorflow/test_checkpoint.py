@@ -187,6 +187,34 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, kind, rank, changed):
             checkpointer.save(4)
 
 
+def test_two_models_with_equal_names_are_both_compared(hvd, tmp_path):
+    import keras
+    import tensorflow as tf
+
+    def named(changed):
+        models = {}
+        for name in ("generator", "critic"):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((2,))
+            models[name] = keras.Model(inputs, keras.layers.Dense(1, name="out")(inputs))
+        with hvd.Checkpointer(folder, model=models) as checkpointer:
+            for model in models.values():
+                with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                    loss = tf.reduce_sum(model(tf.ones((1, 2))))
+                tape.gradient(loss, model.trainable_variables)
+            if hvd.rank() == 0:
+                models[changed].layers[1].kernel.assign(tf.ones((2, 1)))
+            checkpointer.save(1)
+
+    for changed in ("generator", "critic"):
+        with (
+            common_folder(hvd) as folder,
+            contextlib.chdir(tmp_path),
+            pytest.raises(RankMismatchError, match=f"'model-{changed}: out/kernel' on rank"),
+        ):
+            named(changed)
+
+
 def clear_reducers():
     """Reset the reducers to the state of a new process."""
     from hvdkit.tensorflow import tape
