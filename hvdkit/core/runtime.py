@@ -21,6 +21,7 @@ from hvdkit.core.departure import Departure
 from hvdkit.core.host_collectives import HostCollectives, check_choice
 from hvdkit.core.recorder import Recorder, make_folder_absolute, stall_seconds
 from hvdkit.core.shared_gpus import separate_for_nccl
+from hvdkit.core.standard_streams import write_whole_output
 from hvdkit.errors import HvdkitError, UsageError
 
 #: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
@@ -240,6 +241,7 @@ class Runtime:
         if horovod.is_initialized():
             horovod.init(*args, **kwargs)
             return
+        write_whole_output()
         limit_stalls(os.environ)
         check_gloo_timeout(os.environ)
         make_folder_absolute(os.environ)
