@@ -22,7 +22,7 @@ _SETTINGS = st.builds(
     model=st.sampled_from(["plain", "plain", "norm", "mixed"]),
 )
 # Number of sequences without and with --long. A sequence takes some seconds, mostly for tracing.
-_SHORT, _LONG = 3, 500
+_SHORT, _LONG = 3, 100
 
 
 def sequence(hvd, setting, actions, folder):
