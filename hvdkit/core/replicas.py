@@ -231,8 +231,16 @@ class ReplicaCheck:
         """
         return self._steps() not in (0, self._compared_steps)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to compare after `step` steps. The same on all ranks."""
+    def is_due(self, step: int, together: int = 1) -> bool:
+        """Return whether to compare after `step` steps. The same on all ranks.
+
+        Args:
+            step: the number of steps.
+            together: the number of the last steps that have ended together.
+        """
+        return any(map(self._is_due_after, range(step - together + 1, step + 1)))
+
+    def _is_due_after(self, step: int) -> bool:
         interval = self._settings.interval
         if not interval or step <= 0:
             return False

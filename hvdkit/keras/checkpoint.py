@@ -447,21 +447,15 @@ class Checkpoint(LastCallback):
                 # `fit` shuffles arrays with these states.
                 progress.epoch_began = self._rank_items["random"].save()
 
-    def batch_trained(self, batch: int) -> None:
+    def batches_trained(self, batches: range) -> None:
         """Count the batches."""
-        progress = self._progress
-        done = batch + 1
-        if progress.epoch_steps is not None:
-            # The last execution of an epoch may have fewer steps than `steps_per_execution`.
-            done = min(done, progress.epoch_steps)
-        new = done - progress.batches
-        progress.batches = done
-        progress.step += new
+        self._progress.batches = batches.stop
+        self._progress.step += len(batches)
         if self._data is not None:
-            self._data.advance(new)
+            self._data.advance(len(batches))
             self._keep_data_position()
 
-    def batch_ends(self, batch: int) -> None:  # noqa: ARG002
+    def batches_end(self, batches: range) -> None:  # noqa: ARG002
         """Save if a checkpoint is due. A collective."""
         progress = self._progress
         if self._data is None and samplers_read():

@@ -6,7 +6,7 @@ The callback list of `hvdkit.keras.training` makes a `Coordination` for each `fi
 import logging
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -103,12 +103,13 @@ class Coordination:
         """Whether this is the first rank, which logs and writes files."""
         return bool(backend.hvd.rank() == self.group.ranks[0])
 
-    def enter(self, params: Mapping[str, Any], restores: bool = False) -> bool:
+    def enter(self, params: dict[str, Any], restores: bool = False) -> bool:
         """Return whether the `fit` is coordinated. A collective.
 
         Args:
             params: the parameters of the callbacks: `steps` in an epoch, None if unknown, and
-                `epochs`.
+                `epochs`. If a rank does not know its steps, `steps` becomes None on all ranks,
+                because callbacks count batches with it, and all ranks must count the same.
             restores: whether this rank has a `BackupAndRestore`.
 
         Raises:
@@ -167,6 +168,8 @@ class Coordination:
                 f"would hang. Give all ranks the same number of batches, with hvd.shard(data) or "
                 f"steps_per_epoch=, and the same epochs="
             )
+        if all_known < count:
+            params["steps"] = None
         return True
 
     def begin(self, callbacks: list[Any], restores: bool) -> None:
@@ -317,17 +320,20 @@ class Coordination:
             )
         _logged.add("unreduced")
 
-    def compare_replicas(self) -> None:
-        """Count a batch, and compare times and trained variables if a comparison is due.
+    def compare_replicas(self, batches: int) -> None:
+        """Count batches, and compare times and trained variables if a comparison is due.
 
         A collective.
+
+        Args:
+            batches: the number of batches that were trained together, the same on all ranks.
 
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
         for distribution in self._compared:
-            distribution.batches += 1
-            if distribution.replicas.is_due(distribution.batches):
+            distribution.batches += batches
+            if distribution.replicas.is_due(distribution.batches, batches):
                 distribution.stragglers.report()
                 self._compare(distribution)
             distribution.times.end_step()

@@ -14,6 +14,7 @@ from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.epoch_begin import Copies
+from hvdkit.keras.executions import trained_batches
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.further_optimizers import build, further_optimizers, trained_of
 from hvdkit.keras.items import reduction_items_of
@@ -260,8 +261,11 @@ class CommitStateCallback(LastCallback):
         # Old and new ranks start counting here.
         self.batches_remaining = self.batches_per_commit
 
+    def batches_trained(self, batches: range) -> None:
+        """Count the batches."""
+        self.batches_remaining -= len(batches)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self.batches_remaining -= 1
         steps = (self.params or {}).get("steps")
         if self.batches_remaining > 0 or (steps is not None and batch + 1 >= steps):
             return
@@ -349,7 +353,7 @@ class UpdateBatchStateCallback(_UpdateCallback):
         set_learning_rates(self.model, self._rates)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        self.state.batch = batch + 1
+        self.state.batch = trained_batches(batch, self.params)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self.state.batch = 0

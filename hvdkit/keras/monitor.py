@@ -62,7 +62,6 @@ class MonitorCallback(LastCallback):
         self._checkpoint: Checkpoint | None = None
         self._steps = 0
         self._begun = False
-        self._first_batch = 0
         self._logs: Mapping[str, Any] = {}
         self._batch_ended: float | None = None
         self._pause = contextlib.ExitStack()
@@ -103,7 +102,6 @@ class MonitorCallback(LastCallback):
         self._monitor.steps = self._steps
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        self._first_batch = batch
         if self._monitor is None or self._batch_ended is None or backend.NAME != "torch":
             return  # on TensorFlow, the training function reads the batch
         self._monitor.add_data_time(time.perf_counter() - self._batch_ended)
@@ -111,11 +109,11 @@ class MonitorCallback(LastCallback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         self._logs = logs or {}
 
-    def batch_ends(self, batch: int) -> None:
+    def batches_end(self, batches: range) -> None:
         """Report if a report is due. A collective."""
         monitor = self._monitor
         assert monitor is not None
-        steps = batch - self._first_batch + 1
+        steps = len(batches)
         values = _numbers(self._logs) if monitor.reports_after(steps) else {}
         monitor.log(values, steps * (self._batch_size or 0))
         monitor.advance(steps)

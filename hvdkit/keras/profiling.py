@@ -55,7 +55,7 @@ class ProfileCallback(LastCallback):
         self._profile = self._make()
         self._profile.__enter__()
 
-    def batch_ends(self, batch: int) -> None:  # noqa: ARG002
+    def batches_end(self, batches: range) -> None:  # noqa: ARG002
         """Begin the recording after `wait` batches, and end it after `steps` more.
 
         A collective when the recording begins or ends.

@@ -55,6 +55,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.coordination import Coordination
 from hvdkit.keras.data import any_samplers, forget_reads, restore_epochs, samplers_read
+from hvdkit.keras.executions import CountsBatches
 from hvdkit.keras.models import adapt, distributions_of
 
 # Callbacks that write files or send logs.
@@ -131,7 +132,7 @@ class ReducesMetrics(CollectiveCallback):
 class LastCallback(CollectiveCallback):
     """Base of callbacks that run after all other callbacks and after the ranks' coordination.
 
-    Use the methods below, such as `batch_ends`, for actions that may raise. Keras may call its
+    Use the methods below, such as `batches_end`, for actions that may raise. Keras may call its
     standard hooks, such as `on_train_batch_end`, in a thread and lose their exceptions.
 
     Attributes:
@@ -152,17 +153,25 @@ class LastCallback(CollectiveCallback):
     def epoch_begins(self, epoch: int) -> None:
         """Called before the first batch of epoch `epoch` is read."""
 
-    def batch_trained(self, batch: int) -> None:
-        """Called after batch `batch` has been trained, before the hooks of other callbacks.
+    def batches_trained(self, batches: range) -> None:
+        """Called after `batches` have been trained, before the hooks of other callbacks.
 
         Only for counting. A commit of an elastic job, in another callback, then contains the count.
+
+        Args:
+            batches: as for `batches_end`.
         """
 
     def epoch_trained(self, epoch: int) -> None:
         """Called after validation, before the hooks of other callbacks. Only for counting."""
 
-    def batch_ends(self, batch: int) -> None:
-        """Called after batch `batch` of the epoch (zero-based) has been trained."""
+    def batches_end(self, batches: range) -> None:
+        """Called after `batches` have been trained.
+
+        Args:
+            batches: the numbers of batches of the epoch (zero-based); several with
+                `steps_per_execution`.
+        """
 
     def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
         """Called after validation. `stop_training` is the same on every rank."""
@@ -171,11 +180,10 @@ class LastCallback(CollectiveCallback):
         """Called after `on_train_end` of the other callbacks."""
 
 
-class _CoordinatedList:
+class _CoordinatedList(CountsBatches):
     """Mixin for the class of a `CallbackList` that coordinates several ranks."""
 
     callbacks: list[Any]
-    params: dict[str, Any]
     _coordination: Coordination
     _own_class: type
     _restores = False
@@ -207,7 +215,7 @@ class _CoordinatedList:
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._coordination.begin_batch()
-        super().on_train_batch_begin(batch, logs)  # type: ignore[misc]
+        super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         coordination = self._coordination
@@ -216,7 +224,7 @@ class _CoordinatedList:
             logs, broken = coordination.check_loss(logs)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
         coordination.compare_values(self.callbacks)
-        coordination.compare_replicas()
+        coordination.compare_replicas(len(self.executed(batch)))
         if coordination.stops_at_batches or broken:
             if self._async_train:  # type: ignore[attr-defined]
                 self._flush_futures()  # type: ignore[attr-defined]
@@ -282,7 +290,7 @@ class _LocalList:
         super().on_train_begin(logs)  # type: ignore[misc]
 
 
-class _ListWithLastCallbacks:
+class _ListWithLastCallbacks(CountsBatches):
     """Mixin for the class of a `CallbackList` that calls each `LastCallback` after the others."""
 
     callbacks: list[Any]
@@ -303,11 +311,12 @@ class _ListWithLastCallbacks:
             callback.epoch_begins(epoch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        batches = self.executed(batch)
         for callback in self._last:
-            callback.batch_trained(batch)
+            callback.batches_trained(batches)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
         for callback in self._last:
-            callback.batch_ends(batch)
+            callback.batches_end(batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         logs = {} if logs is None else logs

@@ -26,7 +26,6 @@ class TrialCallback(LastCallback):
         self._count: BatchCount | None = None
         # A GAN has several.
         self._distributions: list[Distribution] = []
-        self._in_epoch = 0
 
     def fit_begins(self, callbacks: Sequence[Any]) -> None:  # noqa: ARG002
         """Called after `on_train_begin` of the other callbacks."""
@@ -36,21 +35,15 @@ class TrialCallback(LastCallback):
             window = found[0].accumulation_steps if found else 1
             self._count = BatchCount(self._plan, backend.hvd.rank(), window)
 
-    def epoch_begins(self, epoch: int) -> None:  # noqa: ARG002
-        """Called before the first batch of an epoch."""
-        self._in_epoch = 0
-
-    def batch_ends(self, batch: int) -> None:
-        """Called after batch `batch` of the epoch (zero-based) has been trained.
+    def batches_end(self, batches: range) -> None:
+        """Called after `batches` of the epoch have been trained.
 
         Raises:
             SystemExit: the trial is over.
         """
         if self._count is None:
             return  # a tape counts its steps
-        # With `steps_per_execution`, several batches end together.
-        self._count.add(batch + 1 - self._in_epoch)
-        self._in_epoch = batch + 1
+        self._count.add(len(batches))
         if not self._count.over:
             return
         # A `train_step` may use a tape instead of a distributed optimizer.

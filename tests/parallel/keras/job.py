@@ -60,6 +60,15 @@ def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
     return model
 
 
+def skip_without_executions():
+    """Skip the test if Keras cannot train several batches in an execution."""
+    import keras
+    import pytest
+
+    if keras.backend.backend() == "torch":
+        pytest.skip("Keras trains one batch at a time on PyTorch")
+
+
 def distributed(hvd, rate=0.0, **options):
     """Return a `DistributedOptimizer`. At a rate of 0, metrics are those of one set of weights."""
     import keras

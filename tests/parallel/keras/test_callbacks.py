@@ -15,6 +15,7 @@ from tests.parallel.keras.job import (
     of_every_rank,
     same_everywhere,
     samples,
+    skip_without_executions,
 )
 
 DTYPES = [
@@ -243,8 +244,7 @@ def test_warmup_rates_and_momentum_correction(hvd):
 def test_warmup_with_steps_per_execution(hvd, together):
     import keras
 
-    if keras.backend.backend() == "torch":
-        pytest.skip("Keras trains one batch at a time on PyTorch")
+    skip_without_executions()
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(
@@ -257,6 +257,21 @@ def test_warmup_with_steps_per_execution(hvd, together):
     history = fit(hvd, model, data=(x, x), epochs=3, callbacks=[warmup]).history
     half = 0.2 / hvd.size() * ((hvd.size() - 1) / 2 + 1)
     assert history["lr"] == pytest.approx([half, 0.2, 0.2])
+
+
+def test_the_number_of_batches_is_known_on_some_ranks_only(hvd):
+    """A callback that needs the number raises on all ranks, because all count the same."""
+    from hvdkit.errors import UsageError
+
+    x, y = np.ones((4 * STEPS, 3), "float32"), np.ones((4 * STEPS, 1), "float32")
+    model = classifier(distributed(hvd))
+    batches = ((x[:4], y[:4]) for _ in range(STEPS))
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.2)
+    with pytest.raises(UsageError, match="number of batches in an epoch is unknown"):
+        if hvd.rank() == 0:
+            fit(hvd, model, data=(x, y), callbacks=[warmup])
+        else:
+            model.fit(batches, verbose=0, callbacks=[warmup])
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -498,6 +513,51 @@ def test_commits_after_batches_and_epochs(hvd):
     fit(hvd, classifier(distributed(hvd)), epochs=2, callbacks=[callback])
     # The last batch of an epoch is committed with the epoch.
     assert state.commits == 2 * ((STEPS - 1) // 2) + 2
+
+
+def test_elastic_callbacks_count_batches_that_are_executed_together(hvd):
+    """Of the ten batches, the last execution has only two."""
+    import keras
+
+    skip_without_executions()
+    seen = []
+
+    class State:
+        batch = 0
+
+        def commit(self):
+            seen.append(("commit", self.batch))
+
+    state = State()
+    callbacks = [
+        hvd.elastic.UpdateBatchStateCallback(state),
+        keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append(("batch", state.batch))
+        ),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=4),
+    ]
+    data = np.ones((40, 3), "float32"), np.ones((40, 1), "float32")
+    fit(hvd, classifier(distributed(hvd), steps_per_execution=4), data=data, callbacks=callbacks)
+    counted = [("batch", 4), ("commit", 4), ("batch", 8), ("commit", 8), ("batch", 10)]
+    assert seen == [*counted, ("commit", 0)]
+
+
+def test_a_trial_counts_batches_that_are_executed_together(hvd):
+    """Of the ten batches of an epoch, the last execution has only two."""
+    from hvdkit.core import trial
+    from hvdkit.keras.trial import TrialCallback
+
+    skip_without_executions()
+    callback = TrialCallback(trial.TrialPlan(steps=20))
+    data = np.ones((40, 3), "float32"), np.ones((40, 1), "float32")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_counting", "_reported"):
+            patch.setattr(trial, name, False)
+        patch.setattr(trial, "report_at_exit", lambda *_: None)
+        with pytest.raises(SystemExit):
+            model = classifier(distributed(hvd), steps_per_execution=4)
+            fit(hvd, model, data=data, epochs=3, callbacks=[callback])
+    assert callback._count.made == 20
 
 
 @pytest.mark.long_with("keras-tensorflow")

@@ -8,16 +8,16 @@ import pytest
 from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
 from tests.monitor.simulated import Kept
-from tests.parallel.keras.job import common_folder
+from tests.parallel.keras.job import common_folder, skip_without_executions
 
 
-def model_of(hvd, **options):
+def model_of(hvd, together=1, **options):
     import keras
 
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), **options)
-    model.compile(optimizer, loss="mse", metrics=["mae"])
+    model.compile(optimizer, loss="mse", metrics=["mae"], steps_per_execution=together)
     return model
 
 
@@ -153,6 +153,18 @@ def test_accumulation_counts_batches(hvd):
     model_of(hvd, accumulation_steps=4).fit(x, y, batch_size=2, verbose=0, callbacks=[callback])
     if hvd.rank() == 0:
         assert [r.step for r in kept.records if r.steps] == [5, 10]
+
+
+def test_batches_that_are_executed_together(hvd):
+    """Of the ten batches of an epoch, the last execution has only two."""
+    skip_without_executions()
+    kept = Kept()
+    callback = hvd.callbacks.MonitorCallback([kept], every=4, batch_size=2)
+    options = {"batch_size": 2, "epochs": 2, "verbose": 0, "callbacks": [callback]}
+    model_of(hvd, together=4).fit(*data(hvd), **options)
+    if hvd.rank() == 0:
+        assert [r.step for r in kept.records] == [4, 8, 10, 14, 18, 20]
+        assert [r.samples for r in kept.records] == [2 * hvd.size() * n for n in (4, 4, 2) * 2]
 
 
 def test_one_rank_alone(hvd):

@@ -11,11 +11,11 @@ from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.replicas import FOLDER
 from tests.logs import recorded
 from tests.parallel.keras import oracle
-from tests.parallel.keras.job import common_folder
+from tests.parallel.keras.job import common_folder, skip_without_executions
 from tests.parallel.keras.test_uses import same_everywhere, weights_of
 
 
-def model_of(hvd, local=False, use_ema=False, **options):
+def model_of(hvd, local=False, use_ema=False, together=1, **options):
     import keras
 
     keras.utils.set_random_seed(1)
@@ -26,7 +26,7 @@ def model_of(hvd, local=False, use_ema=False, **options):
         optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=first, **options)
     else:
         optimizer = hvd.DistributedOptimizer(optimizer, **options)
-    model.compile(optimizer, loss="mse")
+    model.compile(optimizer, loss="mse", steps_per_execution=together)
     return model
 
 
@@ -119,6 +119,22 @@ def test_batches_of_several_fits_are_counted(hvd, tmp_path):
         pytest.raises(RankMismatchError, match="after step 10: "),
     ):
         fit(hvd, model, lambda batch: batch and times_two(model.layers[0].kernel), batches=4)
+
+
+def test_batches_that_are_executed_together_are_counted(hvd, tmp_path):
+    """Of the ten batches, the last execution has only two."""
+    skip_without_executions()
+    model = model_of(hvd, check_interval=10, together=4)
+
+    def change(batch):
+        if batch == 8:
+            times_two(model.layers[0].kernel)
+
+    with (
+        contextlib.chdir(tmp_path),
+        pytest.raises(RankMismatchError, match="after step 10: "),
+    ):
+        fit(hvd, model, change, batches=10)
 
 
 @pytest.mark.long_with("keras-tensorflow")
