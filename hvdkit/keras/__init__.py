@@ -28,6 +28,7 @@ from hvdkit.keras.functions import (
     broadcast_model,
     reducescatter,
 )
+from hvdkit.keras.initial_epoch import wrap_fit
 from hvdkit.keras.models import load_model, wrap_compile
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
 from hvdkit.keras.overlap import wrap_train_step
@@ -124,5 +125,6 @@ __all__ = [
 
 wrap_compile()
 wrap_epochs()
+wrap_fit()
 wrap_callback_lists()
 wrap_train_step()

@@ -17,6 +17,7 @@ from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.initial_epoch import initial_epoch
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import distributions_of, has_own_step
 from hvdkit.keras.statistics import StatisticsAverage, statistics_of
@@ -219,6 +220,28 @@ class Coordination:
         )
         if self._compares_values:
             self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
+
+    def compare_initial_epochs(self) -> None:
+        """Check that `fit` begins at the same epoch on all ranks. A collective.
+
+        Called after the callbacks that may resume at another epoch, and before the first epoch,
+        because a rank may have no epoch left.
+
+        Raises:
+            UsageError: on every rank, if the epochs differ.
+        """
+        epoch = initial_epoch(self.model)
+        values = [1, epoch, epoch * epoch]
+        count, total, squares = self.group.sum(values, "hvdkit.keras.initial_epoch")
+        if count * squares == total**2:
+            return
+        mine = f"initial_epoch={epoch}"
+        by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))
+        raise UsageError(
+            f"ranks begin fit at different epochs ({by_rank}), so they would train different "
+            f"epochs together, and then hang. Pass the same initial_epoch= on every rank: if rank "
+            f"0 reads it from a file, hvd.broadcast_object(initial_epoch, root_rank=0)"
+        )
 
     def end(self) -> None:
         """Record that `fit` has ended without an error. Not a collective."""

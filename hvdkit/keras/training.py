@@ -22,6 +22,7 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
   hvdkit that need all ranks.
 - Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
   that `BackupAndRestore` restores on the first rank.
+- Raise an error if ranks begin at different epochs.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
   the trained variables, the optimizer's variables, and the times that the ranks need.
 - After the first epoch, compare the variables that no wrapped optimizer trains, and warn if they
@@ -201,6 +202,8 @@ class _CoordinatedList(CountsBatches):
         super().on_train_begin(logs)  # type: ignore[misc]
         self._coordination.begin(self.callbacks, self._restores)
         self._in_fit = True
+        if not isinstance(self, _ListWithLastCallbacks):
+            self._coordination.compare_initial_epochs()
 
     def _drop_writers(self) -> None:
         """Drop callbacks that write files or a progress bar, except on the first rank."""
@@ -303,6 +306,9 @@ class _ListWithLastCallbacks(CountsBatches):
         restore_epochs()
         for callback in self._last:
             callback.fit_begins(self.callbacks)
+        # A `Checkpoint` may have resumed at another epoch.
+        if isinstance(self, _CoordinatedList):
+            self._coordination.compare_initial_epochs()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)  # type: ignore[misc]

@@ -265,13 +265,10 @@ def test_the_number_of_batches_is_known_on_some_ranks_only(hvd):
 
     x, y = np.ones((4 * STEPS, 3), "float32"), np.ones((4 * STEPS, 1), "float32")
     model = classifier(distributed(hvd))
-    batches = ((x[:4], y[:4]) for _ in range(STEPS))
+    own = (x, y) if hvd.rank() == 0 else (((x[:4], y[:4]) for _ in range(STEPS)),)
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.2)
     with pytest.raises(UsageError, match="number of batches in an epoch is unknown"):
-        if hvd.rank() == 0:
-            fit(hvd, model, data=(x, y), callbacks=[warmup])
-        else:
-            model.fit(batches, verbose=0, callbacks=[warmup])
+        model.fit(*own, verbose=0, callbacks=[warmup])
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -554,8 +551,8 @@ def test_a_trial_counts_batches_that_are_executed_together(hvd):
         for name in ("_counting", "_reported"):
             patch.setattr(trial, name, False)
         patch.setattr(trial, "report_at_exit", lambda *_: None)
+        model = classifier(distributed(hvd), steps_per_execution=4)
         with pytest.raises(SystemExit):
-            model = classifier(distributed(hvd), steps_per_execution=4)
             fit(hvd, model, data=data, epochs=3, callbacks=[callback])
     assert callback._count.made == 20
 

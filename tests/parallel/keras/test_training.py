@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.keras.job import (
     BATCH,
@@ -478,6 +479,29 @@ def test_backup_and_restore_resumes_all_ranks(hvd):
         for found, expected in zip(again.get_weights(), straight.get_weights(), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
         assert int(again.optimizer.iterations) == 4 * STEPS
+
+
+@pytest.mark.parametrize("left", [1, 0])
+def test_ranks_begin_at_different_epochs(hvd, left):
+    """Rank 0 has read the epoch from a file, and has not broadcast it."""
+    first = (3 - left) * (hvd.rank() == 0)
+    model = classifier(distributed(hvd))
+    for callbacks in ([], [hvd.callbacks.MonitorCallback([])]):
+        with pytest.raises(UsageError, match="rank 0: initial_epoch=[23]; rank.*: initial_epoch=0"):
+            fit(hvd, model, initial_epoch=first, epochs=3, callbacks=callbacks)
+    assert fit(hvd, model, initial_epoch=2, epochs=3).epoch == [2]
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_checkpoint_replaces_different_initial_epochs(hvd):
+    first = 2 * (hvd.rank() == 0)
+    with common_folder(hvd) as folder:
+        fit(hvd, classifier(distributed(hvd)), callbacks=[hvd.callbacks.Checkpoint(folder)])
+        model = classifier(distributed(hvd))
+        callbacks = [hvd.callbacks.Checkpoint(folder)]
+        history = fit(hvd, model, initial_epoch=first, epochs=3, callbacks=callbacks)
+        # The history contains the restored epoch.
+        assert same_everywhere(history.epoch) == [0, 1, 2]
 
 
 @pytest.mark.long_with("keras-tensorflow")
