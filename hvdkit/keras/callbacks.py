@@ -22,6 +22,7 @@ from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.coordination import HasLocalVariables
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive, flatten, numbers_of
+from hvdkit.keras.models import main_optimizer
 from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import distribution_of
@@ -212,6 +213,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+        if main_optimizer(self.model) is not self.model.optimizer:
+            raise UsageError(
+                f"{type(self).__name__} sets the rate of the optimizer of compile, which is not "
+                f"wrapped, but other optimizers of the model are wrapped with "
+                f"hvd.DistributedOptimizer, as in a GAN: omit the callback, and make these "
+                f"optimizers with a keras.optimizers.schedules.LearningRateSchedule, or set their "
+                f"learning_rate in a callback of your own"
+            )
         optimizer = innermost(self.model.optimizer)
         if optimizers_inside(optimizer):
             raise UsageError(

@@ -87,6 +87,17 @@ def distributions_of(model: Any) -> list[Distribution]:
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
+def main_optimizer(model: Any) -> Any:
+    """Return the optimizer of `compile`, or the first wrapped one if only further ones are wrapped.
+
+    A GAN may train with further optimizers only. Keras then still makes a default optimizer in
+    `compile`, which trains nothing.
+    """
+    wrapped = [each for each in all_optimizers(model) if distribution_of(each) is not None]
+    own = getattr(model, "optimizer", None)
+    return wrapped[0] if wrapped and distribution_of(own) is None else own
+
+
 def reduced_over(optimizers: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """Return the ranks that each wrapped optimizer reduces over, by its name."""
     found = {name: distribution_of(each) for name, each in optimizers.items()}

@@ -11,6 +11,7 @@ import keras
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.models import main_optimizer
 from hvdkit.keras.multi_optimizer import updating_optimizers
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.training import LastCallback
@@ -77,7 +78,7 @@ class MonitorCallback(LastCallback):
         if self._monitor is not None:
             # Keras does not tell callbacks that an exception has ended `fit`.
             self._monitor.abandon()
-        distribution = distribution_of(self.model.optimizer)
+        distribution = distribution_of(main_optimizer(self.model))
         self._monitor = BaseMonitor(
             distribution.collectives if distribution else backend.collectives(),
             _Keras(self.model, distribution.times if distribution else None),
@@ -191,7 +192,7 @@ class _Keras:
     def gauges(self) -> Mapping[str, float]:
         """See `Framework`."""
         values = dict(_adapter.memory())
-        optimizer = self._model.optimizer
+        optimizer = main_optimizer(self._model)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             values[metrics.LOSS_SCALE] = _number(optimizer.dynamic_scale)
         # As for PyTorch, the rate of the first group of variables.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.logs import recorded
+from tests.monitor.simulated import Kept
 from tests.parallel.keras.job import common_folder, of_every_rank, same_everywhere
 from tests.parallel.keras.test_checkpoint import Interrupted, interrupt_after
 
@@ -180,6 +181,20 @@ def test_a_commit_contains_the_optimizers(hvd):
     # In the same process.
     state.restore()
     assert fit(hvd, model, [], epochs=1) == expected
+
+
+def test_the_optimizer_of_compile_trains_nothing(hvd):
+    from hvdkit.errors import UsageError
+    from hvdkit.monitor import metrics
+
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.1)
+    with pytest.raises(UsageError, match="WarmupCallback sets the rate .* as in a GAN: omit"):
+        fit(hvd, gan(hvd), [warmup])
+    kept = Kept()
+    fit(hvd, gan(hvd), [hvd.callbacks.MonitorCallback([kept])], epochs=1)
+    if hvd.rank() == 0:
+        assert kept.records[0].metrics[metrics.LR].mean == pytest.approx(0.05)
+        assert metrics.COMMUNICATION in kept.records[0].metrics
 
 
 def test_an_optimizer_that_is_missing_is_named(hvd):
