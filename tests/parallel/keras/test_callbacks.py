@@ -545,7 +545,7 @@ def test_a_trial_counts_batches_that_are_executed_together(hvd):
     from hvdkit.keras.trial import TrialCallback
 
     skip_without_executions()
-    callback = TrialCallback(trial.TrialPlan(steps=20))
+    callback = TrialCallback(trial.TrialPlan(steps=18))
     data = np.ones((40, 3), "float32"), np.ones((40, 1), "float32")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_counting", "_reported"):
@@ -554,7 +554,7 @@ def test_a_trial_counts_batches_that_are_executed_together(hvd):
         model = classifier(distributed(hvd), steps_per_execution=4)
         with pytest.raises(SystemExit):
             fit(hvd, model, data=data, epochs=3, callbacks=[callback])
-    assert callback._count.made == 20
+    assert callback._count.made == 18
 
 
 @pytest.mark.long_with("keras-tensorflow")
