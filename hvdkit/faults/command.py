@@ -7,10 +7,9 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
@@ -24,7 +23,7 @@ from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
-from hvdkit.faults.waits import late_calls
+from hvdkit.faults.waits import late_calls, long_waits
 from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes,
@@ -33,6 +32,9 @@ FOLDER, STATES, SILENT, RAISED = "records", "states.json", "silent.json", "raise
 _ERROR, _START, _LATEST = "error.json", "start.json", "latest"
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1
+# A running job gets a verdict only on collectives that have waited for these seconds. They must be
+# more than those in which the ranks answer.
+_LEAST_SECONDS = 5.0
 
 
 def why(folder: Path, count: int = 20) -> str:
@@ -61,9 +63,13 @@ def why(folder: Path, count: int = 20) -> str:
         )
     paragraphs = [*filter(None, [failure, _network(description)])]
     states, silent = _texts(place / STATES), _silent(place / SILENT)
-    found = without_outdated(found)
-    raised = _texts(place / RAISED)
-    paragraphs += _explain(found, states, count, silent, _hosts(description), raised)
+    hosts, raised = _hosts(description), _texts(place / RAISED)
+
+    def verdict(found: Mapping[int, Record], size: int) -> str:
+        late = late_calls(found.values())
+        return judge(found, states, size, silent, late, hosts, raised).whole_text
+
+    paragraphs += _explain(without_outdated(found), verdict, count)
     return "\n\n".join(paragraphs)
 
 
@@ -86,7 +92,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     for found in _ask(list(jobs.values())):
         size = next(iter(found.values())).size
         title = f"{len(found)} of {size} ranks answered on this host."
-        paragraphs += [title, *_explain(found, {}, count)]
+        paragraphs += [title, *_explain(found, _live_verdict, count)]
     if not paragraphs:
         raise UsageError(
             "no ranks of `hvdkit run` answer on this host: expected a job of this user that has "
@@ -145,14 +151,28 @@ def _answers(folders: Sequence[Path], asked: _Asked) -> tuple[dict[int, Record],
     return found, len(found) >= ranks
 
 
+def _live_verdict(found: Mapping[int, Record], size: int) -> str:
+    """Return the verdict on a job that runs. It may make progress."""
+    late = long_waits(found, size, _LEAST_SECONDS)
+    if not late and any(record.open for record in found.values()):
+        least = f"{_LEAST_SECONDS:.0f} s"
+        return (
+            f"No rank has waited {least} for a collective: the job makes progress, or has stopped "
+            f"less than {least} ago."
+        )
+    return judge(found, {}, size, late=late).whole_text
+
+
 def _explain(
-    found: Mapping[int, Record],
-    states: Mapping[int, str],
-    count: int,
-    silent: Sequence[str] = (),
-    hosts: Sequence[str] = (),
-    raised: Mapping[int, str] = MappingProxyType({}),
+    found: Mapping[int, Record], verdict: Callable[[Mapping[int, Record], int], str], count: int
 ) -> Iterator[str]:
+    """Yield paragraphs about a job.
+
+    Args:
+        found: the records, by rank.
+        verdict: returns the verdict on the records of a job with a number of ranks.
+        count: the number of collectives in the timeline.
+    """
     if not found:
         return
     found = records.with_all_groups(aligned(found))
@@ -160,9 +180,7 @@ def _explain(
     if failed:
         yield "\n".join(filter(None, [mismatch(found), *_failed_lines(failed)]))
     if len(failed) < len(found) or any(_waits_after_error(record) for record in failed):
-        size = next(iter(found.values())).size
-        late = late_calls(found.values())
-        yield judge(found, states, size, silent, late, hosts, raised).whole_text
+        yield verdict(found, next(iter(found.values())).size)
     by_stack: dict[tuple[stacks.Frame, ...], list[int]] = {}
     for rank, record in sorted(found.items()):
         if frames := stacks.main_thread(record.stacks):

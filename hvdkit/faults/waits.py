@@ -85,6 +85,33 @@ def late_calls(records: Iterable[Record]) -> set[tuple[int, str, int]]:
     return {call.key for call, wait in waits if wait > longest / 2}
 
 
+def long_waits(
+    records: Mapping[int, Record], size: int, seconds: float
+) -> set[tuple[int, str, int]]:
+    """Return the keys of the calls that have waited for at least `seconds`.
+
+    A call that all ranks have made waits since the last of them has made it. In records that were
+    written one after the other, such a call may wait on one rank and have ended on another one.
+
+    Args:
+        records: as for `find_waits`.
+        size: as for `find_waits`.
+        seconds: more seconds than between the first and the last record.
+    """
+    found = set()
+    for wait in find_waits(records, size):
+        # Ranks call at different times, and the clocks of hosts differ.
+        waits = [
+            record.time - call.enqueued
+            for record in records.values()
+            for call in (*record.open, *record.done)
+            if call.key == wait.call.key
+        ]
+        if (max(waits) if wait.missing else min(waits)) >= seconds:
+            found.add(wait.call.key)
+    return found
+
+
 def _has_joined(record: Record, call: Call) -> bool:
     """Return whether the rank waits in `join`, where it counts as having called everything."""
     return any(own.operation == "join" and own.group == call.group for own in record.open)

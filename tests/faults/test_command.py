@@ -213,6 +213,43 @@ def test_inspect_combines_the_folders_of_one_job(tmp_path, monkeypatch):
     assert sorted(titles) == ["1 of 4 ranks", "1 of 4 ranks", "2 of 4 ranks"]
 
 
+@pytest.mark.parametrize(
+    ("waited", "called", "expected"),
+    [
+        # Of a job that makes progress, the record of rank 1 is a little later.
+        (0.01, {"seconds": 0.02, "ended": 0.01}, "No rank has waited 5 s for a collective"),
+        (0.01, {"seconds": 0.02}, "No rank has waited 5 s for a collective"),
+        (0.01, None, "No rank has waited 5 s for a collective"),
+        # Rank 1 was late, and has just come.
+        (90.0, {"seconds": 0.02}, "No rank has waited 5 s for a collective"),
+        (90.0, {"seconds": 0.02, "ended": 0.01}, "No rank has waited 5 s for a collective"),
+        (90.0, None, "Rank 1 on host0 has not called it"),
+        (90.0, {"seconds": 80.0}, "All ranks have called it: the network"),
+    ],
+)
+def test_inspect_gives_a_verdict_on_long_waits_only(tmp_path, waited, called, expected):
+    folder = tmp_path / f"{PREFIX}x"
+    folder.mkdir()
+    now = time.time() + 1
+    call = RECORD["done"][0]
+    records = [
+        {"open": [call | {"enqueued": now - waited, "ended": None}]},
+        {"rank": 1, "calls": {}, "time": now + 0.1},
+    ]
+    if called is not None:
+        ended = called.get("ended")
+        call = call | {"enqueued": now + 0.1 - called["seconds"]}
+        call["ended"] = ended and now + 0.1 - ended
+        records[1] |= {"calls": RECORD["calls"], "done" if ended else "open": [call]}
+    for rank, record in enumerate(records):
+        (folder / f"rank-{rank}.stacks").touch()
+        content = RECORD | {"error": "", "failed": "", "done": [], "time": now} | record
+        (folder / f"rank-{rank}.json").write_text(json.dumps(content))
+    text = inspect_live(folder=tmp_path)
+    assert expected in text
+    assert ("network" in text) == ("network" in expected)
+
+
 def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
     """The file of an earlier record may be written after the request."""
     folder = tmp_path / f"{PREFIX}x"
