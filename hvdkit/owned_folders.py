@@ -46,6 +46,18 @@ class OwnedFolder:
             self._lock.close()
 
 
+def has_owner(folder: Path) -> bool:
+    """Return whether the process that made or adopted a folder still runs."""
+    try:
+        with (folder / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # the folder was deleted
+    return False
+
+
 def _lock(folder: Path) -> IO[str]:
     """Lock a folder, and return the file that holds the lock.
 

@@ -24,6 +24,7 @@ from hvdkit.faults.records import Record
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import late_calls, long_waits
+from hvdkit.owned_folders import has_owner
 from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes,
@@ -89,13 +90,19 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
         names = [file.name for file in path.glob(JOB.format("*"))]
         jobs.setdefault(names[0] if names else path.name, []).append(path)
     paragraphs = []
-    for found in _ask(list(jobs.values())):
-        size = next(iter(found.values())).size
-        title = f"{len(found)} of {size} ranks answered on this host."
-        paragraphs += [title, *_explain(found, _live_verdict, count)]
+    for folders, found in zip(jobs.values(), _ask(list(jobs.values())), strict=True):
+        if found:
+            size = next(iter(found.values())).size
+            paragraphs.append(f"{len(found)} of {size} ranks answered on this host.")
+            paragraphs += _explain(found, _live_verdict, count)
+        elif ranks := sum(_ranks(folder) for folder in folders if has_owner(folder)):
+            paragraphs.append(
+                f"{ranks} rank{'s' if ranks > 1 else ''} of a job on this host did not answer. The "
+                f"processes may be stopped (SIGSTOP or a debugger), or have ended."
+            )
     if not paragraphs:
         raise UsageError(
-            "no ranks of `hvdkit run` answer on this host: expected a job of this user that has "
+            "there are no ranks of `hvdkit run` on this host: expected a job of this user that has "
             "called hvd.init()"
         )
     return "\n\n".join(paragraphs)
@@ -104,7 +111,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
 def _ask(jobs: Sequence[Sequence[Path]]) -> list[dict[int, Record]]:
     """Ask the ranks that write to the folders of jobs for records, and return each job's answers.
 
-    A job whose ranks do not answer is left out.
+    They are empty for a job whose ranks do not answer.
     """
     asked = _Asked(time.monotonic(), time.time())
     for folder in itertools.chain(*jobs):
@@ -113,7 +120,7 @@ def _ask(jobs: Sequence[Sequence[Path]]) -> list[dict[int, Record]]:
     while True:
         answers = [_answers(folders, asked) for folders in jobs]
         if all(complete for _, complete in answers) or time.monotonic() > deadline:
-            return [found for found, _ in answers if found]
+            return [found for found, _ in answers]
         time.sleep(_POLL_SECONDS)
 
 
@@ -144,11 +151,16 @@ def _answers(folders: Sequence[Path], asked: _Asked) -> tuple[dict[int, Record],
         # An error: another user's folder, or a job that has ended meanwhile.
         with contextlib.suppress(HvdkitError, OSError):
             read = records.read(folder)
-            ranks += len(list(folder.glob(STACKS.format("*"))))
+            ranks += _ranks(folder)
             # Not the time of the file: a rank may have made an earlier record before the request,
             # and written it afterwards.
             found |= {rank: record for rank, record in read.items() if asked.answered_by(record)}
     return found, len(found) >= ranks
+
+
+def _ranks(folder: Path) -> int:
+    """Return the number of ranks that have called `hvd.init()` and write to a folder."""
+    return len(list(folder.glob(STACKS.format("*"))))
 
 
 def _live_verdict(found: Mapping[int, Record], size: int) -> str:

@@ -14,6 +14,7 @@ import time
 import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.faults import command
 from hvdkit.faults.command import inspect_live, why
 from hvdkit.faults.record_folder import PREFIX, RecordFolder
 
@@ -273,6 +274,27 @@ def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
     thread.join(timeout=10)
 
 
+def test_inspect_of_a_job_whose_ranks_do_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "_ANSWER_SECONDS", 0.2)
+    folder = RecordFolder()
+    for rank in range(2):
+        (folder.path / f"rank-{rank}.stacks").touch()
+    # This process was killed.
+    abandoned = tmp_path / f"{PREFIX}abandoned"
+    abandoned.mkdir()
+    for name in ("lock", "rank-0.stacks"):
+        (abandoned / name).touch()
+    try:
+        assert re.findall(r"(.*) of a job on this host did not answer", inspect_live()) == [
+            "2 ranks"
+        ]
+    finally:
+        folder.remove()
+    with pytest.raises(UsageError, match="there are no ranks of `hvdkit run` on this host"):
+        inspect_live()
+
+
 def test_a_folder_without_anything(tmp_path):
     with pytest.raises(UsageError, match="neither records nor the failure of a rank"):
         why(tmp_path)
@@ -299,8 +321,8 @@ def test_a_file_that_is_not_a_record(start, content, expected):
 
 
 def test_the_command_line(tmp_path):
-    command = [sys.executable, "-m", "hvdkit", "why", str(tmp_path / "missing")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    words = [sys.executable, "-m", "hvdkit", "why", str(tmp_path / "missing")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     problem = f"cannot read {tmp_path / 'missing'}: No such file or directory. Expected a folder"
     assert done.stderr.startswith(f"hvdkit why: {problem}")

@@ -345,4 +345,4 @@ hvd.allreduce(torch.ones(3), name="late")
         [*hvdkit, "inspect", "--live"], env=env, capture_output=True, text=True, check=False
     )
     assert none.returncode == 2
-    assert "no ranks of `hvdkit run` answer on this host" in none.stderr
+    assert "there are no ranks of `hvdkit run` on this host" in none.stderr
