@@ -28,6 +28,16 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Ite
             restore(number, handler_before)
 
 
+@contextmanager
+def ignored(number: int) -> Iterator[None]:
+    """Ignore a signal. Programs that this process starts ignore it, too, until they handle it."""
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        restore(number, previous)
+
+
 def restore(number: int, previous: Any) -> None:
     """Install a handler that `signal.signal` has returned.
 

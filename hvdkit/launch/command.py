@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from hvdkit.launch.running import Runner, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 from hvdkit.launch.timeouts import Timeouts
+from hvdkit.signals import ignored
 
 _SHOWN_HOSTS = 8
 # Seconds between SIGTERM and SIGKILL after a rank has failed, in a job with restarts.
@@ -84,6 +86,8 @@ def _settings(options: argparse.Namespace, **others: Any) -> Settings:
     )
 
 
+# A batch system may send it to all processes, for scripts that handle it.
+@ignored(signal.SIGUSR2)
 def run(options: argparse.Namespace) -> int:
     """Run `hvdkit run`. Returns the job's exit status.
 

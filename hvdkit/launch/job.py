@@ -26,7 +26,7 @@ from hvdkit.launch.silent_hosts import describe_silent_hosts
 from hvdkit.launch.stalls import Stalls
 from hvdkit.launch.start_watch import LateRanks, StartWatch
 from hvdkit.launch.timeouts import Timeouts
-from hvdkit.signals import handle_stop_signals, restore
+from hvdkit.signals import handle_stop_signals, ignored
 
 _POLL_SECONDS = 0.1
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
@@ -111,21 +111,17 @@ class Job:
     def run(self) -> Outcome:
         """Return when no process of the job is left on any host that still answers."""
         # A stopped launcher could not send heartbeats to the agents.
-        previous = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        try:
-            with handle_stop_signals(self._on_signal):
-                while len(self._finished) < len(self._agents.connections):
-                    event = self._agents.next_event(_POLL_SECONDS)
-                    # One time for both: the process may be stopped between the two calls.
-                    now = time.monotonic()
-                    self._start.postpone(self._pauses.look(now))
-                    if event is not None:
-                        self._handle(event.connection, event.message)
-                    self._pauses.note_read(now if event is None else event.received_at, now)
-                    self._check_deadlines(now)
-                    self._output.status(self._progress())
-        finally:
-            restore(signal.SIGTSTP, previous)
+        with ignored(signal.SIGTSTP), handle_stop_signals(self._on_signal):
+            while len(self._finished) < len(self._agents.connections):
+                event = self._agents.next_event(_POLL_SECONDS)
+                # One time for both: the process may be stopped between the two calls.
+                now = time.monotonic()
+                self._start.postpone(self._pauses.look(now))
+                if event is not None:
+                    self._handle(event.connection, event.message)
+                self._pauses.note_read(now if event is None else event.received_at, now)
+                self._check_deadlines(now)
+                self._output.status(self._progress())
         outcome = self._outcome()
         self._agents.explained = outcome.status != 0 and not (self._lost or self._lost_agent)
         return replace(

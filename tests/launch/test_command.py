@@ -363,6 +363,17 @@ def signalled(number, handles):
     return job.returncode, stderr
 
 
+def test_sigusr2_does_not_end_a_launcher():
+    """A batch system may send it to all processes, for scripts that handle it."""
+    code = "print(signal.getsignal(signal.SIGUSR2).name, flush=True); time.sleep(1)"
+    with subprocess.Popen(
+        command("-np", "1", *python(code)), stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout.readline() == "[0] SIG_DFL\n"
+        job.send_signal(signal.SIGUSR2)
+    assert job.returncode == 0
+
+
 def test_ranks_that_ignore_ctrl_c_end_with_its_status():
     status, stderr = signalled(signal.SIGINT, "signal.signal(2, signal.SIG_IGN)")
     assert status == 130, stderr
