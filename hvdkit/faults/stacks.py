@@ -108,7 +108,8 @@ class Frame:
         return _is_in(self, _WAITS)
 
     def __str__(self) -> str:
-        source = linecache.getline(self.file, self.line).strip()
+        # The text may be the end of a sentence.
+        source = linecache.getline(self.file, self.line).strip().removesuffix(",")
         return f"{self.file}:{self.line} in {self.function}" + (f": {source}" if source else "")
 
 

@@ -274,6 +274,12 @@ def test_a_script_in_a_folder_named_hvdkit_is_the_users(file, library):
     assert Frame(file, 1, "main").is_library == library
 
 
+def test_a_line_that_ends_in_a_comma_may_be_the_end_of_a_sentence(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("reduce(loss,\n    2)\n")
+    assert str(Frame(str(script), 1, "main")).endswith(":1 in main: reduce(loss")
+
+
 def test_the_last_rank_waits_for_a_thread_at_its_end():
     ends = Record(
         1, 2, "host1", 1, "request", 60.0,
