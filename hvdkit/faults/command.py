@@ -21,6 +21,7 @@ from hvdkit.faults.outdated import without_outdated
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
+from hvdkit.faults.start_folders import ERROR, START, newest
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import late_calls, long_waits
@@ -30,7 +31,6 @@ from hvdkit.record_files import JOB, STACKS
 #: In the output folder of a start: the folder for records, the states of the ranks' processes,
 #: sentences about hosts that did not answer the launcher, and the exceptions of running ranks.
 FOLDER, STATES, SILENT, RAISED = "records", "states.json", "silent.json", "raised.json"
-_ERROR, _START, _LATEST = "error.json", "start.json", "latest"
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 # A running job gets a verdict only on collectives that have waited for these seconds. They must be
@@ -48,21 +48,20 @@ def why(folder: Path, count: int = 20) -> str:
     Raises:
         UsageError: the folder has no records and no failure.
     """
-    start = folder / _LATEST
-    if not start.is_dir():
-        # A copy of the folder may lack the link. The names of starts begin with their times.
-        start = max((path.parent for path in folder.glob(f"*/{_START}")), default=folder)
+    start, note = newest(folder, FOLDER)
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
-    description = _description(start / _START)
-    failure = _failure(start / _ERROR) or _reason(description, has_records=bool(found))
+    description = _description(start / START)
+    failure = _failure(start / ERROR) or _reason(description, has_records=bool(found))
     if not found and failure is None:
         raise UsageError(
-            f"{folder} has neither records nor the failure of a rank: expected a folder of "
+            note
+            or f"{folder} has neither records nor the failure of a rank: expected a folder of "
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded or makes "
             f"progress has none; for a running job, use `hvdkit inspect --live`"
         )
-    paragraphs = [*filter(None, [failure, _network(description)])]
+    note = note and f"{note} The start {start.name}:"
+    paragraphs = [*filter(None, [note, failure, _network(description)])]
     states, silent = _texts(place / STATES), _silent(place / SILENT)
     hosts, raised = _hosts(description), _texts(place / RAISED)
 

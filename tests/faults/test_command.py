@@ -128,6 +128,30 @@ def test_a_copy_without_the_link_to_the_newest_start(tmp_path, start):
     assert why(tmp_path) == "Rank 1 on host1 failed first: SIGKILL. Its last line of output: step 3"
 
 
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("earlier", [(), ("", "-2", "-9", "-10")])
+def test_the_newest_start_without_a_description(tmp_path, earlier, link):
+    """The disk was full."""
+    folders = [tmp_path / f"20261124-100000{number}" for number in earlier]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "start.json").write_text("{}")
+        (folder / "error.json").write_text(json.dumps(ERROR | {"last_lines": [folder.name]}))
+    newest = tmp_path / "20261124-100001"
+    newest.mkdir()
+    if link:
+        (tmp_path / "latest").symlink_to(newest.name)
+    note = f"The newest start, {newest.name}, has no description (start.json): was the disk full?"
+    if folders:
+        assert why(tmp_path) == (
+            f"{note} The start {folders[-1].name}:\n\nRank 1 on host1 failed first: SIGKILL. "
+            f"Its last line of output: {folders[-1].name}"
+        )
+    else:
+        with pytest.raises(UsageError, match=re.escape(note)):
+            why(tmp_path)
+
+
 def test_a_lost_host_is_named(tmp_path, start):
     content = {"failed": True, "reason": "lost host1: its agent has not answered for 30 s"}
     (start / "start.json").write_text(json.dumps(content))
