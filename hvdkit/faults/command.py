@@ -18,6 +18,7 @@ from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import describe_call
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.outdated import without_outdated
+from hvdkit.faults.process_states import CONTINUED
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
@@ -36,6 +37,8 @@ _POLL_SECONDS = 0.1
 # A running job gets a verdict only on collectives that have waited for these seconds. They must be
 # more than those in which the ranks answer.
 _LEAST_SECONDS = 5.0
+# After a failure, the other ranks write records and end within about these seconds.
+_RECENT_SECONDS = 5.0
 
 
 def why(folder: Path, count: int = 20) -> str:
@@ -60,17 +63,23 @@ def why(folder: Path, count: int = 20) -> str:
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR. A job that succeeded or makes "
             f"progress has none; for a running job, use `hvdkit inspect --live`"
         )
-    note = note and f"{note} The start {start.name}:"
-    paragraphs = [*filter(None, [note, failure, _network(description)])]
-    states, silent = _texts(place / STATES), _silent(place / SILENT)
+    current = without_outdated(found)
+    states = dict.fromkeys(found.keys() - current.keys(), CONTINUED) | _texts(place / STATES)
+    silent = _silent(place / SILENT)
     hosts, raised = _hosts(description), _texts(place / RAISED)
 
     def verdict(found: Mapping[int, Record], size: int) -> str:
         late = late_calls(found.values())
         return judge(found, states, size, silent, late, hosts, raised).whole_text
 
-    paragraphs += _explain(without_outdated(found), verdict, count)
-    return "\n\n".join(paragraphs)
+    paragraphs = [
+        note and f"{note} The start {start.name}:",
+        failure,
+        _network(description),
+        _age(description, current),
+        *_explain(current, verdict, count),
+    ]
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def inspect_live(count: int = 20, folder: Path | None = None) -> str:
@@ -289,6 +298,25 @@ def _reason(content: Any, has_records: bool) -> str | None:
     if succeeded and has_records:
         return "The job succeeded. The ranks wrote these records earlier:"
     return None if not reason or (is_verdict and has_records) else f"The job failed: {reason}"
+
+
+def _age(content: Any, found: Mapping[int, Record]) -> str:
+    """Return a line about records that were made some time before the job failed; may be empty.
+
+    Args:
+        content: as for `_reason`.
+        found: the records, by rank.
+    """
+    try:
+        before = content["ended"] - max(record.time for record in found.values())
+        # A verdict may end a job long after the records, because ranks may save. `_reason` has a
+        # line about a success.
+        other = content["verdict"] or content["status"] == 0
+    except (KeyError, TypeError, ValueError):
+        return ""
+    if other or before < _RECENT_SECONDS:
+        return ""
+    return f"The ranks wrote these records {before:,.0f} s before the end of the job:"
 
 
 def _network(content: Any) -> str:

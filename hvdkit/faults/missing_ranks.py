@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from hvdkit.faults import stacks
 from hvdkit.faults.call_names import describe_call, is_internal, name_call, title
-from hvdkit.faults.process_states import ENDED, STOPPED
+from hvdkit.faults.process_states import CONTINUED, ENDED, STOPPED
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.waits import Wait, seconds_waited
@@ -173,7 +173,7 @@ def _describe(
         rank: the rank.
         host: its host, if it has no record; empty if the host is not known.
         record: its record, if there is one.
-        state: the state of its process, if it does not run.
+        state: as in the states of `judge`; None without one.
         what: a text for the collective.
         waits_for: the collective for which the rank waits, if it waits.
     """
@@ -183,6 +183,8 @@ def _describe(
         return f"{where}: the process is stopped (SIGSTOP or a debugger)."
     if state == ENDED:
         return f"{where}: the process has ended."
+    if state == CONTINUED:
+        return f"{where}, or has called it without a new record."
     if record is None:
         return f"{where}, and did not report its state."
     frames = stacks.main_thread(record.stacks)

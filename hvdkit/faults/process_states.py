@@ -4,3 +4,5 @@ STOPPED = "stopped"
 ENDED = "ended"
 #: The rank is in `hvd.shutdown()`, or its script has ended, and its process still runs.
 LEAVING = "leaving"
+#: The rank has continued since its last record. What it does now is not known.
+CONTINUED = "continued"

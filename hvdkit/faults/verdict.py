@@ -15,7 +15,7 @@ from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import is_internal
 from hvdkit.faults.missing_ranks import SHOWN, Chain, below_line, first_line, traceback_of
-from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
+from hvdkit.faults.process_states import CONTINUED, ENDED, LEAVING, STOPPED
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record, with_all_groups
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
@@ -108,7 +108,7 @@ def judge(
 
     Args:
         records: the records, by rank. A rank may have none.
-        states: rank -> `STOPPED`, `ENDED` or `LEAVING`. Other ranks have no entry.
+        states: rank -> `STOPPED`, `ENDED`, `LEAVING` or `CONTINUED`. Other ranks have no entry.
         size: the number of ranks of the job.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
@@ -270,6 +270,10 @@ def _without_wait(
     running = [record for rank, record in sorted(records.items()) if rank not in ended]
     lines += filter(None, [_place(record, raised) for record in running[:SHOWN]])
     absent = [rank for rank in range(size) if rank not in records and rank not in states]
+    if continued := sorted(rank for rank, state in states.items() if state == CONTINUED):
+        since = "have continued since their" if len(continued) > 1 else "has continued since its"
+        records_of = "last records" if len(continued) > 1 else "last record"
+        lines.append(f"{name_ranks(continued)} {since} {records_of}.")
     if absent:
         lines.append(f"{name_ranks(absent)} did not report.")
     return "\n".join(lines)

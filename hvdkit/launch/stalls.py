@@ -98,20 +98,25 @@ class Stalls:
             record = records.parse(text)
         except HvdkitError:
             return  # written by another version of hvdkit
-        # A rank whose last collective has failed waits no more: the record of its error says more.
-        after_error = (
-            record.reason == "request" and record.error and self._records.has_error(record.rank)
-        )
+        if self._explains(record):
+            self._keep(RECORD.format(record.rank), text)
         self._records.add(record, now)
         self._rounds.answer(record.rank, now)
-        # After a final verdict the launcher ends the ranks, and they do other things.
-        is_final = self._verdict is not None and self._verdict.is_final
-        if not (is_final or after_error):
-            self._keep(RECORD.format(record.rank), text)
         if record.reason == "stall":
             self._add_stall(record, now)
         elif record.reason == "error" and overdue_calls(record):
             self._rounds.plan(Reason.LIMIT, now + _ENGINE_SECONDS)
+
+    def _explains(self, record: Record) -> bool:
+        """Return whether a new record may explain the end of the job."""
+        if self._verdict is not None and self._verdict.is_final:
+            return False  # the launcher ends the ranks, and they do other things
+        if record.reason != "request":
+            return True
+        # Outside of a round, `hvdkit inspect --live` has asked for it. A rank whose last collective
+        # has failed waits no more: the record of its error says more.
+        after_error = record.error and self._records.has_error(record.rank)
+        return self._rounds.is_running and not after_error
 
     def _add_stall(self, record: Record, now: float) -> None:
         late = late_calls([record])

@@ -169,6 +169,38 @@ def test_the_records_of_a_job_that_succeeded(start):
     assert why(start).startswith("The job succeeded. The ranks wrote these records earlier")
 
 
+@pytest.mark.parametrize(
+    ("ended", "verdict", "expected"),
+    [(140.0, False, True), (102.0, False, False), (140.0, True, False)],
+)
+def test_the_records_of_a_stall_long_before_a_failure(start, ended, verdict, expected):
+    content = {"failed": True, "reason": "", "status": 1, "verdict": verdict, "ended": ended}
+    (start / "start.json").write_text(json.dumps(content))
+    (start / "error.json").write_text(json.dumps(ERROR))
+    waits = RECORD | {"error": "", "failed": "", "open": RECORD["done"], "done": []}
+    (start / "records" / "rank-0.json").write_text(json.dumps(waits))
+    line = "\n\nThe ranks wrote these records 40 s before the end of the job:\n\nRank 0 has waited"
+    assert (line in why(start)) == expected
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_that_has_continued_since_its_record(start, waits):
+    """Rank 1 has completed a call after the record of rank 0, which waits in an earlier one."""
+    call = RECORD["done"][0]
+    earlier = call | {"call": 2, "enqueued": 80.0, "ended": None}
+    records = [
+        {"time": 90.0, "open": [earlier], "done": [], "calls": {"allreduce.loss": 2}},
+        {"rank": 1, "open": [call | {"name": "x", "call": 1, "ended": None}] if waits else []},
+    ]
+    for rank, record in enumerate(records):
+        text = json.dumps(RECORD | {"error": "", "failed": ""} | record)
+        (start / "records" / f"rank-{rank}.json").write_text(text)
+    text = why(start)
+    assert "did not report" not in text
+    unknown = "Rank 0 has not called it, or has called it without a new record."
+    assert (unknown if waits else "Rank 0 has continued since its last record.") in text
+
+
 def test_a_launcher_that_was_killed(start):
     content = {"failed": False, "reason": "", "status": None, "ended": None}
     (start / "start.json").write_text(json.dumps(content))

@@ -204,6 +204,19 @@ def test_a_record_after_a_final_verdict_is_not_kept(tmp_path):
     assert why(tmp_path) == before
 
 
+def test_a_record_that_only_inspect_has_asked_for_is_not_kept(tmp_path):
+    """It does not say what the rank does when the job fails later."""
+    job, _ = stalls(tmp_path)
+    job.add(record(0, "x"), 50.0)
+    assert not (tmp_path / "records").exists()
+    job.add(record(0, "x", "stall"), 100.0)
+    job.add(works(1), 101.0)
+    assert job.check(101.0, ()).missing == [1]
+    before = why(tmp_path)
+    job.add(record(1, "z"), 200.0)
+    assert why(tmp_path) == before
+
+
 def test_a_collective_that_all_ranks_have_called_ends_the_job_at_the_limit():
     """The engines do not: they have no limit for such a collective."""
     job, asked = stalls()
