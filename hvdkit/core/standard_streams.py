@@ -26,7 +26,7 @@ def write_whole_output() -> None:
                 line_buffering=stream.line_buffering,
                 write_through=True,
             )
-            whole.mode = stream.mode  # type: ignore[attr-defined]
+            whole.mode = stream.mode  # type: ignore[misc]
             setattr(sys, name, whole)
             setattr(sys, f"__{name}__", whole)
 

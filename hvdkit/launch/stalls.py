@@ -238,6 +238,9 @@ class Stalls:
             verdict = judge(current, states, self._size, silent_hosts, late, self._hosts, raised)
             verdict = self._confirmed(now, verdict, current)
             if verdict is None:
+                if of_last_ranks:
+                    # The round that follows must answer this, too.
+                    self._rounds.plan(Reason.LAST_RANKS, now + _CONFIRM_SECONDS)
                 return None
             verdict = self._limited(now, verdict, STOPPED in states.values())
         self._unconfirmed, self._judged_at, self._verdict = None, now, verdict

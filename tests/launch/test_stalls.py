@@ -477,6 +477,23 @@ def test_ranks_that_run_long_after_another_rank_although_a_stall_was_reported_me
     assert len(asked) == 3
 
 
+def test_the_last_ranks_are_named_although_a_collective_just_ended():
+    job = Stalls(3, None, lambda: None, patience=60.0)
+
+    def add(rank, now, waits):
+        content = json.loads(record(rank, "x")) | {"groups": {"1": [1, 2]}}
+        calls = [call | {"set": 1} for call in content["open"]] if waits else []
+        job.add(json.dumps(content | {"open": calls, "calls": {"1 x": 1}, "stacks": LEAVES}), now)
+
+    job.check(100.0, {0: 0})
+    for now, waits in ((161.0, True), (165.0, False)):
+        job.check(now, {0: 0})
+        for rank in (1, 2):
+            add(rank, now, waits)
+        verdict = job.check(now, {0: 0})
+    assert "Rank 1 on h is at /home/me/train.py:9 in upload." in verdict.text
+
+
 def test_ranks_that_do_not_end_after_the_script(tmp_path):
     """Over MPI, the engine's shutdown waits forever if mpirun is stopped."""
     asked = []
