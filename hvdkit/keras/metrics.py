@@ -292,7 +292,11 @@ def _logs_of(model: Any, layout: _Layout, sums: Iterator[np.ndarray]) -> dict[st
     # The metrics themselves keep this rank's state, because Keras may still update them in this
     # epoch.
     with _results_replaced(averages), keras.StatelessScope(state_mapping=state_mapping):
-        results = _flat(model.get_metrics_result())
+        # On TensorFlow, a result may be a variable, which has the sum only in this scope.
+        results = {
+            name: result.value if isinstance(result, keras.Variable) else result
+            for name, result in _flat(model.get_metrics_result()).items()
+        }
     for name in are_results & results.keys():
         number = _number(results[name])
         reduced[name] = results[name] if number is None else number

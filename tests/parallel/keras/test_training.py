@@ -125,7 +125,6 @@ def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
     close({name: history[f"val_{name}"][0] for name in expected}, expected)
 
 
-@pytest.mark.long_with("keras-tensorflow")
 def test_custom_metrics(hvd):
     import keras
 
