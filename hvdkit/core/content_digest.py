@@ -52,7 +52,7 @@ class HashedFile:
         return memoryview(data).nbytes
 
     def flush(self) -> None:
-        """Do nothing: there is no buffer."""
+        """Return at once, because writes are not buffered. `torch.save` calls this."""
 
     def digest(self) -> bytes:
         """Return the digest of what was written, 16 bytes."""

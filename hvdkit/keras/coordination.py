@@ -130,8 +130,7 @@ class Coordination:
         with warning_while_waiting(log, backend.hvd.rank(), "fit", _WAITING_ADVICE):
             totals = self.group.sum(values, "hvdkit.keras.fit")
         count, in_use, needs, all_known, any_unbuilt, *sums = totals
-        # n numbers are equal exactly if n * sum(x^2) == sum(x)^2.
-        differ = [count * sums[k + 3] != sums[k] ** 2 for k in range(3)]
+        differ = [not _are_equal(count, sums[k], sums[k + 3]) for k in range(3)]
         if differ[2]:
             by_rank = "; ".join(group_by_text(self.group, self._collective, "hvdkit.keras.fit.who"))
             raise UsageError(
@@ -202,7 +201,7 @@ class Coordination:
             if counts[7]:
                 distribution.discard()
             distribution.in_fit = True
-        if counts[7] or counts[6] * counts[9] != counts[8] ** 2:
+        if counts[7] or not _are_equal(counts[6], counts[8], counts[9]):
             # The ranks' counts differ after an error, or some ranks are new.
             for distribution in reducing:
                 distribution.batches = distribution.compared = 0
@@ -233,7 +232,7 @@ class Coordination:
         epoch = initial_epoch(self.model)
         values = [1, epoch, epoch * epoch]
         count, total, squares = self.group.sum(values, "hvdkit.keras.initial_epoch")
-        if count * squares == total**2:
+        if _are_equal(count, total, squares):
             return
         mine = f"initial_epoch={epoch}"
         by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))
@@ -496,3 +495,14 @@ def _acts_on_batches(callback: Any) -> bool:
 def _name_of(variable: Any) -> str:
     """Return a variable's name that is equal on ranks with equal models."""
     return without_model_names(without_layer_numbers(variable.path))
+
+
+def _are_equal(count: int, total: int, squares: int) -> bool:
+    """Return whether integers are equal: exactly if n * sum(x^2) == sum(x)^2.
+
+    Args:
+        count: the number of integers.
+        total: their sum.
+        squares: the sum of their squares.
+    """
+    return count * squares == total**2

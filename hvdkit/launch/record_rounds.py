@@ -96,11 +96,11 @@ class RecordRounds:
     def end(self, now: float, ranks: Collection[int]) -> Round | None:
         """End the round if all `ranks` have sent a record, or if their time is over.
 
+        Call this only while a round runs.
+
         Returns:
-            The round; None if none has ended.
+            The round; None if it has not ended.
         """
-        if not self.is_running:
-            return None
         silent = [rank for rank in ranks if self._answered.get(rank, float("-inf")) < self._began]
         if silent and now < self._began + ANSWER_SECONDS:
             return None

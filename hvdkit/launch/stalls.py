@@ -186,6 +186,8 @@ class Stalls:
         """
         self._plan(now, ended, failed, raised_at)
         self._rounds.begin_due(now)
+        if not self._rounds.is_running:
+            return None
         answers = self._rounds.end(now, [r for r in range(self._size) if r not in ended])
         if answers is None:
             return None
