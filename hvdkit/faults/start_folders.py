@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-#: In the folder of a start: its description, and the failure of a rank.
+#: In the folder of a start: its description (`hvdkit.launch.starts`), and the failure of a rank.
 START, ERROR = "start.json", "error.json"
-_LATEST = "latest"
+#: In the folder of `--output-dir`: a link to the folder of the newest start.
+LATEST = "latest"
 # The time of the start, and 2, 3, … for further starts in the same second.
 _NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 
@@ -25,7 +26,7 @@ def newest(folder: Path, records: str) -> tuple[Path, str]:
         newest start with a description, if there is one, and a sentence about this.
     """
     starts = list(_starts(folder))
-    latest = folder / _LATEST
+    latest = folder / LATEST
     # A copy of the folder may lack the link.
     first = latest if latest.is_dir() else next(iter(starts), folder)
     if first == folder or any((first / name).exists() for name in (START, ERROR, records)):

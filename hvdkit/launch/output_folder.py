@@ -16,16 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from hvdkit.errors import UsageError
+from hvdkit.faults.start_folders import ERROR, LATEST, START
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
 from hvdkit.whole_files import replacing
-
-#: A link to the folder of the last start.
-LATEST = "latest"
-ERROR = "error.json"
-#: The description of the start, see `hvdkit.launch.starts`.
-START = "start.json"
 
 
 def make(directory: Path) -> Path:

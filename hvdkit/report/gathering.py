@@ -16,7 +16,8 @@ from hvdkit.checkpoint.storage import Entry, newest_run
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import command as faults
-from hvdkit.launch import output_folder, starts
+from hvdkit.faults import start_folders
+from hvdkit.launch import starts
 from hvdkit.monitor import History, read
 from hvdkit.report.numbers import count
 from hvdkit.report.training_run import StartFolder, TrainingRun
@@ -122,7 +123,7 @@ def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
         found.unreadable.append(folder)
         return found
     names = {entry.name for entry in inside}
-    if output_folder.START in names or (
+    if start_folders.START in names or (
         _START_FOLDER.fullmatch(folder.name) and any(map(_RANK_LOG.fullmatch, names))
     ):
         found.starts.append(folder)
@@ -218,12 +219,12 @@ def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
     for folder in folders:
         start = None
         try:
-            text = (folder / output_folder.START).read_text(encoding="utf-8", errors="replace")
+            text = (folder / start_folders.START).read_text(encoding="utf-8", errors="replace")
             start = starts.parse(text)
         except FileNotFoundError:
             pass
         except (HvdkitError, OSError) as error:
-            notes.append(f"{folder.name}/{output_folder.START} cannot be read: {error}.")
+            notes.append(f"{folder.name}/{start_folders.START} cannot be read: {error}.")
         logs = sum(bool(_RANK_LOG.fullmatch(path.name)) for path in folder.iterdir())
         began = _time_in(folder) if start is None else start.began
         ranks = logs if start is None else start.ranks
@@ -243,7 +244,7 @@ def _time_in(folder: Path) -> float:
 
 def _explanation(folder: Path, notes: list[str]) -> str:
     """Return the output of `hvdkit why`; empty if there is nothing to explain."""
-    if not (folder / output_folder.ERROR).exists() and not (folder / faults.FOLDER).exists():
+    if not (folder / start_folders.ERROR).exists() and not (folder / faults.FOLDER).exists():
         return ""
     try:
         return faults.why(folder)

@@ -17,7 +17,7 @@ from typing import Any
 from hvdkit.core import trial
 from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch import output_folder
+from hvdkit.faults import start_folders
 from hvdkit.owned_folders import OwnedFolder
 from hvdkit.processes import ProcessGroup
 
@@ -126,12 +126,12 @@ class Runner:
             words = [*self._arguments, "--output-dir", str(owned.path), "--", *limited]
             status, text = self._launch(words, env, owned.path)
             seconds = time.monotonic() - began
-            logs = owned.path / output_folder.LATEST
+            logs = owned.path / start_folders.LATEST
             if status == 0:
                 return Result(seconds, _reports(logs))
             if reason := _out_of_memory(logs, bool(self._memory)):
                 return Result(seconds, out_of_memory=reason)
-            rank_failed = (logs / output_folder.ERROR).exists()
+            rank_failed = (logs / start_folders.ERROR).exists()
         finally:
             owned.remove()
         if status == _USAGE_STATUS and not rank_failed:
@@ -190,7 +190,7 @@ def _reports(logs: Path) -> list[dict[str, Any]]:
 def _out_of_memory(logs: Path, limited: bool) -> str:
     """Return which rank had too little memory, and how it ended; empty if another thing failed."""
     try:
-        failure = json.loads((logs / output_folder.ERROR).read_text(encoding="utf-8"))
+        failure = json.loads((logs / start_folders.ERROR).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     where = f"rank {failure['rank']} on {failure['host']}"

@@ -8,7 +8,7 @@ import pytest
 
 from hvdkit.cli import main
 from hvdkit.engine.describe import installed
-from hvdkit.launch import output_folder
+from hvdkit.faults import start_folders
 from hvdkit.tune import trials
 
 TORCH = """
@@ -101,7 +101,7 @@ def test_invalid_arguments(words, text, capsys):
 )  # fmt: skip
 def test_what_is_out_of_memory(failure, text, tmp_path):
     content = {"rank": 1, "host": "host1", "signal": None, "traceback": [], "last_lines": []}
-    (tmp_path / output_folder.ERROR).write_text(json.dumps(content | failure))
+    (tmp_path / start_folders.ERROR).write_text(json.dumps(content | failure))
     found = trials._out_of_memory(tmp_path, limited=False)
     assert text in found
     assert bool(text) == bool(found)
