@@ -11,6 +11,8 @@ from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, name_slots, total_slots
 
 MOST_RANKS = 100_000
+#: The most ranks in a text.
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ class Plan:
     def node(self, host: Host) -> int:
         """Return the index of `host` in `hosts`."""
         return self._nodes[host]
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Return a text for ranks, such as `ranks 1 on host1, 2 on host2 and 3 more`."""
+        shown = ", ".join(f"{r} on {self.places[r].host.name}" for r in ranks[:_SHOWN])
+        more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
     @cached_property
     def _nodes(self) -> dict[Host, int]:
