@@ -8,7 +8,8 @@ import keras
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from hvdkit.core.elastic import CommittedState, Item, VariablesState
+from hvdkit.core.elastic.state import CommittedState, Item
+from hvdkit.core.elastic.variables_state import VariablesState
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.errors import UsageError

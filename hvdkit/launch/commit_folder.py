@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.core.elastic_start import HOSTS_FILE
+from hvdkit.core.elastic.start import HOSTS_FILE
 from hvdkit.owned_folders import OwnedFolder
 
 #: The beginning of the folders' names.

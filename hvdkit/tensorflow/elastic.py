@@ -14,7 +14,9 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.items import several
-from hvdkit.core import elastic
+from hvdkit.core.elastic.run import Adapter, elastic_function
+from hvdkit.core.elastic.state import Item
+from hvdkit.core.elastic.variables_state import VariablesState
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
@@ -43,7 +45,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 raise HorovodInternalError(error) from error
             raise
 
-    return elastic.run(with_horovod_errors, _adapter)
+    return elastic_function(with_horovod_errors, _adapter)
 
 
 def _reset() -> None:
@@ -51,7 +53,7 @@ def _reset() -> None:
     init()
 
 
-_adapter = elastic.Adapter(
+_adapter = Adapter(
     collectives=lambda: TensorFlowCollectives(mpi_ops.global_process_set),
     local_rank=mpi_ops.local_rank,
     size=mpi_ops.size,
@@ -68,7 +70,7 @@ def copy_advice(value: Any) -> str:
     return ""
 
 
-class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
+class _VariablesState(VariablesState, horovod_elastic.ObjectState):
     """Elastic state of variables, and of the objects given as keyword arguments.
 
     It also keeps the states of the reductions of all gradient tapes of this process.
@@ -95,7 +97,7 @@ class _VariablesState(elastic.VariablesState, horovod_elastic.ObjectState):
         found = [distribution_of(optimizer) for optimizer in self._optimizers().values()]
         return [distribution for distribution in found if distribution is not None]
 
-    def _reduction_items(self) -> Mapping[str, elastic.Item]:
+    def _reduction_items(self) -> Mapping[str, Item]:
         return {"reduction": reduction_item(self._optimizers())}
 
     def _originals(self) -> Iterable[Any]:

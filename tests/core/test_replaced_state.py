@@ -6,7 +6,7 @@ import io
 import pytest
 
 from hvdkit.core import replaced_state
-from hvdkit.core.elastic import VariablesState
+from hvdkit.core.elastic.variables_state import VariablesState
 
 
 class Counter:

@@ -128,9 +128,9 @@ def watch_commits():
 
     With `horovodrun`, make a point between the saving and the search for changed hosts.
     """
-    from hvdkit.core import commits, elastic
+    from hvdkit.core.elastic import commits, state
 
-    write, save = commits.CommitStore.write, elastic.CommittedState.save
+    write, save = commits.CommitStore.write, state.CommittedState.save
 
     def watched(self, identity, content):
         point("before write")
@@ -149,7 +149,7 @@ def watch_commits():
     if IN_PROCESS:
         if any("then" in each for each in JOB["disturbances"]):
             time.sleep(2)  # As if this process had imported a framework.
-        elastic.CommittedState.save = watched_save
+        state.CommittedState.save = watched_save
     else:
         commits.CommitStore.write = watched
 

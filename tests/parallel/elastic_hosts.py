@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.core import elastic
-from hvdkit.core.committer import Committer
-from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.elastic import run
+from hvdkit.core.elastic.committer import Committer
+from hvdkit.core.elastic.start import ElasticStart
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def host_of_its_own() -> Iterator[Path]:
         folder = Path(name)
         for variable, value in ElasticStart([folder], 0, 0, False).variables().items():
             patch.setenv(variable, value)
-        patch.setattr(elastic, "Committer", committer)
+        patch.setattr(run, "Committer", committer)
         yield folder
 
 

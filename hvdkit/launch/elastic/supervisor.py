@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.elastic.members import Members, assignment_of
 from hvdkit.launch.hosts import Host, total_slots

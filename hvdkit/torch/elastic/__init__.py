@@ -11,7 +11,7 @@ from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import mpi_ops
 
-from hvdkit.core import elastic
+from hvdkit.core.elastic.run import Adapter, elastic_function
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.elastic.sampler import ElasticSampler
@@ -39,7 +39,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
         train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
     """
-    return elastic.run(func, _adapter)
+    return elastic_function(func, _adapter)
 
 
 def _reset() -> None:
@@ -47,7 +47,7 @@ def _reset() -> None:
     init()
 
 
-_adapter = elastic.Adapter(
+_adapter = Adapter(
     collectives=lambda: TorchCollectives(mpi_ops.global_process_set),
     local_rank=mpi_ops.local_rank,
     size=mpi_ops.size,

@@ -20,7 +20,7 @@ from horovod.torch.elastic.state import (
 )
 from torch.utils.data import DataLoader, Sampler
 
-from hvdkit.core.elastic import CommittedState
+from hvdkit.core.elastic.state import CommittedState
 from hvdkit.core.replaced_state import restore_positions
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import on_own_gpu

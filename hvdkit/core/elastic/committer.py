@@ -17,9 +17,9 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.commits import Commit, CommitId, CommitStore, newest_of_states
 from hvdkit.core.consistency import error_text, grouped
-from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.elastic.commits import Commit, CommitId, CommitStore, newest_of_states
+from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.progress import report_committed, report_saved
 from hvdkit.core.rank_errors import attempt, errors_of_ranks
 from hvdkit.errors import HvdkitError

@@ -1,37 +1,29 @@
-"""Elastic training on the side of a rank.
-
-`hvdkit run --elastic` starts all ranks again, as new processes, after a failure and when the hosts
-have changed. So no state of a broken engine is left. The last commit of the script's state is kept
-in the memory of each host (`hvdkit.core.committer`).
-
-`CommittedState` is the part of a state class that all adapters share, and `run` is the decorator.
-"""
+"""The part of an elastic state that all adapters share: it stores the commits of a script."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import itertools
 import logging
-import os
 import pickle
 import queue
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol, cast
+from typing import IO, Any, ClassVar, Protocol, cast
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.committer import Committer
 from hvdkit.core.consistency import group_by_text
-from hvdkit.core.content_digest import HashedFile, content_digest
-from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.elastic.committer import Committer
+from hvdkit.core.elastic.content_digest import HashedFile, content_digest
+from hvdkit.core.elastic.copies import check_references, check_values, copies, is_of_keras
+from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.process_sets import other_ranks
-from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
+from hvdkit.core.replaced_state import positions
 from hvdkit.core.sampling import Epochs
-from hvdkit.errors import HOSTS_CHANGED, UsageError
+from hvdkit.errors import UsageError
+
+_log = logging.getLogger("hvdkit.elastic")
+
+#: After commits within this number of accumulation windows in a row, commits no longer wait.
+_MOST_WINDOWS = 8
 
 
 class Item(Protocol):
@@ -46,12 +38,6 @@ class Item(Protocol):
 
     def restore(self, tree: Any, /) -> None:
         """Restore a result of `save`, possibly of another process. Not a collective."""
-
-
-_log = logging.getLogger("hvdkit.elastic")
-
-#: After commits within this number of accumulation windows in a row, commits no longer wait.
-_MOST_WINDOWS = 8
 
 
 class _Position:
@@ -87,6 +73,9 @@ class CommittedState:
         _saved_items: the states of `_items` as of the last `save`.
         _saved_state: the objects as of the last `save`.
     """
+
+    #: The state of the running training function of `hvdkit run --elastic`; None without one.
+    running: ClassVar[CommittedState | None] = None
 
     #: Raised when the hosts have changed: Horovod's `HostsUpdatedInterrupt`.
     _interrupt: type[Exception]
@@ -126,8 +115,8 @@ class CommittedState:
         objects = {k: v for k, v in self._saved_state.items() if k not in self._samplers}
         self._saved_state = objects
         for name, value in objects.items():
-            self._check_object(name, value)
-            self._check_references(name, value)
+            check_values(name, value, self._advice)
+            check_references(name, value, self._originals())
         self._copy_objects()
         self._save_items()
 
@@ -143,7 +132,7 @@ class CommittedState:
                 self._set_sampler(name, value)
         # `restore` and `sync` set the saved objects themselves, which were checked.
         elif name in objects and value is not objects[name]:
-            self._check_object(name, value)
+            check_values(name, value, self._advice)
         super().__setattr__(name, value)
 
     def _set_sampler(self, name: str, value: Any) -> None:
@@ -154,39 +143,6 @@ class CommittedState:
             )
         self._samplers = {**self._samplers, name: value}
         self._saved_items = {**self._saved_items, _key_of(name): _Position(value).save()}
-
-    def _check_object(self, name: str, value: Any) -> None:
-        """Check that an object of the state may be replaced by a copy.
-
-        Raises:
-            UsageError: others refer to the object, or to a value in it.
-        """
-        for (first, *keys), each in _nested_values(name, value):
-            if advice := self._advice(each):
-                path = first + "".join(f"[{key!r:.40}]" for key in keys)
-                raise UsageError(
-                    f"{path} is a {type(each).__name__}. The state would replace it by a copy, and "
-                    f"the script or other objects would still use the original: {advice}"
-                )
-
-    def _check_references(self, name: str, value: Any) -> None:
-        """Check that an object does not refer to a part of the state that is not copied.
-
-        Raises:
-            UsageError: it does.
-        """
-        # It gets the `id` of each object that is copied.
-        copied: dict[int, Any] = {}
-        with contextlib.suppress(Exception):
-            copy.deepcopy(value, copied)
-        for each in self._originals():
-            if id(each) in copied:
-                raise UsageError(
-                    f"{name} (of type {type(value).__name__}) refers to a {type(each).__name__} "
-                    f"that the state keeps. The state would replace {name} by a copy, which would "
-                    f"use a copy of the {type(each).__name__}: omit {name} from the state, and "
-                    f"pass only its numbers and arrays"
-                )
 
     def _advice(self, value: Any) -> str:
         """Return what to do with a value that must not be copied; "" if it may be copied.
@@ -199,7 +155,7 @@ class CommittedState:
                 "pass each ResumableSampler to the constructor of the state, as a keyword argument "
                 "of its own"
             )
-        if _is_of_keras(value):
+        if is_of_keras(value):
             return (
                 "use the arguments `model`, `variables` and `optimizer` of the states. KerasState "
                 "also keeps the layers of its model, and the optimizers that are attributes of its "
@@ -217,11 +173,7 @@ class CommittedState:
         Horovod's `ObjectState` keeps references. A script may change an object of the state in
         place, for example append to a list. This must not change what `save` has saved.
         """
-        try:
-            self._saved_state = copy.deepcopy(self._saved_state)
-        except Exception:
-            # An object that cannot be copied, for example a tensor with a gradient function.
-            self._saved_state = {k: _copied(value) for k, value in self._saved_state.items()}
+        self._saved_state = copies(self._saved_state)
 
     def keep(self, name: str, value: Any) -> None:
         """Set an attribute, and make it an object of the state. Call this on every rank."""
@@ -473,10 +425,10 @@ class CommittedState:
             return
         kind = type(self).__name__
         # Otherwise this state has a committer.
-        if _running is not None:
+        if (running := CommittedState.running) is not None:
             raise UsageError(
                 f"commit() or check_host_updates() was called for this {kind}, but the elastic "
-                f"training function was called with another {type(_running).__name__}: hvdkit run "
+                f"training function was called with another {type(running).__name__}: hvdkit run "
                 f"--elastic stores only the state of the function. Put all objects into that state"
             )
         if not self._warned and self._rank() == 0:
@@ -501,239 +453,3 @@ def _several_models(kind: str, found: str) -> str:
 def _key_of(name: str) -> str:
     """Return the key of a sampler in `_saved_items`. The items of the reduction have no spaces."""
     return f"sampler {name}"
-
-
-#: Types of values that cannot contain others. Long lists of numbers are common.
-_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
-
-
-def _nested_values(name: str, value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield a value and all values in its lists, tuples, sets and dicts.
-
-    Each comes with its path: the name, and then keys and indices.
-    """
-    found: list[tuple[tuple[Any, ...], Any]] = [((name,), value)]
-    seen = set()
-    while found:
-        path, each = found.pop()
-        yield path, each
-        if not isinstance(each, dict | list | tuple | set | frozenset | deque) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        values = each.values() if isinstance(each, dict) else each
-        if set(map(type, values)) <= _PLAIN:
-            continue
-        pairs = each.items() if isinstance(each, dict) else enumerate(each)
-        found += [((*path, key), inner) for key, inner in pairs]
-
-
-def _is_of_keras(value: Any) -> bool:
-    """Return whether `value` is a variable, an optimizer, or a layer with variables of Keras."""
-    # By names, because this module does not import Keras.
-    classes = type(value).__mro__
-    names = {c.__name__ for c in classes if c.__module__.split(".")[0] in ("keras", "tf_keras")}
-    # In Keras 2, a metric is a layer. The state alone may have a metric.
-    if "Layer" in names and "Metric" not in names:
-        return bool(value.weights)
-    return not names.isdisjoint({"Variable", "Optimizer", "BaseOptimizer"})
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of an object; the object itself if it cannot be copied."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return value
-
-
-class VariablesState(CommittedState):
-    """The part of an elastic state of variables that the adapters for TensorFlow and Keras share.
-
-    Attributes:
-        _saved_variables: the variables, and their values as of the last `save`.
-        _saved_layout: the result of `_layout` as of the last `save`.
-    """
-
-    _saved_variables: Sequence[tuple[Any, Any]]
-    _saved_layout: Any = None
-
-    def _stored_variables(self) -> Sequence[Any]:
-        """Return the variables to store: those that `save` saves, without states of random seeds.
-
-        If all ranks restored the same seed, their Dropout layers would drop the same units.
-        """
-        raise NotImplementedError
-
-    def _save_variables(self) -> None:
-        """Copy the variables to host memory."""
-        raise NotImplementedError
-
-    def _layout(self) -> Any:
-        """Return what `_build` needs: a picklable object."""
-
-    def _build(self, layout: Any) -> None:
-        """Create the variables that another process had. Not a collective.
-
-        Args:
-            layout: the result of `_layout` in the other process.
-        """
-
-    def save(self) -> None:
-        """Copy everything to host memory, except accumulated gradients."""
-        self._save_variables()
-        self._saved_layout = self._layout()
-        super().save()
-
-    def _originals(self) -> Iterable[Any]:
-        return [*super()._originals(), *(variable for variable, _ in self._saved_variables)]
-
-    def restore(self) -> None:
-        """Restore everything as of the last `save`, and discard accumulated gradients."""
-        for variable, value in self._saved_variables:
-            variable.assign(value)
-        super().restore()
-
-    def _content(self) -> Any:
-        """Return what `save` has saved, and the positions of checkpointers."""
-        values = {id(variable): value for variable, value in self._saved_variables}
-        stored = [values[id(variable)] for variable in self._stored_variables()]
-        items, layout = self._saved_items, self._saved_layout
-        small = self._values_to_write()
-        return stored, small["objects"], small["positions"], items, layout
-
-    def read_saved(self, path: Path) -> None:
-        """Read what `write_saved` has written, for the next `restore`.
-
-        Raises:
-            UsageError: this state has other variables.
-        """
-        with path.open("rb") as file:
-            # Commits of earlier versions lack the last parts.
-            values, self._saved_state, restored, *others = pickle.load(file)
-        if len(others) > 1 and others[1] is not None:
-            self._build(others[1])
-        variables = self._stored_variables()
-        if len(values) != len(variables):
-            raise UsageError(
-                f"the commit has {len(values)} variables, but this state has {len(variables)}: "
-                f"build the model and its optimizer in the same way at each start"
-            )
-        self._saved_variables = list(zip(variables, values, strict=True))
-        self._saved_items = others[0] if others else {}
-        restore_positions(restored)
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The parts of a framework's adapter that `run` needs.
-
-    Attributes:
-        collectives: returns the collectives of all ranks.
-        local_rank: returns this rank's number on its host.
-        size: returns the number of ranks.
-        shutdown: shuts down Horovod.
-        horovods_run: Horovod's decorator, which shuts down and starts Horovod in the process.
-        interrupt: Horovod's `HostsUpdatedInterrupt`.
-        loads: unpickles the values of another rank.
-    """
-
-    collectives: Callable[[], Collectives]
-    local_rank: Callable[[], int]
-    size: Callable[[], int]
-    shutdown: Callable[[], None]
-    horovods_run: Callable[[Callable[..., Any]], Callable[..., Any]]
-    interrupt: type[Exception]
-    loads: Callable[[bytes], Any] = pickle.loads
-
-
-_keys = itertools.count()
-# The state of the running training function of `hvdkit run --elastic`; None without one.
-_running: CommittedState | None = None
-
-
-def run(func: Callable[..., Any], adapter: Adapter) -> Callable[..., Any]:
-    """Return the elastic form of a training function, whose first argument is the state."""
-
-    @functools.wraps(func)
-    def followed_by_reset(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(state, *args, **kwargs)
-        except adapter.interrupt as interrupt:
-            # Without a `sync`, samplers would keep the number of ranks, and optimizers the
-            # accumulated gradients. Horovod omits it if hosts or slots were only removed.
-            interrupt.skip_sync = False  # type: ignore[attr-defined]
-            raise
-        finally:
-            # The assignment of ranks that follows is newer than these messages.
-            if isinstance(state, CommittedState):
-                state.discard_host_messages()
-
-    in_process = adapter.horovods_run(followed_by_reset)
-
-    @functools.wraps(func)
-    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
-        start = ElasticStart.read()
-        if start is not None:
-            return _run_started(func, adapter, start, state, *args, **kwargs)
-        if os.environ.get("HOROVOD_ELASTIC") == "1" or adapter.size() == 1:
-            return in_process(state, *args, **kwargs)
-        # After a failure, Horovod's decorator would start Horovod again on this rank, and wait for
-        # the other ranks, which do not start it again.
-        state.sync()
-        return func(state, *args, **kwargs)
-
-    return wrapper
-
-
-def _run_started(
-    func: Callable[..., Any],
-    adapter: Adapter,
-    start: ElasticStart,
-    state: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    global _running
-    if not isinstance(state, CommittedState):
-        raise UsageError(
-            f"the elastic state is a {type(state).__module__}.{type(state).__name__}, whose "
-            f"commits cannot be stored: expected a state of hvdkit, such as "
-            f"hvd.elastic.ObjectState, or a class derived from one"
-        )
-    if _running is not None:
-        raise UsageError(
-            f"an elastic training function was called with a {type(state).__name__} within another "
-            f"elastic training function: expected one at a time, because the commits of a call are "
-            f"stored under its number. Remove hvd.elastic.run from the inner function, and put its "
-            f"objects into the state of the outer function"
-        )
-    writes = adapter.local_rank() == 0
-    committer = Committer(start, adapter.collectives(), next(_keys), writes, adapter.loads)
-
-    def load(path: Path) -> None:
-        state.read_saved(path)
-        state.restore()
-
-    restored = committer.resume(load)
-    if restored:
-        state_replaced()
-    # A state that continues from an earlier call in this process was not reset.
-    if start.number > 0 and (restored or not state._began):
-        state.on_reset()
-    state._began = True
-    state.sync()
-    if restored:
-        committer.note_restored(state.digest_saved)
-    state._committer, _running = committer, state
-    try:
-        return func(state, *args, **kwargs)
-    except adapter.interrupt:
-        _end(adapter)
-    finally:
-        state._committer = _running = None
-
-
-def _end(adapter: Adapter) -> NoReturn:
-    """End this process, with the status that asks the launcher for a start on other hosts."""
-    adapter.shutdown()
-    raise SystemExit(HOSTS_CHANGED)

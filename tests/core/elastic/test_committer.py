@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from hvdkit import record_files
-from hvdkit.core import elastic, progress
-from hvdkit.core.commits import CommitId, CommitStore
-from hvdkit.core.committer import Committer
-from hvdkit.core.elastic import Adapter, CommittedState, run
-from hvdkit.core.elastic_start import HOSTS_FILE, ElasticStart
+from hvdkit.core import progress
+from hvdkit.core.elastic import run
+from hvdkit.core.elastic.commits import CommitId, CommitStore
+from hvdkit.core.elastic.committer import Committer
+from hvdkit.core.elastic.run import Adapter, elastic_function
+from hvdkit.core.elastic.start import HOSTS_FILE, ElasticStart
+from hvdkit.core.elastic.state import CommittedState
 from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
 
 CONTENT = bytes(range(256)) * 4
@@ -28,7 +30,7 @@ CONTENT = bytes(range(256)) * 4
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr("hvdkit.core.committer._CHUNK_BYTES", 100)
+    monkeypatch.setattr("hvdkit.core.elastic.committer._CHUNK_BYTES", 100)
 
 
 def writes(content):
@@ -99,7 +101,7 @@ def test_a_writer_that_is_killed_leaves_the_commit_before(tmp_path):
     code = f"""
 import os, signal
 from pathlib import Path
-from hvdkit.core.commits import CommitId, CommitStore
+from hvdkit.core.elastic.commits import CommitId, CommitStore
 
 def write(file):
     file.write(b"half")
@@ -355,7 +357,7 @@ def test_a_commit_that_one_rank_cannot_read_raises_on_all_ranks(world, monkeypat
         def no_map(path, *_):
             raise PermissionError(f"no access to {path}")
 
-        monkeypatch.setattr("hvdkit.core.committer.np.memmap", no_map)
+        monkeypatch.setattr("hvdkit.core.elastic.committer.np.memmap", no_map)
 
     def work(committer, rank):
         def fails(_):
@@ -492,11 +494,11 @@ class PlainState:
 def test_a_job_that_is_not_elastic_calls_the_function(monkeypatch):
     monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
     state = PlainState()
-    assert run(lambda s: s.synced, adapter())(state) is True
+    assert elastic_function(lambda s: s.synced, adapter())(state) is True
     # Alone, a rank can start again in its process. Under horovodrun, Horovod starts it again.
-    assert run(lambda s: 1, adapter(size=1))(state) == ("in process", 1)
+    assert elastic_function(lambda s: 1, adapter(size=1))(state) == ("in process", 1)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    assert run(lambda s: 1, adapter())(state) == ("in process", 1)
+    assert elastic_function(lambda s: 1, adapter())(state) == ("in process", 1)
 
 
 class StartedState(CommittedState, Saved):
@@ -535,7 +537,7 @@ def test_a_state_that_is_trained_in_several_calls(monkeypatch, tmp_path):
     folder = tmp_path / "host"
     folder.mkdir()
 
-    @functools.partial(run, adapter=replace(adapter(), collectives=lambda: OneRank()))
+    @functools.partial(elastic_function, adapter=replace(adapter(), collectives=lambda: OneRank()))
     def train(state):
         state.epochs += 1
         state.commit()
@@ -545,7 +547,7 @@ def test_a_state_that_is_trained_in_several_calls(monkeypatch, tmp_path):
         variables = ElasticStart([folder], number, 0, number > 0).variables()
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(elastic, "_keys", itertools.count())
+        monkeypatch.setattr(run, "_keys", itertools.count())
         state = StartedState()
         return [train(state) for _ in range(calls)]
 
@@ -560,7 +562,9 @@ def in_elastic_job(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
 
 
-started = functools.partial(run, adapter=replace(adapter(), collectives=lambda: OneRank()))
+started = functools.partial(
+    elastic_function, adapter=replace(adapter(), collectives=lambda: OneRank())
+)
 
 
 @pytest.mark.parametrize("method", ["commit", "check_host_updates"])
@@ -621,7 +625,7 @@ def test_nested_functions_are_an_error(in_elastic_job, tmp_path):
 
 def test_a_state_without_commits(in_elastic_job):
     with pytest.raises(UsageError, match="PlainState, whose commits cannot be stored"):
-        run(lambda s: 1, adapter())(PlainState())
+        elastic_function(lambda s: 1, adapter())(PlainState())
 
 
 def test_the_status_of_changed_hosts_is_no_other():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.core.content_digest import content_digest
+from hvdkit.core.elastic.content_digest import content_digest
 
 _LEAVES = st.one_of(
     st.none(),
