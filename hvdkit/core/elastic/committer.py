@@ -1,7 +1,7 @@
 """Store the commits of elastic training on every host, and select the newest one at a start.
 
-`hvdkit.core.elastic` makes a `Committer` for each elastic state. A commit is the state at the last
-`state.commit()`.
+`hvdkit.core.elastic.run` makes a `Committer` for each elastic state. A commit is the state at the
+last `state.commit()`.
 """
 
 from __future__ import annotations
