@@ -277,7 +277,8 @@ def _reachability(broken: Sequence[BrokenConnection], tried: int, count: int) ->
             ERROR,
             f"{len(broken)} of {tried} connections fail: {describe_broken(broken)}",
             "open all TCP ports between the hosts in their firewalls, or choose another --network. "
-            "If connections are made but large data does not arrive, check the MTU of the network",
+            "If connections are made but large data does not arrive, or only some attempts fail, "
+            "check the MTU and the packet loss of the network (`ping -s 1400 HOST`)",
         )
     others = f"{FULL_MESH_HOSTS - 1} others" if count > FULL_MESH_HOSTS else "every other"
     return Diagnostic(
