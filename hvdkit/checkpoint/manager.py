@@ -229,7 +229,8 @@ class Manager:
                 raise UsageError(
                     f"save({step}) was called while gradients wait for a step: after backward() "
                     f"and before step(), or inside an accumulation window. Call save() after "
-                    f"step(); or call maybe_save(), which saves at the end of a window"
+                    f"step(), and after optimizer.zero_grad() if no step uses the gradients; or "
+                    f"call maybe_save(), which saves at the end of a window"
                 )
             if self._first:
                 self._writer.open()

@@ -85,12 +85,7 @@ class GradScaler(_TorchGradScaler):
             self._in_window = True
             return None
         self._stepped = True
-        steps = optimizer.steps
-        result = super().step(optimizer, *args, **kwargs)
-        if optimizer.steps == steps:
-            optimizer.skipped_steps += 1
-            optimizer.end_step()
-        return result
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapt the scale after a step. Does nothing inside an accumulation window.
@@ -128,12 +123,32 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
     return reduced
 
 
+def _note_skipped_step(maybe_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(maybe_step)
+    def noted(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(optimizer, WrappedOptimizer):
+            return maybe_step(self, optimizer, *args, **kwargs)
+        # `on_nonfinite="skip"` skips steps, too.
+        ended = optimizer.steps + optimizer.skipped_steps
+        result = maybe_step(self, optimizer, *args, **kwargs)
+        if optimizer.steps + optimizer.skipped_steps == ended:
+            optimizer.skipped_steps += 1
+            optimizer.end_step()
+        return result
+
+    return noted
+
+
 def patch_torch_grad_scaler() -> None:
     """Patch PyTorch's GradScaler to reduce the gradients of a `DistributedOptimizer`.
 
-    The scaler reads gradients in a private method before it calls the optimizer's step. This
-    function replaces that method.
+    The scaler reads gradients in a private method before it calls the optimizer's step. In another
+    private method, it makes or skips the step. This function replaces both methods.
     """
-    original = _TorchGradScaler._unscale_grads_
-    if not hasattr(original, "__wrapped__"):
-        _TorchGradScaler._unscale_grads_ = _reduce_before_unscaling(original)
+    for name, patched in (
+        ("_unscale_grads_", _reduce_before_unscaling),
+        ("_maybe_opt_step", _note_skipped_step),
+    ):
+        original = getattr(_TorchGradScaler, name)
+        if not hasattr(original, "__wrapped__"):
+            setattr(_TorchGradScaler, name, patched(original))

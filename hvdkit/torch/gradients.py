@@ -8,6 +8,7 @@ the base. (A second reduction of the base would be wrong for `Sum`, and would ro
 
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -23,6 +24,7 @@ from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError
+from hvdkit.torch.awaited_step import AwaitedStep
 from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, spec
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
@@ -85,6 +87,10 @@ class Owner(Protocol):
         """
         ...
 
+    def _forget_parameter(self, parameter: torch.nn.Parameter) -> None:
+        """Remove the hooks of a parameter that the optimizer does not have any more."""
+        ...
+
 
 class OptimizerGradients:
     """`hvdkit.core.rounds.LocalGradients` of a wrapped optimizer's parameters.
@@ -99,12 +105,12 @@ class OptimizerGradients:
         window: the accumulation window.
         keep_sparse: make all gradients sparse after a round, for an optimizer that needs sparse
             gradients although the reduction is dense.
+        awaited: the step that uses reduced gradients.
         finds_nonfinite: find gradients with NaN or infinity before they are reduced.
 
     Attributes:
         synchronizers: see `LocalGradients`.
         invalid_reason: why the gradients cannot be used; empty if they can.
-        awaits_step: whether there are reduced gradients that no step has used.
         after_round: called when the gradients are reduced, before the script can change them; None
             for no call.
     """
@@ -117,9 +123,11 @@ class OptimizerGradients:
         groups: Sequence[Sequence[torch.nn.Parameter]],
         window: Window,
         keep_sparse: bool,
+        awaited: AwaitedStep,
         finds_nonfinite: bool = False,
     ) -> None:
         self._owner = owner
+        self._awaited = awaited
         self._collectives = collectives
         self._reduction = reduction
         self._groups = groups
@@ -130,7 +138,6 @@ class OptimizerGradients:
         self._checked: dict[str, _Snapshot] = {}
         self.synchronizers: list[TorchSynchronizer] = []
         self.invalid_reason = ""
-        self.awaits_step = False
         self.after_round: Callable[[], None] | None = None
         self._backends: list[TorchBackend] = []
         self._layouts: list[list[_Layout]] = []
@@ -175,6 +182,8 @@ class OptimizerGradients:
         ]
         if not added and self.synchronizers:
             return False
+        if self._collectives.single_rank and self._has_removed_parameters():
+            self.replan()  # on several ranks, the next round does
         for index, p in enumerate(added):
             self._numbers[p] = len(self._parameters)
             self._parameters.append(p)
@@ -219,15 +228,52 @@ class OptimizerGradients:
         )
 
     def plan_outdated(self) -> bool:
-        """Return whether parameters have another dtype, device or shape than the buckets."""
-        return any(
+        """Return whether parameters have another dtype, device or shape than the buckets.
+
+        Also true if the script has removed parameters from the optimizer.
+        """
+        return self._has_removed_parameters() or any(
             _layout(p) != layout
             for layouts, part in zip(self._layouts, self._parts(), strict=True)
             for p, layout in zip(part, layouts, strict=True)
         )
 
+    def _has_removed_parameters(self) -> bool:
+        present = set(map(id, self._owner._all_parameters()))
+        return any(id(p) not in present for p in self._parameters)
+
+    def _forget_removed_parameters(self) -> None:
+        """Free the parameters that the script has removed from the optimizer, or replaced there.
+
+        For example, a pruned layer, or the points of a scene whose number has changed.
+        """
+        present = set(map(id, self._owner._all_parameters()))
+        kept = [number for number, p in enumerate(self._parameters) if id(p) in present]
+        if len(kept) == len(self._parameters):
+            return
+        numbers = {old: new for new, old in enumerate(kept)}
+        parts = [self._locations[old][0] for old in kept]
+        for p in self._parameters:
+            if id(p) not in present:
+                self._owner._forget_parameter(p)
+        self._parameters = [self._parameters[old] for old in kept]
+        self._numbers = {p: number for number, p in enumerate(self._parameters)}
+        self._after_round = [self._after_round[old] for old in kept]
+        self._unreduced = {numbers[old] for old in self._unreduced if old in numbers}
+        self._bases = {numbers[old]: base for old, base in self._bases.items() if old in numbers}
+        sizes = Counter(parts)
+        self._layouts = [self._layouts[part][: sizes[part]] for part in sorted(sizes)]
+        places = {part: place for place, part in enumerate(sorted(sizes))}
+        counts: Counter[int] = Counter()
+        self._locations = []
+        for number, part in enumerate(parts):
+            self._locations.append((places[part], counts[part]))
+            counts[part] += 1
+            self._owner._register_hooks(self._parameters[number], number)
+
     def replan(self) -> None:
         """Make new synchronizers for the parameters as they are now. Not a collective."""
+        self._forget_removed_parameters()
         parts = list(self._parts())
         for made in (self.synchronizers, self._backends, self._layouts):
             made.clear()
@@ -510,6 +556,10 @@ class OptimizerGradients:
         """Return whether there is any gradient."""
         return any(p.grad is not None for p in self._parameters)
 
+    def any_nonzero(self) -> bool:
+        """Return whether any gradient has a value other than 0. It waits for the device."""
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+
     def all_removed(self) -> bool:
         """Return whether the last round left gradients, and the script has removed all of them."""
         any_reduced = False
@@ -614,7 +664,7 @@ class OptimizerGradients:
         self._in_round = False
         self._after_round = [_snapshot(p.grad) for p in self._parameters]
         self._changed = False
-        self.awaits_step = True
+        self._awaited.begin()
         if self.after_round is not None:
             self.after_round()
 

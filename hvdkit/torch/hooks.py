@@ -58,13 +58,19 @@ def register(listener: Listener, parameter: torch.nn.Parameter, number: int | No
         parameter.requires_grad_(False)
 
 
+def unregister(listener: Listener, parameter: torch.nn.Parameter) -> None:
+    """Remove the hooks of a parameter, unless it belongs to another listener now."""
+    reference, *handles = _hooks.get(parameter, (None,))
+    if reference is not None and reference() is listener:
+        for handle in handles:
+            handle.remove()
+        del _hooks[parameter]
+
+
 def remove(listener: Listener) -> None:
     """Remove the hooks of a listener, so that backward passes no longer call it."""
-    for parameter, (reference, *handles) in list(_hooks.items()):
-        if reference() is listener:
-            for handle in handles:
-                handle.remove()
-            del _hooks[parameter]
+    for parameter in list(_hooks.keys()):
+        unregister(listener, parameter)
 
 
 def _before(reference: weakref.ref[Listener], number: int | None, _: torch.Tensor) -> None:

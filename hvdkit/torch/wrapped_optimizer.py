@@ -42,6 +42,7 @@ from hvdkit.core.tuning import Tuner
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import dynamo, hooks, passes
+from hvdkit.torch.awaited_step import AwaitedStep
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
@@ -50,6 +51,15 @@ from hvdkit.torch.replicas import TorchReplicas
 from hvdkit.torch.wrapped_modules import check_not_reduced
 
 log = logging.getLogger("hvdkit.torch")
+
+#: After this number of complete accumulation windows in a row without a step, a warning follows.
+_MOST_DROPPED_WINDOWS = 3
+_DROPPED_WINDOWS = (
+    "zero_grad() has dropped {count} complete accumulation windows in a row, and the optimizer has "
+    "made no step. Each backward pass that reaches the optimizer's parameters counts as a pass of "
+    "its window, also the pass of another loss. Freeze the parameters during such a pass "
+    "(model.requires_grad_(False)), or call step() after each window"
+)
 
 _count = itertools.count()
 _wrapped_optimizers: "weakref.WeakSet[WrappedOptimizer]" = weakref.WeakSet()
@@ -108,6 +118,11 @@ def _only_logged() -> Iterator[None]:
         log.warning("%s", error)
 
 
+def _warn_on_first_rank(collectives: TorchCollectives, text: str) -> None:
+    if collectives.rank == collectives.ranks[0]:
+        log.warning("%s", text)
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """The first base class of a wrapped optimizer's class; the second is the plain class.
 
@@ -135,6 +150,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.graph_task: weakref.ref[Any] | None = None
         self._plain = plain
         self._names = names
+        self._added_names = itertools.count(len(names))
         self.op = mpi_ops.Average if reduction.average else mpi_ops.Sum
         self.backward_passes_per_step = reduction.passes
         self.gradient_predivide_factor = reduction.predivide or 1.0
@@ -174,6 +190,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Whether another optimizer has wrapped parameters of this one.
         self._wrapped_again = False
         self._collectives = TorchCollectives(process_set)
+        self._warn = functools.partial(_warn_on_first_rank, self._collectives)
+        self._awaited = AwaitedStep(self._warn)
+        # The number of complete accumulation windows in a row that the script has dropped.
+        self._dropped_windows = 0
         # Not a strong reference: a cycle would keep the optimizer until a garbage collection.
         owner = weakref.proxy(self)
         self._gradients = OptimizerGradients(
@@ -183,6 +203,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             groups,
             window,
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
+            awaited=self._awaited,
             finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = coordinator_of(process_set)
@@ -273,8 +294,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"{window.size}. Call optimizer.step() after every {window.size} passes, or make "
                 f"additional passes inside hvd.no_sync(optimizer)."
             )
-        if self.rounds.skips_step and not self._gradients.exist():
-            # The script has dropped the gradients that are not finite.
+        if self.rounds.skips_step and not self._gradients.any_nonzero():
+            # The script has removed the gradients that are not finite, or has set them to 0.
             self.rounds.skips_step = False
         self._nothing_to_reduce = window.size == 1 and self._collectives.single_rank
         self._local_pass = self._adds_locally
@@ -522,7 +543,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
-        self._stepped = self._gradients.awaits_step = self._added_locally = False
+        self._stepped = self._added_locally = False
+        self._dropped_windows = 0
+        self._awaited.step()
+        for other in _wrapped_optimizers:
+            if other is not self:
+                other._awaited.note_other_step()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
         self._window.close()
@@ -622,7 +648,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _begin_without_gradients(self) -> None:
         """Begin the next window, after the script has reset the gradients."""
-        self._gradients.awaits_step = self._added_locally = False
+        if self._window.size > 1 and self._window.passes >= self._window.size:
+            self._dropped_windows += 1
+            if self._dropped_windows == _MOST_DROPPED_WINDOWS:
+                self._warn(_DROPPED_WINDOWS.format(count=self._dropped_windows))
+        self._added_locally = False
+        self._awaited.end()
         self._window.close()
         self._gradients.discard()
         self.rounds.participated = self.rounds.skips_step = False
@@ -661,14 +692,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
             super().zero_grad()
         self._gradients.remove_unreduced()
         self._gradients.invalid_reason = ""
-        self._stepped = self._gradients.awaits_step = self._added_locally = False
+        self._stepped = self._added_locally = False
+        self._awaited.end()
         self._window.close()
         self._gradients.discard()
 
     def is_between_steps(self) -> bool:
-        """Return whether no gradients wait for more passes, a reduction or a step."""
+        """Return whether no gradients wait for more passes, a reduction or a step.
+
+        All ranks call it equally often: see `AwaitedStep`.
+        """
         self._complete_earlier_passes()
-        return not (self.accumulated or self._gradients.awaits_step)
+        return not (self.accumulated or self._awaited.is_awaited(self._gradients.exist))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error in copies and in pickle, because a copy's parameters have no hooks.
@@ -684,7 +719,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def mark_gradients_used(self) -> None:
         """Record that no step will use the reduced gradients."""
-        self._gradients.awaits_step = False
+        self._awaited.end()
 
     @property
     def accumulated(self) -> bool:
@@ -767,7 +802,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
-        return self._names.setdefault(parameter, f"added.parameter{len(self._names)}")
+        name = self._names.get(parameter)
+        if name is None:
+            name = self._names[parameter] = f"added.parameter{next(self._added_names)}"
+        return name
 
     def _consistency_lines(self) -> list[str]:
         parameters = self._all_parameters()
@@ -799,6 +837,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _register_hooks(self, parameter: torch.nn.Parameter, number: int | None) -> None:
         hooks.register(self, parameter, number)
+
+    def _forget_parameter(self, parameter: torch.nn.Parameter) -> None:
+        hooks.unregister(self, parameter)
+        self._names.pop(parameter, None)
 
 
 def reduced_over(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[int]]:

@@ -194,7 +194,10 @@ class ModelItem:
         return prepared
 
     def restore(self, tree: Tree) -> None:
-        """Load the values that were not written in place."""
+        """Load the values that were not written in place, and call the modules' hooks.
+
+        A module may compute other values from those that it loads.
+        """
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
         extra = {
@@ -202,9 +205,23 @@ class ModelItem:
             for name, value in tree.items()
             if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
-        if loaded or extra:
-            state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
+        state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
+        if any(map(_customizes_loading, self._model.modules())):
+            state = {**self._model.state_dict(), **state}
+        if state:
             self._model.load_state_dict(state, strict=False)
+
+
+def _customizes_loading(module: torch.nn.Module) -> bool:
+    """Return whether a module's own code runs in `load_state_dict`."""
+    kind = type(module)
+    # Those of torch only convert states of earlier versions.
+    own = kind._load_from_state_dict is not torch.nn.Module._load_from_state_dict
+    return (
+        bool(module._load_state_dict_post_hooks or module._load_state_dict_pre_hooks)
+        or kind.load_state_dict is not torch.nn.Module.load_state_dict
+        or (own and not kind.__module__.startswith("torch."))
+    )
 
 
 def _text(spec: TensorSpec) -> str:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
+from tests.logs import recorded
 from tests.parallel.torch.oracle import (
     DEVICE,
     OPTIMIZERS,
@@ -470,3 +471,24 @@ def test_loading_state_begins_a_new_window(hvd, loads, where):
     assert optimizer.stepped
     plain.step()
     assert_close(model, reference)
+
+
+def test_windows_that_passes_of_another_loss_complete(hvd):
+    """In a GAN, the pass of the generator counts as a pass of the discriminator, too."""
+    generator, discriminator = nn.Linear(2, 3).to(DEVICE), nn.Linear(3, 1).to(DEVICE)
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(model.parameters()), accumulation_steps=2)
+        for model in (generator, discriminator)
+    ]
+    with recorded("hvdkit.torch") as records:
+        for _ in range(4):
+            noise = torch.ones(1, 2, device=DEVICE)
+            optimizers[1].zero_grad()
+            discriminator(generator(noise).detach()).sum().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            discriminator(generator(noise)).sum().backward()
+            optimizers[0].step()
+    texts = [record.getMessage() for record in records]
+    assert len(texts) == (hvd.rank() == 0)
+    assert all("dropped 3 complete accumulation windows in a row" in text for text in texts)

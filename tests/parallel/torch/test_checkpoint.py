@@ -24,6 +24,7 @@ from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from tests.logs import recorded
 
 
 def shared_folder(hvd):
@@ -563,6 +564,93 @@ def test_a_save_in_a_window_is_refused_and_a_due_save_waits(hvd):
                     saved.append(passes)
                 optimizer.zero_grad()
         assert saved == [3, 6]
+
+
+def models_of_a_gan():
+    torch.manual_seed(0)
+    return nn.Linear(2, 3), nn.Linear(3, 1)
+
+
+def gan(generator, discriminator, steps, ask):
+    """Train the discriminator, and then the generator: this pass reaches both."""
+    discriminator.zero_grad()
+    discriminator(generator(torch.ones(1, 2)).detach()).sum().backward()
+    steps["discriminator"]()
+    generator.zero_grad()
+    discriminator(generator(torch.ones(1, 2))).sum().backward()
+    steps["generator"]()
+    ask()
+
+
+def gradient_norm(generator, discriminator, steps, ask):
+    """Make a pass for its gradients, and remove them from the model."""
+    discriminator(torch.ones(1, 3)).sum().backward()
+    steps["discriminator"]()
+    discriminator(torch.ones(1, 3)).sum().backward()
+    discriminator.zero_grad()
+    ask()
+
+
+def adversarial_example(generator, discriminator, steps, ask):
+    """Make a pass for the gradients of the input, and remove the others in the next step."""
+    discriminator.zero_grad()
+    discriminator(torch.ones(1, 3)).sum().backward()
+    steps["discriminator"]()
+    discriminator(torch.ones(1, 3)).sum().backward()
+    ask()
+
+
+def one_loss(generator, discriminator, steps, ask):
+    """Ask before the step of the second optimizer."""
+    discriminator.zero_grad()
+    generator.zero_grad()
+    discriminator(generator(torch.ones(1, 2))).sum().backward()
+    steps["generator"]()
+    ask()
+    steps["discriminator"]()
+
+
+@pytest.mark.parametrize(
+    ("use", "saved", "warning"),
+    [
+        (gan, range(1, 10), ""),
+        (gradient_norm, range(1, 10), ""),
+        (adversarial_example, (8, 9), "a save was postponed 8 times in a row"),
+        (one_loss, range(1, 10), "between the steps of two optimizers"),
+    ],
+)
+def test_gradients_that_no_step_uses_do_not_prevent_saves(hvd, use, saved, warning):
+    if hvd.size() == 1:
+        pytest.skip("gradients of one rank are not reduced")
+    generator, discriminator = models_of_a_gan()
+    optimizers = {
+        "generator": hvd.DistributedOptimizer(torch.optim.SGD(generator.parameters(), 0.1)),
+        "discriminator": hvd.DistributedOptimizer(torch.optim.SGD(discriminator.parameters(), 0.1)),
+    }
+    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    found = []
+    with (
+        shared_folder(hvd) as folder,
+        recorded("hvdkit.torch") as records,
+        hvd.Checkpointer(
+            folder,
+            model={"generator": generator, "discriminator": discriminator},
+            optimizer=optimizers,
+            every_steps=1,
+            stop_signals=[],
+        ) as checkpointer,
+    ):
+        for step in range(1, 10):
+
+            def ask(step=step):
+                if checkpointer.maybe_save(step):
+                    found.append(step)
+
+            use(generator, discriminator, steps, ask)
+    assert found == list(saved)
+    texts = [record.getMessage() for record in records]
+    assert len(texts) == bool(warning and hvd.rank() == 0)
+    assert all(warning in text for text in texts)
 
 
 def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):

@@ -7,9 +7,11 @@ Add a use: write a function of a `Training` and decorate it with `use`.
 """
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -401,6 +403,26 @@ def new_parameters_in_the_groups(t: Training) -> None:
     t.loss().backward()
     t.optimizer.step()
     t.optimizer.zero_grad()
+
+
+def test_replaced_parameters_are_freed(hvd):
+    """A scene whose number of points changes often."""
+    scene, offset = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([scene, offset], lr=0.5), bucket_bytes=8)
+    earlier = []
+    for count in (4, 6, 3, 5):
+        optimizer.zero_grad()
+        ((scene + offset) * (hvd.rank() + 1)).sum().backward()
+        mean = (hvd.size() + 1) / 2
+        torch.testing.assert_close(scene.grad, torch.full_like(scene, mean))
+        torch.testing.assert_close(offset.grad, torch.full((1,), len(scene) * mean))
+        optimizer.step()
+        earlier.append(weakref.ref(scene))
+        scene = nn.Parameter(torch.ones(count))
+        optimizer.param_groups[0]["params"][0] = scene
+    (scene + offset).sum().backward()
+    gc.collect()
+    assert [reference() for reference in earlier] == [None] * 4
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])

@@ -41,6 +41,24 @@ def test_another_last_layer(hvd):
     ]
 
 
+def test_hooks_of_modules_that_load_a_state(hvd):
+    import torch
+
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.update()
+            self.register_load_state_dict_post_hook(lambda module, _: module.update())
+
+        def update(self):
+            self.norm = self.weight.norm().item()
+
+    saved, restored = Scaled(), Scaled()
+    take_over(saved, restored)
+    assert torch.equal(restored.weight, saved.weight)
+    assert restored.norm == saved.norm
+
+
 @pytest.mark.parametrize("tied_there", [True, False])
 @pytest.mark.parametrize("tied_here", [True, False])
 def test_tied_weights(hvd, tied_there, tied_here):
