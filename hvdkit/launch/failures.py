@@ -38,6 +38,11 @@ _SHOWN_OF_ERROR = 5
 # Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
 # other connections, such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
+# A rank of this host has ended, does not answer, or has raised an error in the collective.
+_IN_SHARED_MEMORY = re.compile(
+    r"collective in shared memory: "
+    r"(?:no message from rank|rank \d+ has (?:ended|not answered|failed))"
+)
 # A shutdown removes the process sets on all ranks. A later call on such a set then finds none.
 _NO_PROCESS_SET = re.compile(r"Process set provided does not exist")
 _BROKEN = re.compile(
@@ -66,6 +71,9 @@ _DOES_NOT_END = re.compile(r"^Exception (?:ignored |in thread )")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _NUMBER = re.compile(r"\d+")
+_SPACES = re.compile(r"\s+")
+# The library `rich`, which Typer uses, draws a frame around all of a traceback but the exception.
+_FRAME = re.compile(r"^(?=[╭│╰|]|\+-)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Failure:
         """
         if self.caught:
             return []
-        lines = [_RANK_PREFIX.sub("", line) for line in self.tail]
+        lines = [_FRAME.sub("  ", _RANK_PREFIX.sub("", line)) for line in self.tail]
         starts = [
             i for i, line in enumerate(lines) if TRACEBACK in line and not _WITHIN_GROUP.match(line)
         ]
@@ -161,8 +169,10 @@ class Failure:
         text = "\n".join(self.traceback or [*([] if self.caught else self.tail), *hidden])
         if _INIT_FAILED.search(text):
             text = "\n".join(self.tail)
+        # The library `rich` breaks long lines.
+        text = _SPACES.sub(" ", text)
         broken = _BROKEN.search(text)
-        if _SHUT_DOWN.search(text) or _NO_PROCESS_SET.search(text):
+        if any(each.search(text) for each in (_SHUT_DOWN, _NO_PROCESS_SET, _IN_SHARED_MEMORY)):
             return _LOST_PEER
         if (broken and _BETWEEN_RANKS.search(text)) or _SILENT.search(text):
             return _LOST_PEER

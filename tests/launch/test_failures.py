@@ -31,6 +31,20 @@ NO_SET = (
     LOST[0],
     "ValueError: Allreduce: Process set provided does not exist, or has not been registered.",
 )
+# A rank of the same host has ended.
+ENDED = (
+    LOST[0],
+    '  File "train.py", line 3, in main',
+    "HorovodInternalError: collective in shared memory: rank 1 has ended",
+)
+# Typer's traceback. The last line is longer than the frame.
+FRAMED = (
+    "╭───────────── Traceback (most recent call last) ─────────────╮",
+    "│ /root/train.py:3 in main                                    │",
+    "╰─────────────────────────────────────────────────────────────╯",
+    "RuntimeError: [/horovod/gloo/transport/tcp/pair.cc:590] Connection ",
+    "closed by peer [10.1.2.3]:3985",
+)
 CHAINED = (
     *LOST,
     "The above exception was the direct cause of the following exception:",
@@ -68,6 +82,8 @@ def report_of(found, *arguments, **options):
     [
         ([(0, 1, LOST), (1, 1, BAD)], 1),
         ([(0, 1, LOST), (1, -9, ())], 1),
+        ([(0, 1, ENDED), (1, 3, ["no such file"])], 1),
+        ([(0, 1, FRAMED), (1, 3, ["no such file"])], 1),
         # The rank's own connection to a store, while the others report Horovod's.
         ([(0, 1, LOST), (1, 1, RESET)], 1),
         ([(0, 1, RESET), (1, 1, BAD)], 1),
@@ -120,6 +136,26 @@ def test_an_error_that_the_script_caught_long_ago_is_not_the_first():
 )
 def test_the_ranks_that_may_have_caused_the_failures(ends, suspects):
     assert failures(*ends).suspects == suspects
+
+
+@pytest.mark.parametrize(
+    ("tail", "exception"),
+    [
+        (FRAMED, "RuntimeError: [/horovod/gloo/transport/tcp/pair.cc:590] Connection "),
+        (
+            [
+                "+--------- Traceback (most recent call last) ---------+",
+                "| /root/train.py:3 in main                             |",
+                "+------------------------------------------------------+",
+                "ValueError: bad config",
+            ],
+            "ValueError: bad config",
+        ),
+    ],
+    ids=["unicode", "ascii"],
+)
+def test_the_exception_of_a_traceback_with_a_frame(tail, exception):
+    assert Failure(0, 1, ["begin", *tail]).exception == exception
 
 
 def test_a_script_that_hides_the_error_of_a_lost_peer():
