@@ -361,6 +361,9 @@ def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> 
         else:
             world.zero()
             plain_step(world, 7)
+        # A checkpoint can be saved now.
+        optimizers = world.optimizer if setting.several else [world.optimizer]
+        assert all(each.is_between_steps() for each in optimizers)
     hvd.allreduce(torch.ones(1), name="end of the sequence")
 
 
