@@ -32,6 +32,7 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
 from hvdkit.core.replaced_state import follow
 from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.core.script_end import note_end_with
 from hvdkit.errors import RESUMABLE, UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
@@ -355,6 +356,7 @@ class Manager:
                 *(why, step, RESUMABLE),
             )
         self._signals.unanswered = None
+        note_end_with(RESUMABLE, self._collectives.rank)
         raise Stopped(step)
 
     def record_signals(self) -> None:

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from hvdkit.owned_folders import OwnedFolder
 from hvdkit.record_files import (
     COMMITTED,
@@ -20,12 +22,14 @@ from hvdkit.record_files import (
     RECORD,
     REQUEST,
     SAVED,
+    SCRIPT_ENDED,
 )
 from hvdkit.whole_files import replacing
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
 _NOTE = re.compile(NOTE.format(r"(\d+)"))
+_SCRIPT_ENDED = re.compile(SCRIPT_ENDED.format(*[r"(\d+)"] * 3))
 
 
 class RecordFolder:
@@ -105,6 +109,18 @@ class RecordFolder:
             (self._folder.path / name.format(start)).exists() for name in (CONNECTED, LEAVING)
         )
         return start, connected, leaving
+
+    def script_ends(self) -> dict[int, int]:
+        """Return rank -> exit status, of scripts that have ended in processes that still run."""
+        found: dict[int, int] = {}
+        if self._folder is None:
+            return found
+        for file in self._folder.path.glob(SCRIPT_ENDED.format("*", "*", "*")):
+            if match := _SCRIPT_ENDED.fullmatch(file.name):
+                rank, status, pid = map(int, match.groups())
+                if psutil.pid_exists(pid):
+                    found[rank] = status
+        return found
 
     def changed_notes(self) -> Iterator[tuple[int, str]]:
         """Yield the notes of shutdowns that were written since the last call: rank, content.

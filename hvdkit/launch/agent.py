@@ -392,6 +392,7 @@ class Agent:
                 self._send("record", text=text)
         for rank, content in self._ranks.records.changed_notes():
             self._send("shutdown", rank=rank, content=content)
+        self._send_script_ends()
         if self._ranks.records.saved():
             self._send("saved")
         if self._ranks.records.committed():
@@ -401,6 +402,17 @@ class Agent:
             self._commits.announce_pending()
         if self._ranks.all and self._ending is None:
             self._ranks.prepare_spares()
+
+    def _send_script_ends(self) -> None:
+        found = self._ranks.records.script_ends()
+        for rank in self._ranks.all:
+            status = found.get(rank.rank)
+            # Processes that this agent has ended do not end the notes.
+            if status is None and self._ending is not None:
+                continue
+            if status != rank.script_status and rank.process.poll() is None:
+                rank.script_status = status
+                self._send("script", rank=rank.rank, status=status)
 
     def _send_init_state(self) -> None:
         """Send how far `hvd.init()` is in the rank, if this is the agent of one rank."""

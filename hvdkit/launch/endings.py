@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
 from hvdkit.launch.agent_pool import AgentPool
@@ -14,9 +16,27 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.stalls import Stalls
+from hvdkit.signals import STOP_SIGNALS
 
 #: The most ranks whose last lines are shown if srun has ended all ranks.
 _RAISED_SHOWN = 3
+# Signals with which the launcher, the user or a batch system ends a process.
+_ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class _ScriptEnd:
+    """The orderly end of a script whose process still runs.
+
+    Attributes:
+        status: the exit status.
+        at: the time (`time.monotonic`).
+        after_failure: whether the job had failed before.
+    """
+
+    status: int
+    at: float
+    after_failure: bool
 
 
 class Endings:
@@ -62,6 +82,7 @@ class Endings:
         self._failed_first = False
         # Whether a rank has ended with RESUMABLE before any failure: the script has asked to stop.
         self._rank_stopped = False
+        self._script_ends: dict[int, _ScriptEnd] = {}
         self._ended_by_launcher: list[int] = []
         # The tracebacks of these ranks, before the launcher has ended them.
         self._raised: dict[int, tuple[float, str]] = {}
@@ -77,6 +98,10 @@ class Endings:
             stalls: the stalls of the job.
             hint: as for `Failure`.
         """
+        script_end = self._script_ends.get(rank)
+        if script_end is not None and _is_ended_by_signal(status):
+            self._add_ended_after_script(rank, script_end)
+            return not self.ends_ranks
         self.statuses[rank] = status
         # After a failure, a rank that a stop signal has ended is not the cause.
         if self.ends_ranks or (self._failed_first and -status in self._fatal):
@@ -91,6 +116,25 @@ class Endings:
             rank, status, tail, raised_at, hint, lambda: stalls.failed_collective(rank)[1]
         )
         return status in self._orderly
+
+    def _add_ended_after_script(self, rank: int, script_end: _ScriptEnd) -> None:
+        """Add the end by a signal of a rank whose script has made an orderly end before."""
+        self.statuses[rank] = script_end.status
+        if script_end.status == RESUMABLE and not script_end.after_failure:
+            self._rank_stopped = True
+        self.failures.add(rank, script_end.status, self._output.tail(rank))
+
+    def set_script_end(self, rank: int, status: int | None) -> None:
+        """Set that the script of a rank has made an orderly end, although its process still runs.
+
+        Args:
+            rank: the rank.
+            status: its exit status; None if the rank's command continues.
+        """
+        if status is not None and status in self._orderly:
+            self._script_ends[rank] = _ScriptEnd(status, time.monotonic(), self.have_failed)
+        else:
+            self._script_ends.pop(rank, None)
 
     def add_signal(self, number: int) -> None:
         """Add a stop signal that this process has received. Only the first one counts."""
@@ -115,6 +159,12 @@ class Endings:
     def running(self) -> list[int]:
         """The ranks that have not ended."""
         return [rank for rank in range(self._plan.size) if rank not in self.statuses]
+
+    @property
+    def first_script_end(self) -> float:
+        """The time of the first orderly end of a script whose process runs; infinite for none."""
+        times = [end.at for rank, end in self._script_ends.items() if rank not in self.statuses]
+        return min(times, default=float("inf"))
 
     @property
     def have_failed(self) -> bool:
@@ -148,6 +198,32 @@ class Endings:
         """Whether the user or the script has asked to stop before any failure: no restart."""
         by_signal = self.stopped_by is not None and not self._failed_first
         return by_signal or self._rank_stopped
+
+    def explain_late_stop(self, seconds: float) -> str:
+        """Return why the launcher ends the ranks that run after the time for an orderly stop.
+
+        Args:
+            seconds: this time.
+        """
+        ended = [rank for rank in self.running if rank in self._script_ends]
+        late = [rank for rank in self.running if rank not in self._script_ends]
+        within = f"within {seconds:g} s (--stop-grace)"
+        causes = []
+        if late:
+            causes.append(
+                f"{self._plan.describe(late)} did not stop {within}. Give a longer time if saving "
+                f"needs it"
+            )
+        if ended:
+            one = len(ended) == 1
+            process, it = ("its process", "it") if one else ("their processes", "them")
+            causes.append(
+                f"{self._plan.describe(ended)} had reached the end of the script, but {process} "
+                f"did not end {within}, so the launcher ended {it}. Python waits for threads that "
+                f"are not daemons, and for processes of multiprocessing. End these before the "
+                f"script ends, or start them with daemon=True"
+            )
+        return "\n".join(causes)
 
     # The outcome
 
@@ -287,6 +363,11 @@ class Endings:
         if not stopped:
             return ""
         return f"only {self._plan.describe(stopped)} made an orderly stop (exit status {RESUMABLE})"
+
+
+def _is_ended_by_signal(status: int) -> bool:
+    """Return whether a stop signal or SIGKILL has ended a process, or the program of a shell."""
+    return (-status if status < 0 else status - 128) in _ENDING_SIGNALS
 
 
 def _joined(*texts: str) -> str:

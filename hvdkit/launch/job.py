@@ -132,6 +132,8 @@ class Job:
             case "init":
                 self._start.note(message["rank"], message["start"], message["connected"])
                 self._stalls.set_leaving(message["rank"], message["leaving"])
+            case "script":
+                self._ends.set_script_end(message["rank"], message["status"])
             case "saved":
                 self._saved = True
             case "committed":
@@ -258,7 +260,6 @@ class Job:
         self._ends.begin_to_end()
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
-        self._stop_deadline = float("inf")
         self._end_deadline = time.monotonic() + grace + _ANSWER_SECONDS
 
     # Deadlines
@@ -282,11 +283,10 @@ class Job:
             self._stop(signal.SIGPIPE)
         if read_until > ends.failures.deadline and not ends.ends_ranks and ends.running:
             self._end(self._timeouts.end)
-        if read_until > self._stop_deadline and ends.running:
-            ends.problem = (
-                f"{self._plan.describe(ends.running)} did not stop within "
-                f"{self._timeouts.stop:g} s (--stop-grace). Give a longer time if saving needs it"
-            )
+        # The other ranks are ending too, as after the orderly end of a rank.
+        stop_deadline = min(self._stop_deadline, ends.first_script_end + self._timeouts.stop)
+        if read_until > stop_deadline and not ends.ends_ranks and ends.running:
+            ends.problem = ends.explain_late_stop(self._timeouts.stop)
             self._end(self._timeouts.end)
         if read_until > self._end_deadline:
             silent = [c for c in self._agents.connections if c not in self._finished]

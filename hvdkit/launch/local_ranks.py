@@ -35,6 +35,8 @@ class RankProcess:
 
     Attributes:
         reported: whether the agent has told the launcher that the process has ended.
+        script_status: the exit status with which the script has ended, although its process still
+            runs; None while it runs. Set by the agent.
         pipes: the descriptor of each open pipe -> the name of the stream.
         memory: tells whether the kernel has killed the process for lack of memory.
     """
@@ -43,6 +45,7 @@ class RankProcess:
         self.rank = rank
         self.process = process
         self.reported = False
+        self.script_status: int | None = None
         self.memory = MemoryKills(process.pid)
         self.pipes: dict[int, str] = {}
         for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):

@@ -41,6 +41,9 @@ From the agent:
                                              how far Horovod is in a rank that mpirun or srun has
                                              started: the number of its last start of Horovod, and
                                              whether it is connected, and shuts down
+    script     {rank, status}                the script of the rank has made an orderly end with
+                                             this exit status, but its process still runs; None if
+                                             this process has ended, and the command continues
     saved      {}                            a new checkpoint or a new commit was saved
     committed  {}                            the host has the newest commit of an elastic job
     kept       {folders}                     the folders for commits

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import hvdkit.torch as hvd
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.core.script_end import note_end_with
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.lightning import collectives
 from hvdkit.lightning.batch_counts import BatchCounts
@@ -232,6 +233,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         """
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = RESUMABLE
+            note_end_with(RESUMABLE, hvd.rank())
 
     def teardown(self) -> None:
         """Remove the optimizers' hooks: later backward passes do not wait for other ranks."""

@@ -46,6 +46,17 @@ def test_notes_of_shutdowns(parent):
     other.remove()
 
 
+def test_scripts_that_have_ended_in_processes_that_run(parent):
+    folder = RecordFolder()
+    assert folder.script_ends() == {}
+    with subprocess.Popen(["sleep", "60"]) as process:
+        (folder.path / record_files.SCRIPT_ENDED.format(3, 75, process.pid)).touch()
+        assert folder.script_ends() == {3: 75}
+        process.kill()
+    assert folder.script_ends() == {}
+    folder.remove()
+
+
 def test_a_full_disk_does_not_hide_how_far_init_is(parent):
     """The launcher would end the job, because a rank seems to be late."""
     folder, rank = RecordFolder(), Recorder(SimpleNamespace())

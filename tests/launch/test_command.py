@@ -397,6 +397,28 @@ def test_an_orderly_stop_has_a_timeout():
     ]
 
 
+def test_a_job_that_has_saved_can_be_resumed_although_its_processes_do_not_end(tmp_path):
+    """Python waits for a thread of rank 0, and for a child process of rank 1."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, threading, time, torch, hvdkit.torch as hvd\n"
+        "hvd.init()\n"
+        "start = multiprocessing.get_context('fork').Process if hvd.rank() else threading.Thread\n"
+        "start(target=time.sleep, args=(60,)).start()\n"
+        "with hvd.Checkpointer('saved', model=torch.nn.Linear(1, 1)) as checkpointer:\n"
+        "    checkpointer.save_and_stop(1)\n"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = run("-np", "2", "--stop-grace", "1", "train.py", env=env, cwd=tmp_path)
+    assert done.returncode == 75, done.stderr
+    report = done.stderr[done.stderr.index("hvdkit run: ") :]
+    assert report.startswith(
+        "hvdkit run: ranks 0 on localhost, 1 on localhost had reached the end of the script, but "
+        "their processes did not end within 1 s (--stop-grace), so the launcher ended them."
+    )
+    assert report.endswith("stopped; start the job again to resume it (exit status 75)\n")
+
+
 def test_a_job_with_a_rank_that_ignores_sigterm_is_not_resumable():
     handler = "signal.SIG_IGN if rank else lambda *_: sys.exit(75)"
     status, stderr = signalled(signal.SIGTERM, f"signal.signal(15, {handler})")

@@ -108,6 +108,11 @@ def ended(rank, status=0):
     return rank, {"kind": "ended", "rank": rank, "status": status}
 
 
+def script(rank, status):
+    """Return the message that a script has ended; with None, that the rank continues."""
+    return rank, {"kind": "script", "rank": rank, "status": status}
+
+
 #: The last messages of both agents.
 DONE = (0, {"kind": "done"}), (1, {"kind": "done"})
 LOST = (0, {"kind": "lost"}), (1, {"kind": "lost"})
@@ -244,6 +249,13 @@ ENDS = {
     "success": ((ended(1),), True),
     "saved late": ((LONGER, END, ended(1, 75)), True),
     "killed": ((LONGER, END, ended(1, -9)), False),
+    "killed after its script": ((script(1, 75), LONGER, END, ended(1, -9)), True),
+    "killed after its script in a shell": ((script(1, 75), LONGER, END, ended(1, 143)), True),
+    "killed after another script": (
+        (script(1, 75), script(1, None), LONGER, END, ended(1, -9)),
+        False,
+    ),
+    "failed after its script": ((script(1, 75), LONGER, END, ended(1, 3)), False),
     "failed late": ((LONGER, END, ended(1, 3)), False),
     "not ended": ((LONGER, END, failed(1)), False),
     "lost": (((1, {"kind": "lost"}), END), False),
@@ -299,6 +311,35 @@ def test_a_rank_that_fails_beside_one_that_has_saved(outcome, events, status, re
 def test_ranks_that_end_because_the_hosts_have_changed(outcome, events, status, hosts_changed):
     found = outcome(*events, *DONE, elastic=True, stop=GRACE)
     assert (found.status, found.hosts_changed) == (status, hosts_changed)
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "report"),
+    [
+        ((script(0, 75), script(1, 75), LONGER, END), 75, "ranks 0 on host0, 1 on host1 had"),
+        ((signal.SIGUSR1, script(0, 75), script(1, 75), LONGER, END), 75, "ranks 0 on host0, 1 on"),
+        ((script(0, 85), script(1, 85), LONGER, END), 85, "ranks 0 on host0, 1 on host1 had"),
+        # Rank 0 may still save.
+        ((script(1, 85), LONGER, END), 85, "rank 0 on host0 did not stop within 2 s"),
+        # Slurm ends the ranks before the launcher does.
+        ((signal.SIGUSR1, script(0, 75), script(1, 75)), 75, "stopped"),
+    ],
+)
+def test_scripts_that_end_although_their_processes_run(outcome, events, status, report):
+    """For example, a thread that is not a daemon still runs."""
+    killed = ended(0, -15), ended(1, -9)
+    found = outcome(*events, *killed, *DONE, elastic=True, stop=GRACE)
+    assert found.status == status
+    assert found.report.startswith(report)
+    assert ("had reached the end of the script" in found.report) == (END in events)
+    assert (found.hosts_changed, found.restartable) == (status == 85, status == 85)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_status_of_a_process_counts_more_than_that_of_its_script(outcome, status):
+    """The script has caught the exception with which it would have ended."""
+    found = outcome(script(0, 75), script(1, 75), ended(0, status), ended(1, status), *DONE)
+    assert found.status == status
 
 
 def test_slurm_ends_the_job_step_while_other_ranks_save(outcome):

@@ -16,6 +16,7 @@ from hvdkit.core.elastic.committer import Committer
 from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.elastic.state import CommittedState
 from hvdkit.core.replaced_state import state_replaced
+from hvdkit.core.script_end import note_end_with
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
@@ -128,5 +129,7 @@ def _run_started(
 
 def _end(adapter: Adapter) -> NoReturn:
     """End this process, with the status that asks the launcher for a start on other hosts."""
+    rank = adapter.collectives().rank
     adapter.shutdown()
+    note_end_with(HOSTS_CHANGED, rank)
     raise SystemExit(HOSTS_CHANGED)

@@ -623,6 +623,22 @@ def test_nested_functions_are_an_error(in_elastic_job, tmp_path):
     assert inner(state) == 3
 
 
+def test_the_launcher_learns_that_a_script_ends_because_the_hosts_have_changed(
+    in_elastic_job, monkeypatch
+):
+    noted = []
+    monkeypatch.setattr(run, "note_end_with", lambda *end: noted.append(end))
+
+    @started
+    def train(state):
+        raise Interrupt
+
+    with pytest.raises(SystemExit) as ended:
+        train(StartedState())
+    assert ended.value.code == HOSTS_CHANGED
+    assert noted == [(HOSTS_CHANGED, 0)]
+
+
 def test_a_state_without_commits(in_elastic_job):
     with pytest.raises(UsageError, match="PlainState, whose commits cannot be stored"):
         elastic_function(lambda s: 1, adapter())(PlainState())
