@@ -18,9 +18,14 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.initial_epoch import initial_epoch
+from hvdkit.keras.layer_state import compare_layers
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import distributions_of, has_own_step
-from hvdkit.keras.statistics import StatisticsAverage, statistics_of
+from hvdkit.keras.statistics import (
+    StatisticsAverage,
+    statistics_of,
+    synchronized_by_strategy,
+)
 from hvdkit.keras.value_check import check_values, digest_of, find_difference
 
 log = logging.getLogger("hvdkit.keras")
@@ -75,7 +80,8 @@ class Coordination:
         self._collective = ", ".join(collective) or "none"
         self.distributions = distributions_of(model)
         own_step = model.compiled and has_own_step(model)
-        self.in_use = requested or bool(self.distributions) or own_step
+        self._trains_together = bool(self.distributions) or own_step
+        self.in_use = requested or self._trains_together
         first = self.distributions[0] if self.distributions else None
         self.group = first.collectives if first else backend.collectives()
         # `begin` sets these two to the same values on all ranks, even if the callbacks differ.
@@ -115,8 +121,9 @@ class Coordination:
 
         Raises:
             UsageError: on every rank, if the numbers of steps or epochs or the callbacks of hvdkit
-                differ; if a callback needs one model and each rank would train its own; or if a
-                rank has a `BackupAndRestore` and its model is not built.
+                differ; if a callback needs one model and each rank would train its own; if a rank
+                has a `BackupAndRestore` and its model is not built; or if a layer normalizes over
+                the replicas of a `tf.distribute.Strategy`.
             BackwardFailed: on every rank, if an earlier `fit` has raised on some ranks only.
         """
         for distribution in self.distributions:
@@ -125,11 +132,12 @@ class Coordination:
         known = steps is not None
         own = [int(steps or 0), epochs, zlib.crc32(self._collective.encode()) & 0xFFFFFF]
         unbuilt = restores and not self.model.built
+        synchronized = synchronized_by_strategy(self.model) if self._trains_together else []
         values = [1, int(self.in_use), int(self._needs_one_model), int(known), int(unbuilt)]
-        values += [*own, *(n * n for n in own)]
+        values += [int(bool(synchronized)), *own, *(n * n for n in own)]
         with warning_while_waiting(log, backend.hvd.rank(), "fit", _WAITING_ADVICE):
             totals = self.group.sum(values, "hvdkit.keras.fit")
-        count, in_use, needs, all_known, any_unbuilt, *sums = totals
+        count, in_use, needs, all_known, any_unbuilt, any_synchronized, *sums = totals
         differ = [not _are_equal(count, sums[k], sums[k + 3]) for k in range(3)]
         if differ[2]:
             by_rank = "; ".join(group_by_text(self.group, self._collective, "hvdkit.keras.fit.who"))
@@ -159,6 +167,15 @@ class Coordination:
             raise UsageError(
                 f"the model is not built on {any_unbuilt} of {count} ranks: BackupAndRestore needs "
                 f"a built model before fit. Give the model an Input, or call it on a batch of data"
+            )
+        if any_synchronized and count > 1:
+            names = ", ".join(repr(layer.name) for layer in synchronized) or "none on this rank"
+            raise UsageError(
+                f"the model has BatchNormalization(synchronized=True) on {any_synchronized} of "
+                f"{count} ranks (layers: {names}), which Keras synchronizes in a "
+                f"tf.distribute.Strategy only, so each rank would normalize with the statistics of "
+                f"its own batch. Use hvdkit.tensorflow.SyncBatchNormalization(), or omit "
+                f"synchronized=True"
             )
         if (differ[0] and all_known == count) or differ[1]:
             mine = f"{steps} steps in each of {epochs} epochs"
@@ -219,6 +236,20 @@ class Coordination:
         )
         if self._compares_values:
             self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
+
+    def compare_layers(self) -> None:
+        """Compare the state of layers that is not in variables. A collective.
+
+        Called before the first batch, because vocabularies of different sizes may cause errors
+        there. Callbacks do not broadcast such state.
+
+        Raises:
+            RankMismatchError: on every rank, see `layer_state.compare_layers`.
+        """
+        if self._compares_values and not self.group.single_rank:
+            compare_layers(
+                self.group, self.model, lambda e: any(d.is_local(e) for d in self.distributions)
+            )
 
     def compare_initial_epochs(self) -> None:
         """Check that `fit` begins at the same epoch on all ranks. A collective.

@@ -116,13 +116,17 @@ class Distribution:
             object.__setattr__(optimizer, method.__name__, method)
         object.__setattr__(optimizer, _ATTRIBUTE, self)
 
-    def keep_local(self, variable: Any) -> None:
-        """Keep a variable local to each rank: do not reduce its gradient or its statistics."""
-        self._local.add(id(variable))
+    def keep_local(self, item: Any) -> None:
+        """Keep a variable or a layer local to each rank.
 
-    def is_local(self, variable: Any) -> bool:
-        """Return whether a variable is local to each rank."""
-        return id(variable) in self._local
+        The gradient and the statistics of a variable are not reduced. The state of a layer that is
+        not in variables is not compared.
+        """
+        self._local.add(id(item))
+
+    def is_local(self, item: Any) -> bool:
+        """Return whether a variable or a layer is local to each rank."""
+        return id(item) in self._local
 
     @contextmanager
     def train_step_of(self, model: Any) -> Iterator[None]:

@@ -169,8 +169,8 @@ def PartialDistributedOptimizer(
     distribution = distribution_of(wrapped)
     assert distribution is not None
     for layer in layers:
-        for variable in layer.variables:
-            distribution.keep_local(variable)
+        for local in (*layer.variables, *layer._flatten_layers()):
+            distribution.keep_local(local)
     return wrapped
 
 

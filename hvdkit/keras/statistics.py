@@ -1,4 +1,4 @@
-"""Average the moving statistics of `BatchNormalization`, which differ between ranks."""
+"""Statistics of `BatchNormalization`: average moving statistics, which differ between ranks."""
 
 import logging
 from collections.abc import Callable
@@ -21,6 +21,25 @@ def statistics_of(model: Any) -> list[Any]:
         # With `renorm`, a layer has more statistics than a mean and a variance.
         for variable in layer._non_trainable_variables
         if backend.is_floating(variable)
+    ]
+
+
+def synchronized_by_strategy(model: Any) -> list[Any]:
+    """Return a model's layers that only a `tf.distribute.Strategy` would synchronize.
+
+    These are trainable `BatchNormalization(synchronized=True)`. A subclass with its own `_moments`,
+    such as `SyncBatchNormalization`, computes its statistics itself. On PyTorch, Keras raises an
+    error.
+    """
+    kind = keras.layers.BatchNormalization
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if backend.NAME == "tensorflow"
+        and isinstance(layer, kind)
+        and layer.synchronized
+        and layer.trainable
+        and type(layer)._moments is kind._moments
     ]
 
 

@@ -22,6 +22,7 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
   hvdkit that need all ranks.
 - Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
   that `BackupAndRestore` restores on the first rank.
+- Raise an error if adapted layers, such as vocabularies, differ between ranks.
 - Raise an error if ranks begin at different epochs.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
   the trained variables, the optimizer's variables, and the times that the ranks need.
@@ -201,6 +202,7 @@ class _CoordinatedList(CountsBatches):
         self._drop_writers()
         super().on_train_begin(logs)  # type: ignore[misc]
         self._coordination.begin(self.callbacks, self._restores)
+        self._coordination.compare_layers()
         self._in_fit = True
         if not isinstance(self, _ListWithLastCallbacks):
             self._coordination.compare_initial_epochs()

@@ -300,6 +300,73 @@ def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
         np.testing.assert_allclose(outputs, fresh.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["StringLookup", "TextVectorization", "Discretization"])
+def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
+    """Its vocabulary or its bins are not variables, so no broadcast makes them equal."""
+    import keras
+
+    from hvdkit.core.consistency import RankMismatchError
+
+    if kind == "Discretization":
+        layer = keras.layers.Discretization(num_bins=4)
+        data = np.arange(8.0)[:, None] + hvd.rank()
+        inputs = keras.Input((1,))
+    elif keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tensors of strings")
+    else:
+        import tensorflow as tf
+
+        options = {"output_sequence_length": 1} if kind == "TextVectorization" else {}
+        layer = getattr(keras.layers, kind)(**options)
+        data = tf.constant([[f"word{(k + 1) * (hvd.rank() + 1)}"] for k in range(8)])
+        inputs = keras.Input((1,), dtype="string")
+    layer.adapt(data)
+    keras.utils.set_random_seed(1)
+    parts = [layer, keras.layers.Embedding(32, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([inputs, *parts])
+
+    def train(**options):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
+        model.compile(optimizer, loss="mse")
+        model.fit(data, np.ones((8, 1)), batch_size=4, verbose=0)
+
+    state = "bin_boundaries" if kind == "Discretization" else "lookup_table"
+    match = rf"rank 0: layer 1 of 1, '{layer.name.rstrip('_0123456789')}', {state}: .*; ranks? 1"
+    with pytest.raises(RankMismatchError, match=match):
+        train()
+    train(check_parameters=False)
+    # As the error advises.
+    if kind == "Discretization":
+        layer.bin_boundaries = hvd.broadcast_object(list(layer.bin_boundaries), 0)
+    else:
+        layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))
+    train()
+    same_everywhere(weights_of(model))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_batch_normalization_that_only_a_strategy_synchronizes(hvd, trainable):
+    import keras
+
+    from hvdkit.errors import UsageError
+
+    if keras.backend.backend() == "torch":
+        pytest.skip("on PyTorch, Keras raises an error")
+    from hvdkit.tensorflow import SyncBatchNormalization
+
+    layer = keras.layers.BatchNormalization(synchronized=True, trainable=trainable, name="norm")
+    own = SyncBatchNormalization(synchronized=True)
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), layer, own, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    if trainable:
+        with pytest.raises(UsageError, match=rf"on {hvd.size()} of .*\(layers: 'norm'\)"):
+            fit(model, hvd.rank())
+    else:
+        fit(model, hvd.rank())
+        same_everywhere(weights_of(model))
+
+
 @pytest.mark.parametrize("differing", ["units", "layers", "frozen units", "frozen layers"])
 @pytest.mark.long_with("keras-tensorflow")
 def test_different_models_raise_within_an_accumulation_window(hvd, differing):
