@@ -31,6 +31,8 @@ _RAISED_SECONDS = 10.0
 
 #: The most failures whose last lines are shown. Failures with the same last line are shown once.
 _SHOWN = 3
+#: A line of at least this share of a frame's width is probably broken at a space.
+_BROKEN_SHARE = 0.6
 #: The most lines that are shown of a failure, and of its error if it comes before these lines.
 _SHOWN_LINES = 20
 _SHOWN_OF_ERROR = 5
@@ -71,9 +73,10 @@ _DOES_NOT_END = re.compile(r"^Exception (?:ignored |in thread )")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _CHAINED = re.compile(r"direct cause of the following|During handling of the above")
 _NUMBER = re.compile(r"\d+")
-_SPACES = re.compile(r"\s+")
-# The library `rich`, which Typer uses, draws a frame around all of a traceback but the exception.
+# The library `rich`, which Typer uses, draws a frame around all of a traceback but the exception,
+# and breaks the exception into lines of the width of this frame.
 _FRAME = re.compile(r"^(?=[╭│╰|]|\+-)")
+_FRAME_END = re.compile(r"^  (?:╰|\+-+\+\s*$)")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Failure:
             starts, lines = ending, lines[: after - 1]
         while len(starts) > 1 and _CHAINED.search("\n".join(lines[starts[-2] : starts[-1]])):
             starts.pop()
-        return lines[starts[-1] :] if starts else []
+        return _without_breaks(lines[starts[-1] :]) if starts else []
 
     @property
     def shows_error(self) -> bool:
@@ -169,8 +172,6 @@ class Failure:
         text = "\n".join(self.traceback or [*([] if self.caught else self.tail), *hidden])
         if _INIT_FAILED.search(text):
             text = "\n".join(self.tail)
-        # The library `rich` breaks long lines.
-        text = _SPACES.sub(" ", text)
         broken = _BROKEN.search(text)
         if any(each.search(text) for each in (_SHUT_DOWN, _NO_PROCESS_SET, _IN_SHARED_MEMORY)):
             return _LOST_PEER
@@ -396,6 +397,18 @@ class Failures:
         return causes, "\n".join(lines)
 
 
+def _without_breaks(traceback: list[str]) -> list[str]:
+    """Return a traceback with the last exception in one line, if `rich` has broken it."""
+    ends = [i for i, line in enumerate(traceback) if _FRAME_END.match(line)]
+    if not ends:
+        return traceback
+    begin = end = ends[-1] + 1
+    while end < len(traceback) and len(traceback[end]) > _BROKEN_SHARE * len(traceback[begin - 1]):
+        end += 1
+    exception = " ".join(line.strip() for line in traceback[begin : end + 1])
+    return [*traceback[:begin], exception, *traceback[end + 1 :]]
+
+
 def _shut_down(departed: Sequence[str]) -> str:
     """Return what ranks have shut Horovod down."""
     more = len(departed) - _SHOWN
@@ -441,7 +454,7 @@ def _without_cause(
 def _end_of(failure: Failure) -> str:
     """Return the last lines of a rank that has failed, after its error if they lack it."""
     text, exception = tail_of(failure.rank, failure.tail), failure.exception
-    if exception is None or exception in text:
+    if exception is None or " ".join(exception.split()) in " ".join(text.split()):
         return text
     traceback = failure.traceback
     end = traceback.index(next(line for line in traceback if exception in line)) + 1

@@ -182,8 +182,8 @@ class OptimizerGradients:
         ]
         if not added and self.synchronizers:
             return False
-        if self._collectives.single_rank and self._has_removed_parameters():
-            self.replan()  # on several ranks, the next round does
+        if self._collectives.single_rank:
+            self.forget_removed_parameters()  # on several ranks, the next round does
         for index, p in enumerate(added):
             self._numbers[p] = len(self._parameters)
             self._parameters.append(p)
@@ -242,6 +242,11 @@ class OptimizerGradients:
         present = set(map(id, self._owner._all_parameters()))
         return any(id(p) not in present for p in self._parameters)
 
+    def forget_removed_parameters(self) -> None:
+        """Make new synchronizers if the script has removed parameters. Not a collective."""
+        if self._has_removed_parameters():
+            self.replan()
+
     def _forget_removed_parameters(self) -> None:
         """Free the parameters that the script has removed from the optimizer, or replaced there.
 
@@ -261,6 +266,7 @@ class OptimizerGradients:
         self._after_round = [self._after_round[old] for old in kept]
         self._unreduced = {numbers[old] for old in self._unreduced if old in numbers}
         self._bases = {numbers[old]: base for old, base in self._bases.items() if old in numbers}
+        self._groups = [[p for p in group if id(p) in present] for group in self._groups]
         sizes = Counter(parts)
         self._layouts = [self._layouts[part][: sizes[part]] for part in sorted(sizes)]
         places = {part: place for place, part in enumerate(sorted(sizes))}
@@ -295,6 +301,7 @@ class OptimizerGradients:
 
         Keep a restored state that no round has used yet.
         """
+        self.forget_removed_parameters()
         restored = [None if each.planned else each.state for each in self.synchronizers]
         self._reduction = replace(self._reduction, bucket_bytes=size, format=wire_format)
         self.replan()

@@ -294,6 +294,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"{window.size}. Call optimizer.step() after every {window.size} passes, or make "
                 f"additional passes inside hvd.no_sync(optimizer)."
             )
+        if self._awaited.waits and not self._gradients.any_nonzero():
+            self._awaited.remove()
         if self.rounds.skips_step and not self._gradients.any_nonzero():
             # The script has removed the gradients that are not finite, or has set them to 0.
             self.rounds.skips_step = False
@@ -653,7 +655,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if self._dropped_windows == _MOST_DROPPED_WINDOWS:
                 self._warn(_DROPPED_WINDOWS.format(count=self._dropped_windows))
         self._added_locally = False
-        self._awaited.end()
+        self._awaited.remove()
         self._window.close()
         self._gradients.discard()
         self.rounds.participated = self.rounds.skips_step = False
@@ -703,7 +705,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         All ranks call it equally often: see `AwaitedStep`.
         """
         self._complete_earlier_passes()
-        return not (self.accumulated or self._awaited.is_awaited(self._gradients.exist))
+        return not (self.accumulated or self._awaited.is_awaited(self._gradients.any_nonzero))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error in copies and in pickle, because a copy's parameters have no hooks.
@@ -766,6 +768,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def resume_reduction(self, states: Sequence[ReductionState | None]) -> None:
         """Restore a result of `reduction_states`, the same on every rank. Not a collective."""
+        self._gradients.forget_removed_parameters()
         self._gradients.plan_new_parameters()
         for synchronizer, state in zip(self._gradients.synchronizers, states, strict=False):
             synchronizer.resume(state)

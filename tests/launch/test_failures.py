@@ -37,6 +37,11 @@ ENDED = (
     '  File "train.py", line 3, in main',
     "HorovodInternalError: collective in shared memory: rank 1 has ended",
 )
+NO_ADDRESS = (
+    LOST[0],
+    "RuntimeError: [gloo/transport/tcp/device.cc:84] Unable to find address for: eth9",
+    "wandb: ERROR Run initialization has timed out after 90.0 sec.",
+)
 # Typer's traceback. The last line is longer than the frame.
 FRAMED = (
     "╭───────────── Traceback (most recent call last) ─────────────╮",
@@ -92,6 +97,8 @@ def report_of(found, *arguments, **options):
         ([(0, RESUMABLE, ()), (1, 1, LOST)], 1),
         ([(1, 1, LOST), (0, 1, LOST)], 1),
         ([(0, 1, CHAINED), (1, 1, BAD)], 1),
+        # An error of Gloo, and then a line about something else.
+        ([(0, 1, LOST), (1, 1, NO_ADDRESS)], 1),
         # The script has caught the error, and prints another one.
         ([(0, 4, ["giving up"]), (1, 1, BAD)], 1),
         ([(0, 4, ["giving up"]), (1, 1, LOST)], 0),
@@ -141,7 +148,11 @@ def test_the_ranks_that_may_have_caused_the_failures(ends, suspects):
 @pytest.mark.parametrize(
     ("tail", "exception"),
     [
-        (FRAMED, "RuntimeError: [/horovod/gloo/transport/tcp/pair.cc:590] Connection "),
+        (
+            FRAMED,
+            "RuntimeError: [/horovod/gloo/transport/tcp/pair.cc:590] Connection closed by peer "
+            "[10.1.2.3]:3985",
+        ),
         (
             [
                 "+--------- Traceback (most recent call last) ---------+",

@@ -26,24 +26,64 @@ def test_a_save_waits_between_the_reduction_and_the_step(hvd):
     assert texts == []
 
 
-def test_questions_in_a_row_count_again_after_one_without_gradients(hvd):
+def test_gradients_that_the_script_always_removes(hvd):
+    """Only the first save is postponed."""
     awaited, texts = make()
-    awaited.begin()
-    for k in range(14):
-        assert awaited.is_awaited(exist)
-        if k == 6:
-            assert not awaited.is_awaited(lambda: False)
-    assert [awaited.is_awaited(exist) for _ in range(3)] == [False] * 3
-    assert len(texts) == 1
-
-
-@pytest.mark.parametrize(("reduced_again", "warns"), [(False, True), (True, False)])
-def test_a_question_between_the_steps_of_two_optimizers(hvd, reduced_again, warns):
-    awaited, texts = make()
-    awaited.begin()
-    awaited.note_other_step()
-    assert not awaited.is_awaited(exist)
-    if reduced_again:
+    answers = []
+    for _ in range(3):
         awaited.begin()
-    awaited.step()
-    assert bool(texts) == warns
+        awaited.step()
+        awaited.begin()  # a pass that no step uses
+        answers.append(awaited.is_awaited(exist))
+        awaited.remove()
+    assert answers == [True, False, False]
+    assert texts == []
+
+
+@pytest.mark.parametrize("asks", ["always", "rarely"])
+def test_gradients_that_are_left_over_after_the_step_of_another_optimizer(hvd, asks):
+    awaited, texts = make()
+    answers = []
+    for step in range(4):
+        awaited.begin()
+        awaited.step()
+        awaited.begin()
+        awaited.note_other_step()
+        if asks == "always" or step == 3:
+            answers.append(awaited.is_awaited(exist))
+        awaited.remove()
+    assert answers == ([True, False, False, False] if asks == "always" else [False])
+    assert texts == []
+
+
+def test_passes_that_the_script_accumulates(hvd):
+    """Another optimizer makes a step in each pass. A save must not lose the passes."""
+    awaited, texts = make()
+    for _ in range(3):
+        for _ in range(16):
+            awaited.begin()
+            awaited.note_other_step()
+            assert awaited.is_awaited(exist)
+        awaited.step()
+        assert not awaited.is_awaited(exist)
+    assert texts == []
+
+
+def test_a_warning_if_the_script_never_asks_after_the_step(hvd):
+    awaited, texts = make()
+    for _ in range(20):
+        awaited.begin()
+        assert awaited.is_awaited(exist)
+        awaited.step()
+    assert len(texts) == 1
+    assert "in each of the last 8 steps" in texts[0]
+
+
+def test_a_warning_if_a_step_uses_gradients_although_a_save_was_permitted(hvd):
+    awaited, texts = make()
+    for ends in (awaited.remove, awaited.step, awaited.step):
+        awaited.begin()
+        awaited.is_awaited(exist)
+        ends()
+    assert len(texts) == 1
+    assert "lacks this step" in texts[0]

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
@@ -194,9 +195,10 @@ class ModelItem:
         return prepared
 
     def restore(self, tree: Tree) -> None:
-        """Load the values that were not written in place, and call the modules' hooks.
+        """Load the values that were not written in place.
 
-        A module may compute other values from those that it loads.
+        Also call the hooks of `register_load_state_dict_post_hook`, in which modules compute other
+        values from those that they have loaded.
         """
         tied = tree.get(TIED, {})
         loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
@@ -206,22 +208,14 @@ class ModelItem:
             if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
         state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
-        if any(map(_customizes_loading, self._model.modules())):
-            state = {**self._model.state_dict(), **state}
         if state:
             self._model.load_state_dict(state, strict=False)
-
-
-def _customizes_loading(module: torch.nn.Module) -> bool:
-    """Return whether a module's own code runs in `load_state_dict`."""
-    kind = type(module)
-    # Those of torch only convert states of earlier versions.
-    own = kind._load_from_state_dict is not torch.nn.Module._load_from_state_dict
-    return (
-        bool(module._load_state_dict_post_hooks or module._load_state_dict_pre_hooks)
-        or kind.load_state_dict is not torch.nn.Module.load_state_dict
-        or (own and not kind.__module__.startswith("torch."))
-    )
+            return
+        # Not `load_state_dict`: code of modules that converts earlier versions, or creates new
+        # parameters, must not run on values that are in place already.
+        for module in reversed(list(self._model.modules())):
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys([], []))
 
 
 def _text(spec: TensorSpec) -> str:

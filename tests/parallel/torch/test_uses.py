@@ -420,6 +420,8 @@ def test_replaced_parameters_are_freed(hvd):
         earlier.append(weakref.ref(scene))
         scene = nn.Parameter(torch.ones(count))
         optimizer.param_groups[0]["params"][0] = scene
+        if count == 3:
+            optimizer.set_buckets(16, optimizer.wire_format)  # as `hvd.autotune` does
     (scene + offset).sum().backward()
     gc.collect()
     assert [reference() for reference in earlier] == [None] * 4
