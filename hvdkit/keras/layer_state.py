@@ -90,16 +90,24 @@ def _tables_of(layer: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(layer).items() if isinstance(value, kind)}
 
 
+def _has_table(layer: Any) -> bool:
+    return any(map(_tables_of, layer._flatten_layers()))
+
+
 def _tables(layer: Any) -> Iterator[tuple[str, Any]]:
     for name, table in _tables_of(layer).items():
         keys, values = (tensor.numpy() for tensor in table.export())
         # The order of the exported keys is undefined. Sorting integers is faster.
-        order = np.argsort(values if values.dtype.kind == "i" else keys)
+        is_unique = values.dtype.kind == "i" and len(np.unique(values)) == len(values)
+        order = np.argsort(values if is_unique else keys)
         yield name, keys[order]
         yield f"{name}'s values", values[order]
 
 
 def _config(layer: Any) -> Iterator[tuple[str, Any]]:
+    # A layer with a table may have another vocabulary there: the argument of its constructor.
+    if _has_table(layer):
+        return
     # Single values are settings. Some of them differ between ranks, such as the name.
     for name, value in layer.get_config().items():
         if isinstance(value, list | tuple | np.ndarray):
@@ -119,7 +127,7 @@ def _own_variables(layer: Any) -> Iterator[tuple[str, Any]]:
 
 def _assets(layer: Any) -> Iterator[tuple[str, Any]]:
     # Keras needs about 10 times as long to write a vocabulary as its table needs.
-    if not hasattr(layer, "save_assets") or any(map(_tables_of, layer._flatten_layers())):
+    if not hasattr(layer, "save_assets") or _has_table(layer):
         return
     with tempfile.TemporaryDirectory() as folder:
         layer.save_assets(folder)

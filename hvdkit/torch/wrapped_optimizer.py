@@ -294,8 +294,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"{window.size}. Call optimizer.step() after every {window.size} passes, or make "
                 f"additional passes inside hvd.no_sync(optimizer)."
             )
-        if self._awaited.waits and not self._gradients.any_nonzero():
-            self._awaited.remove()
+        self._note_removed_gradients()
         if self.rounds.skips_step and not self._gradients.any_nonzero():
             # The script has removed the gradients that are not finite, or has set them to 0.
             self.rounds.skips_step = False
@@ -327,6 +326,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if arrived:  # torch.autograd.grad accumulates nothing
                 self._report_nonfinite(assigned=True)
             self.coordinator.times.enter(UPDATE)
+        if arrived and self._nothing_to_reduce and not self._no_sync:
+            self._awaited.begin()  # on several ranks, the round does
         if not arrived or self._nothing_to_reduce:
             return False
         self._count_pass()
@@ -463,6 +464,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return False
         self._check_usable()
         self._fail_if_pass_dropped()
+        # On a rank without a pass; otherwise, the gradients are those of the pass.
+        self._note_removed_gradients()
         self._gradients.hook_unplanned_parameters()
         if self._collectives.single_rank:
             self._report_nonfinite(assigned=not self.rounds.participated)
@@ -648,6 +651,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if self._window.dropped:
             passes.reduce((), [self])
 
+    def _note_removed_gradients(self) -> None:
+        """Note that the script has removed the gradients itself, or has set them to 0."""
+        # Otherwise, do not wait for the device.
+        if self._awaited.learns and not self._gradients.any_nonzero():
+            self._awaited.remove()
+
     def _begin_without_gradients(self) -> None:
         """Begin the next window, after the script has reset the gradients."""
         if self._window.size > 1 and self._window.passes >= self._window.size:
@@ -695,7 +704,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.remove_unreduced()
         self._gradients.invalid_reason = ""
         self._stepped = self._added_locally = False
-        self._awaited.end()
+        self._awaited.reset()
         self._window.close()
         self._gradients.discard()
 

@@ -298,3 +298,15 @@ def test_a_reducers_state_includes_restored_states_of_unreduced_gradients(hvd):
     assert resumed.state() == state
     reduce(resumed, "a")
     assert len(resumed.state()) == 2
+
+
+def test_a_pass_waits_for_its_step_on_one_rank(hvd):
+    model = nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    for _ in range(2):
+        assert optimizer.is_between_steps()
+        model(torch.ones(2, 3)).sum().backward()
+        assert not optimizer.is_between_steps()
+        optimizer.step()
+        assert optimizer.is_between_steps()
+        optimizer.zero_grad()

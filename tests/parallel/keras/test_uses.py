@@ -300,7 +300,9 @@ def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
         np.testing.assert_allclose(outputs, fresh.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["StringLookup", "TextVectorization", "Discretization"])
+@pytest.mark.parametrize(
+    "kind", ["StringLookup", "TextVectorization", "Discretization", "vocabulary of the constructor"]
+)
 def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
     """Its vocabulary or its bins are not variables, so no broadcast makes them equal."""
     import keras
@@ -316,11 +318,15 @@ def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
     else:
         import tensorflow as tf
 
-        options = {"output_sequence_length": 1} if kind == "TextVectorization" else {}
-        layer = getattr(keras.layers, kind)(**options)
-        data = tf.constant([[f"word{(k + 1) * (hvd.rank() + 1)}"] for k in range(8)])
+        words = [f"word{(k + 1) * (hvd.rank() + 1)}" for k in range(8)]
+        data = tf.constant(words)[:, None]
         inputs = keras.Input((1,), dtype="string")
-    layer.adapt(data)
+        if kind == "TextVectorization":
+            layer = keras.layers.TextVectorization(output_sequence_length=1)
+        else:
+            layer = keras.layers.StringLookup(vocabulary=words if "of" in kind else None)
+    if "of" not in kind:
+        layer.adapt(data)
     keras.utils.set_random_seed(1)
     parts = [layer, keras.layers.Embedding(32, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
     model = keras.Sequential([inputs, *parts])
@@ -341,6 +347,32 @@ def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
     else:
         layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))
     train()
+    same_everywhere(weights_of(model))
+
+
+def test_a_table_with_equal_values_is_equal_on_all_ranks(hvd):
+    """TensorFlow exports its entries in another order on each rank."""
+    import keras
+
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tensors of strings")
+    import tensorflow as tf
+
+    class Region(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            entries = tf.lookup.KeyValueTensorInitializer(
+                [f"city{k}" for k in range(40)], [k % 3 for k in range(40)], tf.string, tf.int64
+            )
+            self.table = tf.lookup.StaticHashTable(entries, 0)
+
+        def call(self, x):
+            return tf.one_hot(self.table.lookup(x), 3)[:, 0]
+
+    model = keras.Sequential([keras.Input((1,), dtype="string"), Region(), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    hvd.broadcast_model(model, 0)
+    model.fit(tf.constant([["city1"], ["city2"]]), np.ones((2, 1)), verbose=0)
     same_everywhere(weights_of(model))
 
 
