@@ -134,4 +134,6 @@ def _assets(layer: Any) -> Iterator[tuple[str, Any]]:
         paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
         for path in sorted(paths):
             with open(path, "rb") as file:
-                yield os.path.relpath(path, folder), file.read().split(b"\n")
+                content = file.read()
+            shown = [line[:_LENGTH] for line in content.split(b"\n", _SHOWN)[:_SHOWN]]
+            yield os.path.relpath(path, folder), [*shown, xxhash.xxh64_hexdigest(content).encode()]

@@ -46,7 +46,7 @@ class AwaitedStep:
         self.reset()
 
     def reset(self) -> None:
-        """Forget how gradients ended, because the ranks may have changed."""
+        """Forget how gradients ended, because ranks may have changed or made other steps."""
         # The removals in a row of gradients about which `is_awaited` was asked, and of those after
         # which another optimizer has made a step.
         self._removals_after_question = self._removals_after_other_step = 0
@@ -105,13 +105,14 @@ class AwaitedStep:
         Args:
             exist: returns whether the optimizer has any gradient other than 0.
         """
-        if self.waits and not exist():
-            self.remove()
         removals = self._removals_after_other_step if self._other_stepped else 0
         is_left_over = (
             max(removals, self._removals_after_question) >= _MOST_REMOVALS
             or self._other_steps >= _MOST_OTHER_STEPS
         )
+        # The last test may wait for the device.
+        if self.waits and not is_left_over and not exist():
+            self.remove()
         if self.waits:
             self._asked = True
             self._permitted |= is_left_over

@@ -464,8 +464,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return False
         self._check_usable()
         self._fail_if_pass_dropped()
-        # On a rank without a pass; otherwise, the gradients are those of the pass.
-        self._note_removed_gradients()
+        if not self.rounds.participated:  # otherwise, the gradients are those of this step
+            self._note_removed_gradients()
         self._gradients.hook_unplanned_parameters()
         if self._collectives.single_rank:
             self._report_nonfinite(assigned=not self.rounds.participated)
@@ -552,7 +552,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._dropped_windows = 0
         self._awaited.step()
         for other in _wrapped_optimizers:
-            if other is not self:
+            # Other ranks of the optimizer may not make the steps of other process sets.
+            if other is not self and other.process_set is self.process_set:
                 other._awaited.note_other_step()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
@@ -729,8 +730,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def mark_gradients_used(self) -> None:
-        """Record that no step will use the reduced gradients."""
-        self._awaited.end()
+        """Record that no step will use the reduced gradients, and that ranks may differ."""
+        self._awaited.reset()
 
     @property
     def accumulated(self) -> bool:

@@ -652,6 +652,45 @@ def test_gradients_that_no_step_uses_do_not_prevent_saves(hvd, use, saved, warni
     assert all(warning in text for text in texts)
 
 
+def test_gradients_that_no_step_uses_after_epochs_of_different_lengths(hvd):
+    """The ranks then agree whether gradients wait for a step."""
+    models = models_of_a_gan()
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)) for model in models
+    ]
+    steps = {
+        name: optimizer.step
+        for name, optimizer in zip(("generator", "discriminator"), optimizers, strict=True)
+    }
+    step, found = 0, []
+    with (
+        shared_folder(hvd) as folder,
+        hvd.Checkpointer(
+            folder,
+            model=dict(zip("gd", models, strict=True)),
+            optimizer=dict(zip("gd", optimizers, strict=True)),
+            every_steps=1,
+            stop_signals=[],
+        ) as checkpointer,
+    ):
+
+        def ask():
+            nonlocal step
+            step += 1
+            if checkpointer.maybe_save(step):
+                found.append(step)
+
+        for _ in range(3 if hvd.rank() == 0 else 4):
+            gan(*models, steps, ask)
+        last = hvd.join()
+        step = 4
+        for model in models:
+            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        for _ in range(5):
+            gan(*models, steps, ask)
+    assert found == [8, 9]
+
+
 def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
     with shared_folder(hvd) as folder:
         checkpointer = hvd.Checkpointer(
