@@ -8,7 +8,6 @@ the base. (A second reduction of the base would be wrong for `Sum`, and would ro
 
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -247,44 +246,42 @@ class OptimizerGradients:
         if self._has_removed_parameters():
             self.replan()
 
-    def _forget_removed_parameters(self) -> None:
-        """Free the parameters that the script has removed from the optimizer, or replaced there.
-
-        For example, a pruned layer, or the points of a scene whose number has changed.
-        """
-        present = set(map(id, self._owner._all_parameters()))
-        kept = [number for number, p in enumerate(self._parameters) if id(p) in present]
-        if len(kept) == len(self._parameters):
-            return
-        numbers = {old: new for new, old in enumerate(kept)}
-        parts = [self._locations[old][0] for old in kept]
-        for p in self._parameters:
-            if id(p) not in present:
-                self._owner._forget_parameter(p)
-        self._parameters = [self._parameters[old] for old in kept]
-        self._numbers = {p: number for number, p in enumerate(self._parameters)}
-        self._after_round = [self._after_round[old] for old in kept]
-        self._unreduced = {numbers[old] for old in self._unreduced if old in numbers}
-        self._bases = {numbers[old]: base for old, base in self._bases.items() if old in numbers}
-        self._groups = [[p for p in group if id(p) in present] for group in self._groups]
-        sizes = Counter(parts)
-        self._layouts = [self._layouts[part][: sizes[part]] for part in sorted(sizes)]
-        places = {part: place for place, part in enumerate(sorted(sizes))}
-        counts: Counter[int] = Counter()
-        self._locations = []
-        for number, part in enumerate(parts):
-            self._locations.append((places[part], counts[part]))
-            counts[part] += 1
-            self._owner._register_hooks(self._parameters[number], number)
-
     def replan(self) -> None:
-        """Make new synchronizers for the parameters as they are now. Not a collective."""
-        self._forget_removed_parameters()
+        """Make new synchronizers for the parameters as they are now. Not a collective.
+
+        Free the parameters that the script has removed from the optimizer, or replaced there. For
+        example, a pruned layer, or the points of a scene whose number has changed.
+        """
         parts = list(self._parts())
+        if self._has_removed_parameters():
+            parts = self._without_removed_parameters(parts)
         for made in (self.synchronizers, self._backends, self._layouts):
             made.clear()
         for part in parts:
             self._plan(part)
+
+    def _without_removed_parameters(
+        self, parts: Sequence[list[torch.nn.Parameter]]
+    ) -> list[list[torch.nn.Parameter]]:
+        """Give the other parameters new numbers; return the parameters of each synchronizer."""
+        present = set(map(id, self._owner._all_parameters()))
+        for p in self._parameters:
+            if id(p) not in present:
+                self._owner._forget_parameter(p)
+        kept = [number for number, p in enumerate(self._parameters) if id(p) in present]
+        numbers = {old: new for new, old in enumerate(kept)}
+        self._after_round = [self._after_round[old] for old in kept]
+        self._unreduced = {numbers[old] for old in self._unreduced if old in numbers}
+        self._bases = {numbers[old]: base for old, base in self._bases.items() if old in numbers}
+        self._groups = [[p for p in group if id(p) in present] for group in self._groups]
+        parts = [[p for p in part if id(p) in present] for part in parts]
+        parts = [part for part in parts if part]
+        self._parameters = [p for part in parts for p in part]
+        self._numbers = {p: number for number, p in enumerate(self._parameters)}
+        self._locations = [(k, i) for k, part in enumerate(parts) for i in range(len(part))]
+        for p, number in self._numbers.items():
+            self._owner._register_hooks(p, number)
+        return parts
 
     @property
     def bucket_bytes(self) -> int:
