@@ -566,9 +566,15 @@ def test_a_save_in_a_window_is_refused_and_a_due_save_waits(hvd):
         assert saved == [3, 6]
 
 
-def models_of_a_gan():
+def wrapped_gan(hvd):
+    """Return the generator and the discriminator, their optimizers, and the steps of these."""
     torch.manual_seed(0)
-    return nn.Linear(2, 3), nn.Linear(3, 1)
+    models = {"generator": nn.Linear(2, 3), "discriminator": nn.Linear(3, 1)}
+    optimizers = {
+        name: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for name, model in models.items()
+    }
+    return models, optimizers, {name: each.step for name, each in optimizers.items()}
 
 
 def gan(generator, discriminator, steps, ask):
@@ -621,19 +627,14 @@ def one_loss(generator, discriminator, steps, ask):
     ],
 )
 def test_gradients_that_no_step_uses_do_not_prevent_saves(hvd, use, saved, warning):
-    generator, discriminator = models_of_a_gan()
-    optimizers = {
-        "generator": hvd.DistributedOptimizer(torch.optim.SGD(generator.parameters(), 0.1)),
-        "discriminator": hvd.DistributedOptimizer(torch.optim.SGD(discriminator.parameters(), 0.1)),
-    }
-    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    models, optimizers, steps = wrapped_gan(hvd)
     found = []
     with (
         shared_folder(hvd) as folder,
         recorded("hvdkit.torch") as records,
         hvd.Checkpointer(
             folder,
-            model={"generator": generator, "discriminator": discriminator},
+            model=models,
             optimizer=optimizers,
             every_steps=1,
             stop_signals=[],
@@ -645,7 +646,7 @@ def test_gradients_that_no_step_uses_do_not_prevent_saves(hvd, use, saved, warni
                 if checkpointer.maybe_save(step):
                     found.append(step)
 
-            use(generator, discriminator, steps, ask)
+            use(*models.values(), steps, ask)
     assert found == list(saved)
     texts = [record.getMessage() for record in records]
     assert len(texts) == bool(warning and hvd.rank() == 0)
@@ -654,21 +655,14 @@ def test_gradients_that_no_step_uses_do_not_prevent_saves(hvd, use, saved, warni
 
 def test_gradients_that_no_step_uses_after_epochs_of_different_lengths(hvd):
     """The ranks then agree whether gradients wait for a step."""
-    models = models_of_a_gan()
-    optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1)) for model in models
-    ]
-    steps = {
-        name: optimizer.step
-        for name, optimizer in zip(("generator", "discriminator"), optimizers, strict=True)
-    }
+    models, optimizers, steps = wrapped_gan(hvd)
     step, found = 0, []
     with (
         shared_folder(hvd) as folder,
         hvd.Checkpointer(
             folder,
-            model=dict(zip("gd", models, strict=True)),
-            optimizer=dict(zip("gd", optimizers, strict=True)),
+            model=models,
+            optimizer=optimizers,
             every_steps=1,
             stop_signals=[],
         ) as checkpointer,
@@ -681,13 +675,13 @@ def test_gradients_that_no_step_uses_after_epochs_of_different_lengths(hvd):
                 found.append(step)
 
         for _ in range(3 if hvd.rank() == 0 else 4):
-            gan(*models, steps, ask)
+            gan(*models.values(), steps, ask)
         last = hvd.join()
         step = 4
-        for model in models:
+        for model in models.values():
             hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         for _ in range(5):
-            gan(*models, steps, ask)
+            gan(*models.values(), steps, ask)
     assert found == [8, 9]
 
 
