@@ -21,7 +21,7 @@ class StepWord(NamedTuple):
         present: 1. A sum below the number of ranks shows that some have called `join`.
         due: 1 if a save is due by the steps.
         stops: 1 if this rank has a stop signal.
-        in_window: 1 in the middle of an accumulation window.
+        unready: 1 if this rank postpones a save, as inside an accumulation window.
         late: 1 on the first rank if a save is due by its clock.
         failed: 1 on the first rank if a write has failed.
         elsewhere: 1 if this rank is in another call than `maybe_save`.
@@ -31,7 +31,7 @@ class StepWord(NamedTuple):
     present: int = 1
     due: int = 0
     stops: int = 0
-    in_window: int = 0
+    unready: int = 0
     late: int = 0
     failed: int = 0
     elsewhere: int = 0

@@ -18,6 +18,7 @@ from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
+from hvdkit.checkpoint.postponement import NoGradients, PendingGradients, Postponement
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Saving, check_arguments
@@ -112,8 +113,10 @@ class Manager:
         run: the `run` of an earlier manager of this process, which this manager continues. None:
             continue the run of the restored step, or begin a new run.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
-        cannot_save_now: returns whether this rank has gradients that the optimizer has not applied
-            yet, for example inside an accumulation window.
+        gradients: the gradients of this rank that no optimizer step has used. They postpone a save
+            that is due; see `Postponement`.
+        cannot_save_now: returns whether `maybe_save` must not save now for another reason. This
+            must not last.
         replicas: returns a `ReplicaCheck` for each optimizer, in the same order on all ranks; None
             for an optimizer whose replicas are not compared. Each save runs these checks.
         allocate: allocates the first rank's memory for its copy of the state.
@@ -139,6 +142,7 @@ class Manager:
         overwrite: bool = False,
         run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
+        gradients: PendingGradients | None = None,
         cannot_save_now: Callable[[], bool] = lambda: False,
         replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
@@ -160,6 +164,7 @@ class Manager:
         self._sum_order = sum_order
         self._asynchronous = asynchronous
         self._signals = StopSignals(stop_signals)
+        self._postponement = Postponement(gradients or NoGradients())
         self._cannot_save_now = cannot_save_now
         self._replicas = replicas
         self._closed = False
@@ -194,6 +199,9 @@ class Manager:
         previous write is still running, wait for it first. With `wait`, or without `asynchronous`,
         make no copy, and return after the write.
 
+        A checkpoint has no gradients, so call this method after the steps of all optimizers. If a
+        step uses gradients that were there before the save, a warning says so.
+
         Args:
             step: the number of steps trained, the same on all ranks.
             epoch: the epoch of the step, for display only.
@@ -203,9 +211,8 @@ class Manager:
             wait: return after everything is on the disk.
 
         Raises:
-            UsageError: on all ranks: a rank is in an accumulation window, has a state that cannot
-                be saved, or gave another step; or the folder has steps of an earlier run, and none
-                was restored.
+            UsageError: on all ranks: a rank has a state that cannot be saved, or gave another
+                step; or the folder has steps of an earlier run, and none was restored.
             RankMismatchError: on all ranks: parameters or optimizer state differ between ranks, so
                 the step was not saved (see `check_interval` and `on_mismatch` of
                 `hvd.DistributedOptimizer`).
@@ -226,13 +233,6 @@ class Manager:
         try:
             values = check_arguments(step, epoch, metrics or {})
             self._expect_whole_state()
-            if self._cannot_save_now():
-                raise UsageError(
-                    f"save({step}) was called while gradients wait for a step: after backward() "
-                    f"and before step(), or inside an accumulation window. Call save() after "
-                    f"step(), and after optimizer.zero_grad() if no step uses the gradients; or "
-                    f"call maybe_save(), which saves at the end of a window"
-                )
             if self._first:
                 self._writer.open()
             saving.prepare(int(step))
@@ -240,6 +240,7 @@ class Manager:
             problem = error
         content, ranks = saving.run(problem)
         self._schedule.record_save(int(step))
+        self._postponement.record_save(int(step))
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -284,7 +285,8 @@ class Manager:
 
         Call it after every step.
         Costs one allreduce of 16 bytes. It may be called after every pass of an accumulation
-        window; a save that is due inside a window happens at its end.
+        window; a save that is due inside a window happens at its end. If gradients have waited for
+        a step at each call for 16 steps, it saves nevertheless, see `Postponement`.
 
         Returns:
             Whether the state was saved.
@@ -309,7 +311,7 @@ class Manager:
         agreed = StepWord(
             due=int(wrong is None and self._schedule.is_due(step)),
             stops=int(bool(self._signals.asked)),
-            in_window=int(bool(self._cannot_save_now())),
+            unready=int(self._postponement.is_needed() or bool(self._cannot_save_now())),
             late=int(self._schedule.is_late() and self._first),
             failed=int(self._writer.failed),
             wrong=int(wrong is not None),
@@ -327,12 +329,13 @@ class Manager:
         if agreed.due not in (0, ranks):
             told = exchange(self._collectives, {"step": int(step)})
             compare(self._collectives, [each["step"] for each in told], "the step")
-        if agreed.in_window == ranks:
+        if not (agreed.stops or agreed.due or agreed.late):
+            return False
+        if agreed.unready:
+            self._postponement.postpone(step)
             return False
         if agreed.stops:
             self.save_and_stop(step, epoch, metrics)
-        if not (agreed.due or agreed.late):
-            return False
         self.save(step, epoch, metrics)
         return True
 
@@ -445,6 +448,7 @@ class Manager:
         self._half_restored = False
         # A restore with `only` begins another training, which counts its own steps.
         self._schedule.record_restore(found.step if only is None else None)
+        self._postponement.begin()
         if only is not None:
             self._writer.begin_run()
         elif self._first:
@@ -466,6 +470,7 @@ class Manager:
         self._begin("restore")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
+        self._postponement.begin()
 
     def state_replaced(self) -> None:
         """Accept a step before that of the newest checkpoint. Not a collective.
@@ -617,6 +622,12 @@ class Manager:
         """
         if self._closed:
             return
+        if self._first and self._postponement.since is not None:
+            _log.warning(
+                "maybe_save(%d) postponed a save, because gradients waited for a step, and no "
+                "later call has saved. Call save() at the end of the training",
+                self._postponement.since,
+            )
         try:
             self.wait()
         finally:

@@ -15,6 +15,7 @@ from keras.src.utils import io_utils
 
 from hvdkit.checkpoint.items import Plain, data_item, kept_in
 from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.postponement import WindowGradients, accumulating
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
@@ -350,7 +351,10 @@ class Checkpoint(LastCallback):
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
             sum_order=backend.hvd.runtime.host_collectives.sum_order,
-            cannot_save_now=lambda: progress.at_end or any(d.window_open for d in own),
+            gradients=WindowGradients(
+                accumulating(own), warns=collectives.rank == collectives.ranks[0]
+            ),
+            cannot_save_now=lambda: progress.at_end,
             replicas=lambda: [d.replicas if d.check_parameters else None for d in own],
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,

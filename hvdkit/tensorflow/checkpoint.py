@@ -12,6 +12,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.items import Variables, data_item, kept_in, named, several
 from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.postponement import WindowGradients, accumulating
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
@@ -141,6 +142,7 @@ class Checkpointer(Manager):
             process_set.ranks,
         )
         collectives = TensorFlowCollectives(process_set)
+        first = collectives.rank == collectives.ranks[0]
         tapes = tape_check(
             collectives,
             lambda: {name: _named(given) for name, given in models.items()},
@@ -170,13 +172,13 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            cannot_save_now=lambda: any(d.window_open for d in distributions.values()),
+            gradients=WindowGradients(accumulating(distributions.values()), warns=first),
             replicas=lambda: [
                 *(d.replicas if d.check_parameters else None for d in distributions.values()),
                 tapes,
             ],
         )
-        if collectives.rank == collectives.ranks[0]:
+        if first:
             saved = [v for each in (models | optimizers).values() for v in _variables(each)]
             shards = [shard.tensor for shard in (sharded or {}).values()]
             # Only a save calls a function of a shard: its variable may not exist yet.

@@ -192,7 +192,7 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            cannot_save_now=lambda: not all(each.is_between_steps() for each in wrapped),
+            gradients=_WaitingGradients(wrapped),
             replicas=lambda: [each.replicas for each in wrapped],
             allocate=host_memory,
         )
@@ -201,6 +201,26 @@ class Checkpointer(Manager):
     def metadata(self) -> MutableMapping[str, Any]:
         """Your own values in the checkpoint: the dict that was given. Change its items."""
         return self._metadata
+
+
+class _WaitingGradients:
+    """`PendingGradients` of wrapped optimizers."""
+
+    def __init__(self, optimizers: Sequence[WrappedOptimizer]) -> None:
+        self._optimizers = optimizers
+
+    def exist(self) -> bool:
+        """Return whether gradients of an optimizer wait for a step."""
+        return any(each.gradients_wait() for each in self._optimizers)
+
+    def steps(self) -> int:
+        """Return the number of steps of the most active optimizer."""
+        return max((each.steps + each.skipped_steps for each in self._optimizers), default=0)
+
+    def note_save(self, step: int) -> None:
+        """Let the optimizers log a warning if they use their gradients after all."""
+        for each in self._optimizers:
+            each.note_save(step)
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:

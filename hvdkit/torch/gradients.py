@@ -23,7 +23,6 @@ from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError
-from hvdkit.torch.awaited_step import AwaitedStep
 from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, spec
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
@@ -104,12 +103,13 @@ class OptimizerGradients:
         window: the accumulation window.
         keep_sparse: make all gradients sparse after a round, for an optimizer that needs sparse
             gradients although the reduction is dense.
-        awaited: the step that uses reduced gradients.
         finds_nonfinite: find gradients with NaN or infinity before they are reduced.
 
     Attributes:
         synchronizers: see `LocalGradients`.
         invalid_reason: why the gradients cannot be used; empty if they can.
+        unused: whether there are reduced gradients that no step has used. The script may have
+            removed them itself.
         after_round: called when the gradients are reduced, before the script can change them; None
             for no call.
     """
@@ -122,11 +122,9 @@ class OptimizerGradients:
         groups: Sequence[Sequence[torch.nn.Parameter]],
         window: Window,
         keep_sparse: bool,
-        awaited: AwaitedStep,
         finds_nonfinite: bool = False,
     ) -> None:
         self._owner = owner
-        self._awaited = awaited
         self._collectives = collectives
         self._reduction = reduction
         self._groups = groups
@@ -137,6 +135,7 @@ class OptimizerGradients:
         self._checked: dict[str, _Snapshot] = {}
         self.synchronizers: list[TorchSynchronizer] = []
         self.invalid_reason = ""
+        self.unused = False
         self.after_round: Callable[[], None] | None = None
         self._backends: list[TorchBackend] = []
         self._layouts: list[list[_Layout]] = []
@@ -668,7 +667,7 @@ class OptimizerGradients:
         self._in_round = False
         self._after_round = [_snapshot(p.grad) for p in self._parameters]
         self._changed = False
-        self._awaited.begin()
+        self.unused = True
         if self.after_round is not None:
             self.after_round()
 

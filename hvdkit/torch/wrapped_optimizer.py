@@ -42,7 +42,6 @@ from hvdkit.core.tuning import Tuner
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import dynamo, hooks, passes
-from hvdkit.torch.awaited_step import AwaitedStep
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import check_values
 from hvdkit.torch.gradients import OptimizerGradients
@@ -59,6 +58,13 @@ _DROPPED_WINDOWS = (
     "made no step. Each backward pass that reaches the optimizer's parameters counts as a pass of "
     "its window, also the pass of another loss. Freeze the parameters during such a pass "
     "(model.requires_grad_(False)), or call step() after each window"
+)
+
+_GRADIENTS_NOT_SAVED = (
+    "step {step} was saved between a backward pass and the optimizer step that used its gradients. "
+    "So the checkpoint lacks these gradients. Call save() and maybe_save() after the steps of all "
+    "optimizers. If no step is expected to use the gradients of a pass, call optimizer.zero_grad() "
+    "before the next pass"
 )
 
 _count = itertools.count()
@@ -191,7 +197,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._wrapped_again = False
         self._collectives = TorchCollectives(process_set)
         self._warn = functools.partial(_warn_on_first_rank, self._collectives)
-        self._awaited = AwaitedStep(self._warn)
+        # The step of a checkpoint that was saved while the current gradients waited for a step.
+        self._saved_step: int | None = None
+        self._warned_of_save = False
         # The number of complete accumulation windows in a row that the script has dropped.
         self._dropped_windows = 0
         # Not a strong reference: a cycle would keep the optimizer until a garbage collection.
@@ -203,7 +211,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
             groups,
             window,
             keep_sparse=reduction.sparse_as_dense and isinstance(plain, torch.optim.SparseAdam),
-            awaited=self._awaited,
             finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = coordinator_of(process_set)
@@ -327,7 +334,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self._report_nonfinite(assigned=True)
             self.coordinator.times.enter(UPDATE)
         if arrived and self._nothing_to_reduce and not self._no_sync:
-            self._awaited.begin()  # on several ranks, the round does
+            self._gradients.unused = True  # on several ranks, the round does
         if not arrived or self._nothing_to_reduce:
             return False
         self._count_pass()
@@ -550,11 +557,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Begin the next window, after a step or a skipped step."""
         self._stepped = self._added_locally = False
         self._dropped_windows = 0
-        self._awaited.step()
-        for other in _wrapped_optimizers:
-            # Other ranks of the optimizer may not make the steps of other process sets.
-            if other is not self and other.process_set is self.process_set:
-                other._awaited.note_other_step()
+        if self._saved_step is not None and not self._warned_of_save:
+            self._warned_of_save = True
+            self._warn(_GRADIENTS_NOT_SAVED.format(step=self._saved_step))
+        self._forget_gradients()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
         self._window.close()
@@ -655,8 +661,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _note_removed_gradients(self) -> None:
         """Note that the script has removed the gradients itself, or has set them to 0."""
         # Otherwise, do not wait for the device.
-        if self._awaited.learns and not self._gradients.any_nonzero():
-            self._awaited.remove()
+        if self._saved_step is not None and not self._gradients.any_nonzero():
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Record that there are no gradients that a later step may use."""
+        self._gradients.unused, self._saved_step = False, None
 
     def _begin_without_gradients(self) -> None:
         """Begin the next window, after the script has reset the gradients."""
@@ -665,7 +675,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if self._dropped_windows == _MOST_DROPPED_WINDOWS:
                 self._warn(_DROPPED_WINDOWS.format(count=self._dropped_windows))
         self._added_locally = False
-        self._awaited.remove()
+        self._forget_gradients()
         self._window.close()
         self._gradients.discard()
         self.rounds.participated = self.rounds.skips_step = False
@@ -705,17 +715,22 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.remove_unreduced()
         self._gradients.invalid_reason = ""
         self._stepped = self._added_locally = False
-        self._awaited.reset()
+        self._forget_gradients()
         self._window.close()
         self._gradients.discard()
 
-    def is_between_steps(self) -> bool:
-        """Return whether no gradients wait for more passes, a reduction or a step.
+    def gradients_wait(self) -> bool:
+        """Return whether this rank has gradients that no step has used, reduced or not.
 
-        All ranks call it equally often: see `AwaitedStep`.
+        The script may have removed them itself, for example with `model.zero_grad()`.
         """
         self._complete_earlier_passes()
-        return not (self.accumulated or self._awaited.is_awaited(self._gradients.any_nonzero))
+        return self.accumulated or self.pass_dropped or self._gradients.unused
+
+    def note_save(self, step: int) -> None:
+        """Record that a checkpoint was saved. It lacks the gradients that wait for a step."""
+        if self.gradients_wait():
+            self._saved_step = step
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error in copies and in pickle, because a copy's parameters have no hooks.
@@ -731,7 +746,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def mark_gradients_used(self) -> None:
         """Record that no step will use the reduced gradients, and that ranks may differ."""
-        self._awaited.reset()
+        self._forget_gradients()
 
     @property
     def accumulated(self) -> bool:

@@ -79,6 +79,22 @@ def make(collectives, folder, part=None, others=None, own=None, **how):
     )
 
 
+class Gradients:
+    """`PendingGradients` of simulated optimizers.
+
+    Attributes:
+        lacking: the saved steps that lack gradients.
+    """
+
+    def __init__(self, exist, steps=lambda: 0):
+        self.exist, self.steps = exist, steps
+        self.lacking = []
+
+    def note_save(self, step):
+        if self.exist():
+            self.lacking.append(step)
+
+
 def steps(folder):
     return [info.step for info in Store(str(folder)).steps()]
 
@@ -509,25 +525,69 @@ def test_a_save_that_is_due_inside_a_window_happens_at_its_end(place):
             passes += 1
             return saving.maybe_save(passes)
 
-        with make(collectives, place, every_steps=1, cannot_save_now=lambda: passes % 3) as saving:
-            saved = [passes for _ in range(9) if one_more()]
-            passes = 1
-            with pytest.raises(UsageError, match="inside an accumulation window"):
-                saving.save(10)
+        gradients = Gradients(lambda: passes % 3 > 0, lambda: passes // 3)
+        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
+            saved = [passes for _ in range(90) if one_more()]
+            passes += 1
+            saving.save(91)
+        assert gradients.lacking == [91]
         return saved
 
-    assert on_ranks(run) == [[3, 6, 9]] * SIZE
+    assert on_ranks(run) == [list(range(3, 91, 3))] * SIZE
 
 
-def test_windows_that_differ_between_ranks_are_an_error(place):
+@pytest.mark.parametrize("ranks", [(1,), (0, 1, 2)])
+def test_gradients_that_no_step_uses_postpone_saves_for_some_steps(place, ranks):
+    """Also if only some ranks have them, for example after a batch without samples."""
+
     def run(collectives):
-        with (
-            make(
-                collectives, place, every_steps=1, cannot_save_now=lambda: collectives.rank == 1
-            ) as saving,
-            pytest.raises(UsageError, match="rank 1: .*accumulation window"),
-        ):
-            saving.maybe_save(1)
+        step = 0
+        gradients = Gradients(lambda: collectives.rank in ranks, lambda: step)
+        saved = []
+        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
+            for step in range(1, 20):
+                saved += [step] if saving.maybe_save(step) else []
+        assert gradients.lacking == (saved if collectives.rank in ranks else [])
+        return saved
+
+    assert on_ranks(run) == [[16, 17, 18, 19]] * SIZE
+
+
+def test_a_save_once_per_epoch_is_not_postponed(place):
+    """The script makes passes without steps at the end of each epoch."""
+
+    def run(collectives):
+        gradients = Gradients(lambda: True, lambda: 100 * epoch)
+        epoch = 0
+        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
+            for epoch in (1, 2):
+                assert saving.maybe_save(100 * epoch)
+
+    on_ranks(run)
+
+
+def test_a_postponed_save_that_never_happens_is_a_warning(place, caplog):
+    def run(collectives):
+        with make(collectives, place, every_steps=1, gradients=Gradients(lambda: True)) as saving:
+            for step in (1, 2):
+                assert not saving.maybe_save(step)
+
+    on_ranks(run)
+    assert caplog.text.count("postponed a save") == 1
+    assert "maybe_save(1) postponed a save" in caplog.text
+
+
+def test_the_steps_before_a_restore_do_not_count(place):
+    def run(collectives):
+        gradients = Gradients(lambda: True, lambda: step)
+        step = 0
+        with make(collectives, place, gradients=gradients) as saving:
+            saving.save(1)
+        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
+            step = 100  # as in an optimizer that is restored
+            assert saving.restore()
+            assert not saving.maybe_save(2)
+            saving.save(3)
 
     on_ranks(run)
 
@@ -535,7 +595,8 @@ def test_windows_that_differ_between_ranks_are_an_error(place):
 def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(place, caplog):
     def run(collectives):
         passes = 1
-        with make(collectives, place, cannot_save_now=lambda: passes % 2) as saving:
+        gradients = Gradients(lambda: passes % 2 > 0)
+        with make(collectives, place, gradients=gradients) as saving:
             if collectives.rank == 2:
                 saving.request_stop("a test")
             assert not saving.maybe_save(1)

@@ -67,7 +67,7 @@ def test_a_layer_is_unfrozen_on_one_rank(hvd, passes):
             model(torch.ones(4, 3)).sum().backward()
             optimizer.step()
         torch.testing.assert_close(before - model[0].bias, torch.full((2,), 0.4))
-        assert optimizer.is_between_steps()
+        assert not optimizer.gradients_wait()
         state.commit()
         optimizer.zero_grad()
     state.step = 0
@@ -104,13 +104,13 @@ def test_gradients_of_no_sync_on_one_rank(hvd):
         optimizer.zero_grad()
         with hvd.no_sync(optimizer):
             model(torch.ones(2, 3)).sum().backward()
-        assert not optimizer.is_between_steps()
+        assert optimizer.gradients_wait()
         state.step += 1
         state.commit()
         if not ends_early:
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
-            assert optimizer.is_between_steps()
+            assert not optimizer.gradients_wait()
     assert optimizer.flush()
     assert not optimizer.flush()
     torch.testing.assert_close(before - model.bias, torch.full((1,), 0.6))
@@ -304,9 +304,9 @@ def test_a_pass_waits_for_its_step_on_one_rank(hvd):
     model = nn.Linear(3, 1)
     optimizer = hvd.DistributedOptimizer(sgd(model))
     for _ in range(2):
-        assert optimizer.is_between_steps()
+        assert not optimizer.gradients_wait()
         model(torch.ones(2, 3)).sum().backward()
-        assert not optimizer.is_between_steps()
+        assert optimizer.gradients_wait()
         optimizer.step()
-        assert optimizer.is_between_steps()
+        assert not optimizer.gradients_wait()
         optimizer.zero_grad()

@@ -363,7 +363,7 @@ def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> 
             plain_step(world, 7)
         # A checkpoint can be saved now.
         optimizers = world.optimizer if setting.several else [world.optimizer]
-        assert all(each.is_between_steps() for each in optimizers)
+        assert not any(each.gradients_wait() for each in optimizers)
     hvd.allreduce(torch.ones(1), name="end of the sequence")
 
 

@@ -415,7 +415,7 @@ def test_an_optimizer_of_a_third_party(hvd, passes):
     optimizer = hvd.DistributedOptimizer(Plain(model.parameters()), accumulation_steps=passes)
     loss_of(model, batch_of(hvd.rank(), 7)).backward()
     hvd.join()
-    assert optimizer.is_between_steps()
+    assert not optimizer.gradients_wait()
 
 
 # Loss scaling
