@@ -239,7 +239,8 @@ class Runtime:
         stall_seconds(os.environ)
         horovod = self._horovod
         if horovod.is_initialized():
-            horovod.init(*args, **kwargs)
+            # The `init` of horovod.torch would also forget the handles of started collectives.
+            horovod._basics.init(*args, **kwargs)
             return
         write_whole_output()
         limit_stalls(os.environ)

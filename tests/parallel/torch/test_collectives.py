@@ -30,6 +30,21 @@ def test_broadcast_takes_the_root_ranks_values(hvd):
     assert result.tolist() == [root] * 7
 
 
+def test_a_second_init_keeps_collectives_that_were_started(hvd):
+    """For example, a library also calls `init`."""
+    handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), compression="fp16"
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        hvd.init()
+    assert torch.equal(hvd.synchronize(handle), torch.full((3,), float(hvd.size())))
+
+
 def test_allgather_joins_different_lengths(hvd):
     own = torch.full((hvd.rank() + 1, 2), hvd.rank())
     result = hvd.allgather(own, name="lengths")
