@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hvdkit.faults.call_names import describe_call
 from hvdkit.faults.outdated import without_outdated
-from hvdkit.faults.records import Record
+from hvdkit.faults.records import Call, Record
 
 #: Seconds that a record may take from the rank to the launcher.
 _DELAY_SECONDS = 1.0
@@ -17,6 +17,8 @@ class RankRecords:
 
     def __init__(self) -> None:
         self._last: dict[int, Record] = {}
+        # When it arrived (`time.monotonic`).
+        self._arrived: dict[int, float] = {}
         # Those that are not outdated; None if they must be found again.
         self._current: Mapping[int, Record] | None = None
         # Later records lack the calls that have failed.
@@ -28,6 +30,7 @@ class RankRecords:
     def add(self, record: Record, now: float) -> None:
         """Add a record that has arrived at the time `now` (`time.monotonic`)."""
         self._last[record.rank] = record
+        self._arrived[record.rank] = now
         self._current = None
         if record.reason == "error":
             self._errors[record.rank] = record
@@ -38,6 +41,13 @@ class RankRecords:
     def last(self) -> Mapping[int, Record]:
         """Rank -> its last record."""
         return self._last
+
+    def began(self, rank: int, call: Call) -> float:
+        """Return when a call of a rank's last record began (`time.monotonic` here).
+
+        The time contains the delay of the record.
+        """
+        return self._arrived[rank] - (self._last[rank].time - call.enqueued)
 
     @property
     def current(self) -> Mapping[int, Record]:

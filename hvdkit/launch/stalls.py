@@ -18,7 +18,7 @@ from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, RAISED, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
-from hvdkit.faults.records import Record
+from hvdkit.faults.records import Call, Record
 from hvdkit.faults.verdict import Verdict, judge, overdue, overdue_calls, unended
 from hvdkit.faults.waits import late_calls
 from hvdkit.launch.rank_records import RankRecords
@@ -80,9 +80,9 @@ class Stalls:
         self._leaving: set[int] = set()
         self._verdict: Verdict | None = None
         self._judged_at = float("-inf")
-        # The keys of the calls that have waited for too long. A verdict is given only if one of
-        # these calls still waits.
-        self._late: set[tuple[int, str, int]] = set()
+        # The keys of the calls that have waited for too long -> when the launcher learned this
+        # (`time.monotonic`). A verdict is given only if one of these calls still waits.
+        self._late: dict[tuple[int, str, int], float] = {}
         # The keys of the calls that waited at the last verdict.
         self._judged: set[tuple[int, str, int]] = set()
         # The ranks' states at the first verdict that needs a second one.
@@ -120,7 +120,7 @@ class Stalls:
 
     def _add_stall(self, record: Record, now: float) -> None:
         late = late_calls([record])
-        self._late |= late
+        self._late |= dict.fromkeys(late, now)
         if self._rounds.is_running or self._unconfirmed is not None:
             return
         pause_ends = self._judged_at + _PAUSE_SECONDS
@@ -216,7 +216,8 @@ class Stalls:
     ) -> Verdict | None:
         """Return the verdict after a round; None if there is none, or if it must be confirmed."""
         last = self._records.last
-        self._late &= {call.key for record in last.values() for call in record.open}
+        waiting = self._waiting_since()
+        self._late = {k: at for k, at in self._late.items() if waiting.get(k, float("inf")) <= at}
         leaving = dict.fromkeys(self._leaving, LEAVING)
         states = leaving | self._states | dict.fromkeys(ended, ENDED)
         raised = self._raised()
@@ -250,12 +251,25 @@ class Stalls:
         # This verdict has named the exception.
         self._rounds.cancel(Reason.RAISED)
         if verdict.call is not None:
-            self._late.add(verdict.call.key)
+            self._late[verdict.call.key] = now
         self._keep(STATES, json.dumps(states))
         self._keep(SILENT, json.dumps(list(silent_hosts)))
         self._keep(RAISED, json.dumps(raised))
         self._keep(VERDICT, f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{verdict.whole_text}\n")
         return verdict
+
+    def _waiting_since(self) -> dict[tuple[int, str, int], float]:
+        """Return the keys of the calls that wait -> when the first uncounted call began.
+
+        All uncounted calls of a name have the same key, so only the time tells them apart. For a
+        counted call, the time is in the infinite past.
+        """
+        found: dict[tuple[int, str, int], float] = {}
+        for rank, record in self._records.last.items():
+            for call in record.open:
+                began = float("-inf") if call.number else self._records.began(rank, call)
+                found[call.key] = min(began, found.get(call.key, float("inf")))
+        return found
 
     def _raised(self) -> dict[int, str]:
         return self._records.raised(self._tracebacks())
@@ -279,8 +293,21 @@ class Stalls:
                 record.failed == call.name
                 or any(c.collective == call.collective for c in record.open)
             )
+            and (call.number > 0 or self._began_before_verdict(record, call))
             for rank in verdict.waiting
             if (record := self._records.last.get(rank)) is not None
+        )
+
+    def _began_before_verdict(self, record: Record, call: Call) -> bool:
+        """Return whether a rank that has failed began its last call like `call` before the verdict.
+
+        The number of an uncounted call does not show this.
+        """
+        failed = [] if record.failed_call is None else [record.failed_call]
+        return any(
+            each.collective == call.collective
+            and self._records.began(record.rank, each) <= self._judged_at
+            for each in (*record.open, *failed)
         )
 
     def _unended(

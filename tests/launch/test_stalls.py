@@ -98,6 +98,40 @@ def test_no_verdict_at_the_time_limit_if_the_late_rank_has_come():
     assert job.check(147.0, ()) is None
 
 
+def uncounted(waited, reason="request", **changes):
+    """Return the record of rank 0 in a call that is not counted, because of too many names."""
+    content = json.loads(record(0, "x", reason, number=0))
+    call = content["open"][0] | {"enqueued": content["time"] - waited}
+    return json.dumps(content | {"open": [call], "calls": {}} | changes)
+
+
+@pytest.mark.parametrize("waited", [106.0, 0.001])
+def test_a_later_uncounted_call_is_no_stall(waited):
+    """All uncounted calls of a name have the same key."""
+    job, asked = stalls()
+    job.add(uncounted(60.0, "stall"), 100.0)
+    job.add(works(1), 101.0)
+    job.add(uncounted(61.0), 101.0)
+    assert job.check(101.0, ()).missing == [1]
+    job.check(146.0, ())
+    assert len(asked) == 2
+    job.add(uncounted(waited), 146.0)
+    job.add(works(1), 146.0)
+    verdict = job.check(146.0, ())
+    assert (verdict is None) == (waited < 60)
+    assert verdict is None or verdict.expired
+
+
+@pytest.mark.parametrize("waited", [65.0, 0.001])
+def test_a_verdict_on_an_uncounted_call_does_not_explain_the_failure_of_a_later_one(waited):
+    job, _ = stalls()
+    job.add(uncounted(60.0, "stall"), 100.0)
+    job.add(works(1), 101.0)
+    verdict = job.check(106.0, ())
+    job.add(uncounted(waited, "error", error="failed: lost a peer", failed="x"), 108.0)
+    assert job.verdict_on_failure() == (verdict.whole_text if waited > 60 else "")
+
+
 def test_no_verdict_if_the_late_rank_comes_before_the_records():
     job, _ = stalls()
     job.add(record(0, "x", "stall"), 100.0)
@@ -424,7 +458,8 @@ def test_a_host_that_did_not_answer_is_named(tmp_path):
     assert job.check(101.0, (), lambda: [sentence]) is None
     job.check(105.0, ())
     verdict = answer(job, 106.0, second="x", silent=[sentence])
-    assert verdict.text.endswith(f"does not transfer its data.\n{sentence}")
+    assert "All ranks have called it: the network" in verdict.text
+    assert verdict.text.endswith(f"\n{sentence}")
     assert sentence in why(tmp_path)
 
 
