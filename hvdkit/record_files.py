@@ -6,7 +6,8 @@ The engine knows two of the names, too (`engine/sources/recorder.h`).
 
 #: The record of a rank. The engine writes it.
 RECORD = "rank-{}.json"
-#: The stacks of a rank's threads. The file exists from `hvd.init()` on.
+#: The stacks of a rank's threads. Each rank makes the file in `hvd.init()`, also if its script uses
+#: the signal for stacks. So these files show which ranks write to the folder.
 STACKS = "rank-{}.stacks"
 #: All ranks write a record when this file is touched. The engine looks at it.
 REQUEST = "request"

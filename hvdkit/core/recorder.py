@@ -179,10 +179,14 @@ class Recorder:
             call()
 
     def _register(self, path: Path) -> int:
-        """Let the signal write all stacks to `path`. Return the descriptor; -1 for none."""
+        """Make the file `path`, and let the signal write all stacks to it.
+
+        Return the descriptor; -1 if the script uses the signal. Then the file stays empty.
+        """
         # `getsignal` does not return the handler of faulthandler.
         ignored = signal.SIG_IGN if self._stacks else None
         if signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, ignored):
+            path.touch()  # the file also shows that this rank writes records
             return -1  # the script uses the signal
         known = [file for file in self._stacks if file.name == str(path)]
         if known:
