@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import describe_call
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.outdated import without_outdated
-from hvdkit.faults.process_states import CONTINUED
+from hvdkit.faults.process_states import CONTINUED, ELSEWHERE
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
@@ -39,6 +41,8 @@ _POLL_SECONDS = 0.1
 _LEAST_SECONDS = 5.0
 # After a failure, the other ranks write records and end within about these seconds.
 _RECENT_SECONDS = 5.0
+_STACKS = re.compile(STACKS.format(r"(\d+)"))
+_UNFINISHED = "The job has not ended, or `hvdkit run` was killed."
 
 
 def why(folder: Path, count: int = 20) -> str:
@@ -102,8 +106,9 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
         if found:
             size = next(iter(found.values())).size
             paragraphs.append(f"{len(found)} of {size} ranks answered on this host.")
-            paragraphs += _explain(found, _live_verdict, count)
-        elif ranks := sum(_ranks(folder) for folder in folders if has_owner(folder)):
+            verdict = functools.partial(_live_verdict, here=found.keys() | _ranks(folders))
+            paragraphs += _explain(found, verdict, count)
+        elif ranks := len(_ranks(filter(has_owner, folders))):
             paragraphs.append(
                 f"{ranks} rank{'s' if ranks > 1 else ''} of a job on this host did not answer. The "
                 f"processes may be stopped (SIGSTOP or a debugger), or have ended."
@@ -154,33 +159,49 @@ class _Asked:
 def _answers(folders: Sequence[Path], asked: _Asked) -> tuple[dict[int, Record], bool]:
     """Return the records that ranks have made since `asked`, and whether all ranks have one."""
     found: dict[int, Record] = {}
-    ranks = 0
+    ranks: set[int] = set()
     for folder in folders:
         # An error: another user's folder, or a job that has ended meanwhile.
         with contextlib.suppress(HvdkitError, OSError):
             read = records.read(folder)
-            ranks += _ranks(folder)
+            ranks |= _ranks([folder])
             # Not the time of the file: a rank may have made an earlier record before the request,
             # and written it afterwards.
             found |= {rank: record for rank, record in read.items() if asked.answered_by(record)}
-    return found, len(found) >= ranks
+    return found, found.keys() >= ranks
 
 
-def _ranks(folder: Path) -> int:
-    """Return the number of ranks that have called `hvd.init()` and write to a folder."""
-    return len(list(folder.glob(STACKS.format("*"))))
+def _ranks(folders: Iterable[Path]) -> set[int]:
+    """Return the ranks that have called `hvd.init()` and write to these folders."""
+    files = itertools.chain.from_iterable(folder.glob(STACKS.format("*")) for folder in folders)
+    return {int(match[1]) for file in files if (match := _STACKS.fullmatch(file.name))}
 
 
-def _live_verdict(found: Mapping[int, Record], size: int) -> str:
-    """Return the verdict on a job that runs. It may make progress."""
-    late = long_waits(found, size, _LEAST_SECONDS)
-    if not late and any(record.open for record in found.values()):
+def _live_verdict(found: Mapping[int, Record], size: int, here: Collection[int]) -> str:
+    """Return the verdict on a job that runs. It may make progress.
+
+    Args:
+        found: the records, by rank.
+        size: the number of ranks of the job.
+        here: the ranks on this host. Of the other ranks, nothing is known.
+    """
+    elsewhere = {rank: ELSEWHERE for rank in range(size) if rank not in here}
+    late = long_waits(found, size, _LEAST_SECONDS, elsewhere)
+    if late or not any(record.open for record in found.values()):
+        text = judge(found, elsewhere, size, late=late).whole_text
+    else:
         least = f"{_LEAST_SECONDS:.0f} s"
-        return (
-            f"No rank has waited {least} for a collective: the job makes progress, or has stopped "
-            f"less than {least} ago."
+        text = (
+            f"No collective has waited {least} since the last rank on this host called it: the job "
+            f"makes progress, or has stopped less than {least} ago."
         )
-    return judge(found, {}, size, late=late).whole_text
+    if not elsewhere:
+        return text
+    are, have = ("are", "have") if len(elsewhere) > 1 else ("is", "has")
+    return (
+        f"{text}\n{name_ranks(list(elsewhere))} {are} on other hosts, or {have} ended. Run `hvdkit "
+        f"inspect --live` on the other hosts, too."
+    )
 
 
 def _explain(
@@ -294,21 +315,30 @@ def _reason(content: Any, has_records: bool) -> str | None:
     except (KeyError, TypeError, AttributeError):
         return None
     if unfinished and not has_records:
-        return "The job has not ended, or `hvdkit run` was killed. No rank has reported a problem."
+        return f"{_UNFINISHED} No rank has reported a problem."
     if succeeded and has_records:
         return "The job succeeded. The ranks wrote these records earlier:"
     return None if not reason or (is_verdict and has_records) else f"The job failed: {reason}"
 
 
 def _age(content: Any, found: Mapping[int, Record]) -> str:
-    """Return a line about records that were made some time before the job failed; may be empty.
+    """Return a line about records that may not show the last state of the job; may be empty.
+
+    They were made some time before the job failed, or the job has not ended.
 
     Args:
         content: as for `_reason`.
         found: the records, by rank.
     """
     try:
-        before = content["ended"] - max(record.time for record in found.values())
+        last = max(record.time for record in found.values())
+        if content["ended"] is None:
+            return (
+                f"{_UNFINISHED} On a host of a running job, `hvdkit inspect --live` shows the "
+                f"present state. The ranks wrote these records {max(time.time() - last, 0):,.0f} s "
+                f"ago:"
+            )
+        before = content["ended"] - last
         # A verdict may end a job long after the records, because ranks may save. `_reason` has a
         # line about a success.
         other = content["verdict"] or content["status"] == 0

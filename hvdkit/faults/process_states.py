@@ -6,3 +6,5 @@ ENDED = "ended"
 LEAVING = "leaving"
 #: The rank has continued since its last record. What it does now is not known.
 CONTINUED = "continued"
+#: The rank is on another host, whose records are not known here. It may do anything.
+ELSEWHERE = "elsewhere"

@@ -15,7 +15,7 @@ from hvdkit.faults import stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import is_internal
 from hvdkit.faults.missing_ranks import SHOWN, Chain, below_line, first_line, traceback_of
-from hvdkit.faults.process_states import CONTINUED, ENDED, LEAVING, STOPPED
+from hvdkit.faults.process_states import CONTINUED, ELSEWHERE, ENDED, LEAVING, STOPPED
 from hvdkit.faults.rank_names import name_ranks
 from hvdkit.faults.records import Call, Record, with_all_groups
 from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
@@ -24,6 +24,7 @@ from hvdkit.faults.waits import Wait, find_waits, in_cycles, seconds_waited
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
 _LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _RECEIVE_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_STALL_TIMEOUT = "HVDKIT_STALL_TIMEOUT"
 # The name of a call without a name, outside of a graph of TensorFlow: the patch
 # `tensorflow-eager-names`.
 _BY_LINE = re.compile(r"(\w+)\.line \d+ of ")
@@ -108,7 +109,8 @@ def judge(
 
     Args:
         records: the records, by rank. A rank may have none.
-        states: rank -> `STOPPED`, `ENDED`, `LEAVING` or `CONTINUED`. Other ranks have no entry.
+        states: rank -> `STOPPED`, `ENDED`, `LEAVING`, `CONTINUED` or `ELSEWHERE`. Other ranks have
+            no entry.
         size: the number of ranks of the job.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
@@ -125,7 +127,8 @@ def judge(
         rank: replace(r, open=[]) if states.get(rank) == ENDED and not r.error else r
         for rank, r in with_all_groups(aligned(records)).items()
     }
-    waits = find_waits(records, size)
+    elsewhere = {rank for rank, state in states.items() if state == ELSEWHERE}
+    waits = find_waits(records, size, elsewhere)
     of_late = [wait for wait in waits if wait.call.key in late]
     stuck = [wait for wait in of_late if not wait.missing]
     # The ranks that wait in these calls could not make later ones, although the calls may have
@@ -159,7 +162,7 @@ def judge(
     if first is not None:
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
-        lines.append(_all_entered(records, states))
+        lines.append(_all_entered(wait, records, states))
     chain = Chain(wait, incomplete, records, states, hosts, raised)
     chain.describe(wait, "it")
     chain.describe_further_waits(late)
@@ -233,15 +236,25 @@ def _differ_in_line(wait: Wait, records: Mapping[int, Record]) -> bool:
     return called is not None and any(other and other[1] == called[1] for other in found)
 
 
-def _all_entered(records: Mapping[int, Record], states: Mapping[int, str]) -> str:
+def _all_entered(wait: Wait, records: Mapping[int, Record], states: Mapping[int, str]) -> str:
+    """Return what may delay a collective that all known ranks have called."""
+    if wait.unknown:
+        return "All ranks on this host have called it."
     stopped = [rank for rank, state in states.items() if state == STOPPED]
     if stopped:
         verb = "is" if len(stopped) == 1 else "are"
         return f"All ranks have called it. {name_ranks(stopped)} {verb} stopped (SIGSTOP)."
-    text = "All ranks have called it: the network or a rank does not transfer its data."
-    if len({record.host for record in records.values()}) == 1:
-        return text
-    return f"{text} Check the network between the hosts (`hvdkit doctor --hosts`)."
+    size = f" ({wait.call.bytes:,} bytes)" if wait.call.bytes else ""
+    text = (
+        f"All ranks have called it: the network or a rank does not transfer its data{size}, or the "
+        "transfer takes longer than this."
+    )
+    if len({record.host for record in records.values()}) > 1:
+        text += " Check the network between the hosts (`hvdkit doctor --hosts`)."
+    return (
+        f"{text} A large tensor or a slow network may need longer limits: {_STALL_TIMEOUT} for "
+        f"the verdict, {_LIMIT} for the end of the job."
+    )
 
 
 def _without_wait(
@@ -252,7 +265,8 @@ def _without_wait(
     raised: Mapping[int, str],
 ) -> str:
     ended = sorted(rank for rank, state in states.items() if state == ENDED)
-    text = "No rank waits for a collective."
+    here = " on this host" if ELSEWHERE in states.values() else ""
+    text = f"No rank{here} waits for a collective."
     if ended:
         have = "have" if len(ended) > 1 else "has"
         text = f"{name_ranks(ended)} {have} ended. No other rank waits for a collective."

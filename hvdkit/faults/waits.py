@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.faults.records import Call, Record
@@ -10,19 +10,31 @@ from hvdkit.faults.records import Call, Record
 
 @dataclass(frozen=True)
 class Wait:
-    """A collective that some ranks have called and that has not ended."""
+    """A collective that some ranks have called and that has not ended.
+
+    Attributes:
+        call: the call of the rank that called it first.
+        waiting: the ranks that wait for it.
+        missing: the ranks that have not called it.
+        unknown: the ranks on other hosts, which may have called it.
+    """
 
     call: Call
     waiting: Sequence[int]
     missing: Sequence[int]
+    unknown: Sequence[int] = ()
 
 
-def find_waits(records: Mapping[int, Record], size: int) -> list[Wait]:
+def find_waits(
+    records: Mapping[int, Record], size: int, elsewhere: Collection[int] = ()
+) -> list[Wait]:
     """Return the collectives for which ranks wait, also those that all ranks have called.
 
     Args:
         records: the records, by rank, each with all process sets (`with_all_groups`).
         size: the number of ranks of the job.
+        elsewhere: the ranks on other hosts, whose records are not known here. They do not count as
+            missing.
     """
     found: dict[tuple[int, str, int], Call] = {}
     for record in records.values():
@@ -39,11 +51,12 @@ def find_waits(records: Mapping[int, Record], size: int) -> list[Wait]:
             if r in records and (has_called(records[r], call) or _has_joined(records[r], call))
         ]
         waiting = [r for r in entered if _waits_for(records[r], call)]
-        missing = [r for r in members if r not in entered]
+        missing = [r for r in members if r not in entered and r not in elsewhere]
+        unknown = [r for r in members if r in elsewhere]
         # There may be no waiting member if the records are from several starts of a job, with
         # different process sets.
         if waiting:
-            waits.append(Wait(call, waiting, missing))
+            waits.append(Wait(call, waiting, missing, unknown))
     return waits
 
 
@@ -86,20 +99,22 @@ def late_calls(records: Iterable[Record]) -> set[tuple[int, str, int]]:
 
 
 def long_waits(
-    records: Mapping[int, Record], size: int, seconds: float
+    records: Mapping[int, Record], size: int, seconds: float, elsewhere: Collection[int] = ()
 ) -> set[tuple[int, str, int]]:
     """Return the keys of the calls that have waited for at least `seconds`.
 
-    A call that all ranks have made waits since the last of them has made it. In records that were
-    written one after the other, such a call may wait on one rank and have ended on another one.
+    A call that all known ranks have made waits since the last of them has made it. In records that
+    were written one after the other, such a call may wait on one rank and have ended on another
+    one.
 
     Args:
         records: as for `find_waits`.
         size: as for `find_waits`.
         seconds: more seconds than between the first and the last record.
+        elsewhere: as for `find_waits`.
     """
     found = set()
-    for wait in find_waits(records, size):
+    for wait in find_waits(records, size, elsewhere):
         # Ranks call at different times, and the clocks of hosts differ.
         waits = [
             record.time - call.enqueued

@@ -5,14 +5,17 @@ import json
 import math
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from hvdkit.core.recorder import FOLDER_VARIABLE, Recorder
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import command
 from hvdkit.faults.command import inspect_live, why
@@ -209,6 +212,20 @@ def test_a_launcher_that_was_killed(start):
     assert why(start).startswith("Rank 1 on host1 failed first")
 
 
+def test_the_records_of_a_job_that_runs(start):
+    """The stall may have ended long ago."""
+    content = {"failed": False, "reason": "", "status": None, "ended": None}
+    (start / "start.json").write_text(json.dumps(content))
+    waits = {"error": "", "failed": "", "open": RECORD["done"], "time": time.time() - 7200.0}
+    (start / "records" / "rank-0.json").write_text(json.dumps(RECORD | waits | {"done": []}))
+    assert re.match(
+        "The job has not ended, or `hvdkit run` was killed. On a host of a running job, `hvdkit "
+        r"inspect --live` shows the present state\. The ranks wrote these records 7,20\d s ago:\n\n"
+        "Rank 0 has waited",
+        why(start),
+    )
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -249,7 +266,7 @@ def test_a_rank_that_waits_for_the_network_is_not_blamed(tmp_path, start):
         own = waits | {"rank": rank, "open": [call], "calls": {"allreduce.loss": number}}
         (start / "records" / f"rank-{rank}.json").write_text(json.dumps(own))
     text = why(tmp_path)
-    assert "All ranks have called it: the network or a rank does not transfer its data" in text
+    assert "All ranks have called it: the network or a rank does not transfer its data (4 b" in text
     assert "has not called it" not in text
 
 
@@ -274,12 +291,12 @@ def test_inspect_combines_the_folders_of_one_job(tmp_path, monkeypatch):
     ("waited", "called", "expected"),
     [
         # Of a job that makes progress, the record of rank 1 is a little later.
-        (0.01, {"seconds": 0.02, "ended": 0.01}, "No rank has waited 5 s for a collective"),
-        (0.01, {"seconds": 0.02}, "No rank has waited 5 s for a collective"),
-        (0.01, None, "No rank has waited 5 s for a collective"),
+        (0.01, {"seconds": 0.02, "ended": 0.01}, "No collective has waited 5 s"),
+        (0.01, {"seconds": 0.02}, "No collective has waited 5 s"),
+        (0.01, None, "No collective has waited 5 s"),
         # Rank 1 was late, and has just come.
-        (90.0, {"seconds": 0.02}, "No rank has waited 5 s for a collective"),
-        (90.0, {"seconds": 0.02, "ended": 0.01}, "No rank has waited 5 s for a collective"),
+        (90.0, {"seconds": 0.02}, "No collective has waited 5 s"),
+        (90.0, {"seconds": 0.02, "ended": 0.01}, "No collective has waited 5 s"),
         (90.0, None, "Rank 1 on host0 has not called it"),
         (90.0, {"seconds": 80.0}, "All ranks have called it: the network"),
     ],
@@ -305,6 +322,45 @@ def test_inspect_gives_a_verdict_on_long_waits_only(tmp_path, waited, called, ex
     text = inspect_live(folder=tmp_path)
     assert expected in text
     assert ("network" in text) == ("network" in expected)
+
+
+@pytest.mark.parametrize("group", [[0, 1, 2, 3], [2, 3]])
+@pytest.mark.parametrize(
+    ("waited", "expected"),
+    [
+        ({2: 90.0, 3: None}, "Rank 3 on host0 has not called it: the stack"),
+        ({2: 90.0}, "Rank 3 has not called it, and did not report its state"),
+        ({2: 90.0, 3: 80.0}, ""),
+        ({2: 90.0, 3: 0.02}, "No collective has waited 5 s since the last rank on this host"),
+        ({2: None, 3: None}, "No rank on this host waits for a collective"),
+    ],
+)
+def test_inspect_of_a_job_on_several_hosts(tmp_path, monkeypatch, waited, expected, group):
+    """Ranks 2 and 3 are on this host."""
+    monkeypatch.setattr(command, "_ANSWER_SECONDS", 0.2)
+    folder = tmp_path / f"{PREFIX}x"
+    folder.mkdir()
+    now = time.time() + 1
+    for rank in (2, 3):
+        (folder / f"rank-{rank}.stacks").touch()
+    for rank, seconds in waited.items():
+        record = RECORD | {"rank": rank, "size": 4, "error": "", "failed": "", "time": now}
+        record |= {"groups": {"0": [0, 1, 2, 3], "1": group}, "calls": {}, "done": []}
+        if seconds is not None:
+            call = RECORD["done"][0] | {"set": 1, "enqueued": now - seconds, "ended": None}
+            record |= {"open": [call], "calls": {"1": {"allreduce.loss": 3}}}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(record))
+    is_complete = len(group) == 2
+    expected = expected or f"All ranks{'' if is_complete else ' on this host'} have called it"
+    text = inspect_live(folder=tmp_path)
+    lines = text.split("\n\n")[1].splitlines()
+    assert any(line.startswith(expected) for line in lines), text
+    assert lines[-1] == (
+        "Ranks 0, 1 are on other hosts, or have ended. Run `hvdkit inspect --live` on the other "
+        "hosts, too."
+    )
+    assert "Rank 0" not in text
+    assert "Rank 1" not in text
 
 
 def test_inspect_waits_for_a_record_that_was_made_after_the_request(tmp_path):
@@ -349,6 +405,20 @@ def test_inspect_of_a_job_whose_ranks_do_not_answer(tmp_path, monkeypatch):
         folder.remove()
     with pytest.raises(UsageError, match="there are no ranks of `hvdkit run` on this host"):
         inspect_live()
+
+
+def test_inspect_of_a_rank_whose_script_handles_the_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "_ANSWER_SECONDS", 0.2)
+    folder = RecordFolder()
+    engine = SimpleNamespace(horovod_hvdkit_write_records=lambda *_: None)
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        Recorder(engine).watch(1, 2, 0.0, {FOLDER_VARIABLE: str(folder.path)})
+        assert inspect_live().startswith("1 rank of a job on this host did not answer.")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        folder.remove()
 
 
 def test_a_folder_without_anything(tmp_path):

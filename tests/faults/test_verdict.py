@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdkit.faults.process_states import ENDED, STOPPED
+from hvdkit.faults.process_states import ELSEWHERE, ENDED, STOPPED
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.stacks import Frame
 from hvdkit.faults.timeline import timeline
@@ -82,6 +82,26 @@ def test_the_rank_that_stops_is_named(size, program, data):
     assert f"Rank {late} on host{late} has not called it: the rank is at /home/me/loader.py:7" in (
         verdict.text
     )
+
+
+@given(size=st.integers(2, 6), data=st.data())
+def test_ranks_on_other_hosts_are_not_blamed(size, data):
+    late = data.draw(st.integers(0, size - 1))
+    here = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))
+    records = simulate(size, ["bucket"] * 3, {late: data.draw(st.integers(0, 2))})
+    elsewhere = dict.fromkeys(set(range(size)) - here, ELSEWHERE)
+    verdict = judge({rank: records[rank] for rank in here}, elsewhere, size)
+    waiting = sorted(here - {late})
+    assert list(verdict.waiting) == waiting
+    assert list(verdict.missing) == ([late] if late in here and waiting else [])
+    if not waiting:
+        assert verdict.text.startswith("No rank on this host waits for a collective.\n")
+        assert f"Rank {late} on host{late} is at /home/me/loader.py:7 in load." in verdict.text
+    elif late in here:
+        assert f"\nRank {late} on host{late} has not called it: the rank is at " in verdict.text
+    else:
+        assert verdict.text.endswith("\nAll ranks on this host have called it.")
+    assert "report" not in verdict.text
 
 
 @given(size=st.integers(2, 6), data=st.data())
@@ -165,7 +185,10 @@ def test_a_late_call_that_has_ended_on_other_ranks_is_the_cause():
     records[1] = replace(records[1], open=[second])
     verdict = judge(records, {}, 2, late={first.key, second.key})
     assert (verdict.waiting, verdict.missing) == ([0], [])
-    assert "All ranks have called it: the network or a rank does not transfer" in verdict.text
+    assert (
+        "All ranks have called it: the network or a rank does not transfer its data (64 bytes), or "
+        "the transfer takes longer than this."
+    ) in verdict.text
     # Not if rank 0 has not waited long: it may continue in a moment.
     assert judge(records, {}, 2, late={second.key}).missing == [0]
 
