@@ -191,7 +191,7 @@ def _describe(
     if waits_for is not None:
         doing = f"the rank waits for {describe_call(waits_for, record)}"
     else:
-        doing = "" if frames else "the stack of the rank is not known"
+        doing = "" if frames else _without_stack(record.stacks)
     if frame := stacks.own_frame(frames):
         doing += f"{', ' if doing else 'the rank is '}at {frame}"
     of_graph = _awaited_by_graph(record)
@@ -209,6 +209,12 @@ def _describe(
         ended = "failed" if record.failed_call == last else "ended"
         text += f" Its last collective, {describe_call(last, record)}, {ended} {since:.0f} s ago."
     return text
+
+
+def _without_stack(text: str) -> str:
+    if stacks.lacks_threads(text):
+        return "the stack of its main thread is not known, because the rank has many threads"
+    return "the stack of the rank is not known"
 
 
 def _awaited_by_graph(record: Record) -> Call | None:

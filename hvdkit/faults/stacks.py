@@ -153,6 +153,11 @@ def other_thread(text: str) -> Frame | None:
     return next((f for frames in others for f in frames if not f.is_library), None)
 
 
+def lacks_threads(text: str) -> bool:
+    """Return whether the rank has more threads than the 100 that faulthandler writes."""
+    return "..." in text.splitlines()
+
+
 def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     """Return whether a thread is the current one, and its frames, for each thread.
 

@@ -20,6 +20,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
@@ -120,6 +121,7 @@ class Recorder {
       // this process set now.
       calls_.clear();
       names_ = 0;
+      unnamed_.clear();
       groups_ = {{0, ranks}};
       ring_.clear();
       next_ = 0;
@@ -186,11 +188,27 @@ class Recorder {
     if (known != calls.end()) {
       return ++known->second;
     }
-    if (names_ == kNames) {
+    if (is_unnamed(name)) {
+      unnamed_.emplace_back(set, name);
+      if (unnamed_.size() > kUnnamed) {
+        const auto& oldest = unnamed_.front();
+        auto of_set = calls_.find(oldest.first);
+        if (of_set != calls_.end()) {
+          names_ -= of_set->second.erase(oldest.second);
+        }
+        unnamed_.pop_front();
+      }
+    }
+    if (names_ >= kNames) {
       return 0;
     }
     ++names_;
     return calls[name] = 1;
+  }
+
+  // Whether the name of a collective has a number in the order of calls, which differs in each call.
+  static bool is_unnamed(const std::string& name) {
+    return name.find("noname.") != std::string::npos;
   }
 
   struct Entry {
@@ -210,6 +228,8 @@ class Recorder {
 
   // Scripts may make new names in each step, so the number of counted names is limited.
   static constexpr size_t kEntries = 1000, kNames = 4096;
+  // Of the collectives without a name, only the last ones are counted.
+  static constexpr size_t kUnnamed = 1024;
   // In jobs of more ranks than this, only the last entries are written.
   static constexpr int kManyRanks = 64;
   static constexpr size_t kEntriesOfMany = 100;
@@ -370,11 +390,12 @@ class Recorder {
            (entry.line.empty() ? "" : ", \"line\": " + quoted(entry.line)) + "}";
   }
 
-  // What the signal handler has written since the last record, at most 100 kB.
+  // What the signal handler has written since the last record, at most the last 100 kB: the main thread
+  // comes last.
   std::string new_stacks() {
     const off_t length = length_of_stacks();
     std::string text((size_t)std::min<off_t>(std::max<off_t>(length - written_, 0), 100000), '\0');
-    ssize_t got = text.empty() ? 0 : pread(stacks_, &text[0], text.size(), written_);
+    ssize_t got = text.empty() ? 0 : pread(stacks_, &text[0], text.size(), length - (off_t)text.size());
     text.resize(got > 0 ? (size_t)got : 0);
     written_ = length;
     return text;
@@ -451,6 +472,8 @@ class Recorder {
   // The number of calls, by process set and name.
   std::map<int, std::unordered_map<std::string, uint64_t>> calls_;
   size_t names_ = 0;
+  // The process sets and names of the last calls without a name, oldest first.
+  std::deque<std::pair<int, std::string>> unnamed_;
   std::map<std::string, std::string> labels_;
   std::map<int, std::vector<int>> groups_;
   Clock::time_point progress_, told_, failed_at_;

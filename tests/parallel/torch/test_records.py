@@ -74,6 +74,26 @@ def test_a_rank_that_does_not_call_a_collective_is_named(tmp_path):
     assert "Ranks 0, 2 have waited" in why(tmp_path / "runs")
 
 
+@pytest.mark.parametrize(
+    ("threads", "doing"),
+    [(64, r"in fault: time\.sleep\(5\)"), (120, "the rank has many threads")],
+)
+def test_a_rank_with_many_threads_after_many_calls_without_a_name(tmp_path, threads, doing):
+    """Its stacks have more than 100 kB. The other calls still have numbers."""
+    fault = f"""import threading
+    def deep(frames):
+        deep(frames - 1) if frames else time.sleep(8)
+    for _ in range({threads}):
+        threading.Thread(target=deep, args=(30,), daemon=True).start()
+    time.sleep(5)"""
+    calls = "for _ in range(4200):\n    hvd.allreduce(torch.ones(1))\nfor step in range(12)"
+    script = SCRIPT.replace("for step in range(12)", calls)
+    done = run(tmp_path, fault, 0, 2, script=script)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Rank 1 has waited \d+ s for bucket \d of 4 \(.*\), call 11\.", done.stderr)
+    assert re.search(f"Rank 0 on .* has not called it: .*{doing}", done.stderr), done.stderr
+
+
 @pytest.mark.parametrize("seconds", [7200.0, pytest.param(-7200.0, marks=pytest.mark.long)])
 def test_the_time_of_day_is_set_during_a_stall(tmp_path, seconds):
     library, offset = tmp_path / "clock.so", tmp_path / "offset"
