@@ -10,6 +10,7 @@ import horovod.torch
 import numpy as np
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvdkit.ranks import RanksFailed
 from tests.parallel.rank_pool import Configuration, start_ranks_of
@@ -41,6 +42,17 @@ def test_float16_sum_is_exact_where_float16_is(hvd):
     numbers = rng.integers(-500, 501, (hvd.size(), 1003)) * scales
     total = hvd.allreduce(torch.tensor(numbers[hvd.rank()]).half(), op=hvd.Sum, name="exact sum")
     np.testing.assert_array_equal(total.numpy(), numbers.sum(axis=0).astype(np.float16))
+
+
+@pytest.mark.parametrize("call", ["allreduce_", "broadcast_", "allgather", "reducescatter"])
+def test_a_tensor_with_too_many_elements_is_an_error_on_every_rank(hvd, call):
+    # The memory of zeros is not used before it is written.
+    elements = 2**31 if call != "allgather" else 2**31 // hvd.size()
+    dtype = torch.float16 if call in ("allreduce_", "reducescatter") else torch.uint8
+    tensor = torch.zeros(elements, dtype=dtype)
+    arguments = {"root_rank": 0} if call == "broadcast_" else {}
+    with pytest.raises(HorovodInternalError, match="has 2147483648 elements on CPUs"):
+        getattr(hvd, call)(tensor, name="large", **arguments)
 
 
 def test_float16_average_and_scaling_round_as_float32_does(hvd):
