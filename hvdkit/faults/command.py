@@ -265,6 +265,9 @@ def _failure(path: Path) -> str | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         ending = content["signal"] or f"exit status {content['status']}"
+        # Earlier versions did not write this field.
+        if hint := content.get("hint"):
+            ending += f", {hint}"
         # A lost peer is only a consequence of the failure.
         causes = content.get("possible_causes")
         error = causes or content["exception"] or ""

@@ -65,8 +65,9 @@ def write_error(
 ) -> None:
     """Write the failure that ended a job to `error.json`.
 
-    The keys are `rank`, `host`, `status`, `signal`, `suspects`, `possible_causes`, `exception`,
-    `traceback` and `last_lines`. `suspects` has all ranks that raised the same error, see
+    The keys are `rank`, `host`, `status`, `signal`, `hint`, `suspects`, `possible_causes`,
+    `exception`, `traceback` and `last_lines`. `hint` is the probable cause of the signal, such as
+    full memory, or null. `suspects` has all ranks that raised the same error, see
     `Failures.suspects`. `possible_causes` is null unless the rank failed because it lost a peer.
     `status` is null after a signal, and `signal` (its name) is null without one. Without a Python
     exception, `exception` is null and `traceback` is empty. After a signal, the script may have
@@ -78,6 +79,7 @@ def write_error(
         "host": plan.places[failure.rank].host.name,
         "status": None if by_signal else failure.status,
         "signal": _signal_name(-failure.status) if by_signal else None,
+        "hint": failure.hint or None,
         "suspects": list(suspects),
         "possible_causes": possible_causes or None,
         "exception": failure.exception,

@@ -77,6 +77,13 @@ def test_the_failure_of_one_rank_and_the_errors_of_the_others(tmp_path, start):
     assert why(start) == text
 
 
+def test_the_probable_cause_of_a_signal(tmp_path, start):
+    (start / "error.json").write_text(json.dumps(ERROR | {"hint": "probably by the kernel"}))
+    assert why(tmp_path).startswith(
+        "Rank 1 on host1 failed first: SIGKILL, probably by the kernel."
+    )
+
+
 def test_an_exception_before_a_signal_may_be_a_caught_one(tmp_path, start):
     (start / "error.json").write_text(json.dumps(ERROR | {"exception": "OSError: reset"}))
     assert why(tmp_path) == (

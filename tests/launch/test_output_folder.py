@@ -127,6 +127,13 @@ def test_a_signal_without_a_name_in_python(tmp_path):
     assert json.loads((tmp_path / "error.json").read_text())["signal"] == "SIGRTMIN+6"
 
 
+@pytest.mark.parametrize(("hint", "written"), [("", None), ("probably by the kernel",) * 2])
+def test_the_probable_cause_of_a_signal_is_written(tmp_path, hint, written):
+    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
+    output_folder.write_error(tmp_path, Failure(0, -9, [], hint=hint), "", [0], plan, print)
+    assert json.loads((tmp_path / "error.json").read_text())["hint"] == written
+
+
 def test_a_start_that_still_runs(tmp_path):
     plan = make_plan(["python", "train.py"], str(tmp_path), [Host("host0", 2), Host("host1", 2)], 3)
     begun = starts.parse(starts.Start.of(plan).to_json())
