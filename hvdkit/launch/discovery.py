@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, parse_hosts
+from hvdkit.processes import wait_for_killed
 
 _SCRIPT_SECONDS = 60.0
 _POLL_SECONDS = 0.2
@@ -52,18 +53,20 @@ def discover(
         )
     except OSError as error:
         raise UsageError(f"--host-discovery-script {script}: {error.strerror}") from error
-    with process:
-        try:
-            out, errors = _output(process, stopped)
-        except _ScriptError as error:
-            raise UsageError(f"--host-discovery-script {script} {error}") from error
-        except DiscoveryStopped as error:
-            raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
-        finally:
-            # The group, because a shell may have started other programs. This user may not signal
-            # those that were started with sudo.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+    try:
+        out, errors = _output(process, stopped)
+    except _ScriptError as error:
+        raise UsageError(f"--host-discovery-script {script} {error}") from error
+    except DiscoveryStopped as error:
+        raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
+    finally:
+        # The group, because a shell may have started other programs. This user may not signal
+        # those that were started with sudo.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        wait_for_killed(process)
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
     if process.returncode != 0:
         raise UsageError(
             f"--host-discovery-script {script} failed with exit status {process.returncode}: "

@@ -1,5 +1,6 @@
 """`--host-discovery-script`."""
 
+import os
 import stat
 import time
 
@@ -59,6 +60,19 @@ def test_hosts_without_slots(tmp_path):
 
 def test_a_script_with_a_program_in_the_background(tmp_path):
     assert discover(script(tmp_path, "echo host0:2; sleep 60 &")) == [Host("host0", 2)]
+
+
+def test_a_script_that_this_user_may_not_end(tmp_path, monkeypatch):
+    """For example, the script is started with sudo."""
+
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    began = time.monotonic()
+    with pytest.raises(DiscoveryStopped):
+        discover(script(tmp_path, "exec sleep 4"), stopped=lambda: True)
+    assert time.monotonic() < began + 3
 
 
 def test_a_script_that_hangs_is_ended(tmp_path):
