@@ -298,8 +298,10 @@ class Agent:
             case "signal":
                 self._ranks.signal(message["number"])
             case "end" if self._ranks.all or not self._stays:
-                # Restart the ending even if it has begun: the new grace may be shorter.
-                self._ending = self._ranks.terminate(message["grace"])
+                # After a second Ctrl-C, the new grace is shorter. Further ones must not prolong it.
+                kills_at = time.monotonic() + message["grace"]
+                if self._ending is None or kills_at < self._ranks.kills_at:
+                    self._ending = self._ranks.terminate(message["grace"])
             case "record" if self._ranks.all:
                 self._ranks.records.request()
                 self._send("states", states=self._ranks.states())

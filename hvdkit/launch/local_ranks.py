@@ -86,6 +86,8 @@ class LocalRanks:
     Attributes:
         all: the ranks.
         records: the folder for their records.
+        kills_at: the time of SIGKILL (`time.monotonic`) after the last `terminate`; infinite before
+            its first step.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class LocalRanks:
         self.all: list[RankProcess] = []
         self._job = job
         self.records = RecordFolder(job)
+        self.kills_at = float("inf")
         self._segments: SegmentFolder | None = None
         self._mpich_files: set[Path] = set()
         self._keep_rank_variables = keep_rank_variables
@@ -184,6 +187,7 @@ class LocalRanks:
         """End every process of the ranks, as `ProcessGroup.terminate` does. Spares stay."""
         # A generator, which reads the group at its first step. A signal handler may call this
         # function during a start, which replaces the group.
+        self.kills_at = time.monotonic() + grace
         yield from self._group.terminate(grace)
 
     def forget(self) -> None:
@@ -194,6 +198,7 @@ class LocalRanks:
         self._close_guard()
         self._remove_folders()
         self.records = RecordFolder(self._job)
+        self.kills_at = float("inf")
 
     def end(self) -> None:
         """End every process of the ranks and every spare, and wait for them.

@@ -366,6 +366,20 @@ def test_a_second_request_shortens_the_grace(agent):
     assert time.monotonic() - began < 15
 
 
+def test_further_requests_do_not_extend_the_grace(agent):
+    """For a user who presses Ctrl-C again and again."""
+    ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    code = f"import os, signal, time; {ignored}; print(os.getpid(), flush=True); time.sleep(600)"
+    agent.start(code)
+    rank = psutil.Process(int(agent.line()))
+    deadline = time.monotonic() + 10
+    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        agent.send("end", grace=1.0)
+        time.sleep(0.3)
+    assert agent.receive("ended")["status"] == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_agent_that_has_ended_has_no_guard(agent, stopped):
     agent.start("import time; print('up', flush=True); time.sleep(0.2)")
