@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.signals import STOP_SIGNALS, handle_stop_signals, status_before_start
+from hvdkit.signals import (
+    STOP_SIGNALS,
+    forget_noted,
+    handle_stop_signals,
+    note,
+    status_before_start,
+)
 
 if TYPE_CHECKING:
     from hvdkit.checkpoint.reading import OpenCheckpoint
@@ -37,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             # The terminal may not have a character, and the name of a file may not be UTF-8.
             stream.reconfigure(errors="backslashreplace")
+    forget_noted()
     with handle_stop_signals(_end):
         return _run_verb(arguments)
 
@@ -109,6 +116,8 @@ class _Ended(KeyboardInterrupt):
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    if note(number):
+        return
     # A second Ctrl-C must not interrupt the cleanup after the first.
     for other in STOP_SIGNALS:
         signal.signal(other, signal.SIG_IGN)
@@ -293,7 +302,7 @@ def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     arguments.add_arguments(verb)
     # While ranks run, the running job handles the stop signals itself.
     verb.set_defaults(
-        run=command.run, parser=verb, when_ended="no rank runs.", resumable_before_start=True
+        run=command.run, parser=verb, when_ended="the job ends.", resumable_before_start=True
     )
 
 

@@ -47,6 +47,43 @@ def restore(number: int, previous: Any) -> None:
     signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
+# Whether stop signals are only noted, and the first one that was noted.
+_notes = False
+_noted: signal.Signals | None = None
+
+
+def begin_to_note() -> None:
+    """Only note stop signals from now on, because the end of the command is already known."""
+    global _notes
+    _notes = True
+
+
+def stop_noting() -> signal.Signals | None:
+    """Let stop signals end the command again, unless one was noted. Return the first noted one."""
+    global _notes
+    _notes = _noted is not None
+    return _noted
+
+
+def forget_noted() -> None:
+    """Let stop signals end the command, which begins now."""
+    global _notes, _noted
+    _notes, _noted = False, None
+
+
+def noted() -> signal.Signals | None:
+    """Return the first stop signal that was only noted; None for none."""
+    return _noted
+
+
+def note(number: int) -> bool:
+    """Note a stop signal. Return False if it ends the command instead."""
+    global _noted
+    if _notes:
+        _noted = _noted or signal.Signals(number)
+    return _notes
+
+
 def status_before_start(number: signal.Signals) -> int:
     """Return the exit status of a job that a signal stopped before any rank was started.
 

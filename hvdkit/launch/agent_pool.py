@@ -25,6 +25,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.start_error import StartError
+from hvdkit.signals import begin_to_note
 
 #: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
@@ -91,6 +92,9 @@ class AgentPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None:
+            # A signal must not replace the error.
+            begin_to_note()
         self._stop.set()
         self._heartbeat.join()
         every = self.every

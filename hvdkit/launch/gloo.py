@@ -6,7 +6,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hvdkit.errors import HvdkitError
@@ -24,6 +25,7 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.reachability import broken_connections
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
+from hvdkit.signals import begin_to_note, stop_noting
 
 #: With this many ranks, an engine without hvdkit's patch of the rendezvous starts slowly.
 SLOW_SIZE = 32
@@ -48,18 +50,20 @@ class Gloo:
     settings: Settings
     kept: KeptAgents | None = None
 
-    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
-        """Start the ranks, and watch them until they have ended."""
+    @contextmanager
+    def run(self, output: Output, say: Callable[[str], None]) -> Iterator[Outcome]:
+        """Start the ranks, and watch them until they have ended. Close the agents on exit."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
         if self.kept is not None:
             settings = self.kept.settings_for(self.plan, self.settings)
             agents = self.kept.of(self.plan, settings)
             outcome = run_with(agents, self.plan, settings, output, say)
             self.kept.mark_checked(self.plan)
-            return outcome
+            yield outcome
+            return
         with AgentPool(self.settings.ssh.silence) as agents:
             prepare.start_agents(agents, self.plan, self.settings)
-            return run_with(agents, self.plan, self.settings, output, say)
+            yield run_with(agents, self.plan, self.settings, output, say)
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
         """Return the plan as text, and the commands that would start the ranks."""
@@ -111,7 +115,9 @@ def run_with(
         may_continue = outcome.restartable and outcome.interrupted is None
         if settings.agents_stay and may_continue and not outcome.shows_host(plan):
             try:
-                outcome = _with_broken(outcome, agents, interfaces, launcher_address)
+                if stop_noting() is None:
+                    outcome = _with_broken(outcome, agents, interfaces, launcher_address)
+                begin_to_note()
             except KeyboardInterrupt as stop:
                 number = stop.args[0] if stop.args else signal.SIGINT
                 outcome = replace(outcome, interrupted=signal.Signals(number))

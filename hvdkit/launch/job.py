@@ -26,11 +26,14 @@ from hvdkit.launch.silent_hosts import describe_silent_hosts
 from hvdkit.launch.stalls import Stalls
 from hvdkit.launch.start_watch import LateRanks, StartWatch
 from hvdkit.launch.timeouts import Timeouts
-from hvdkit.signals import handle_stop_signals, ignored
+from hvdkit.signals import begin_to_note, handle_stop_signals, ignored
 
 _POLL_SECONDS = 0.1
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
 _NOW_SECONDS = 1.0
+# A second SIGINT within this time is not a second Ctrl-C: a terminal and a wrapper of this process
+# may both send the signal.
+_SAME_SECONDS = 0.5
 # Time for SIGKILL and the agent's answer, after the grace.
 _ANSWER_SECONDS = 15.0
 
@@ -79,7 +82,8 @@ class Job:
         )
         self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         self._finished: set[Connection] = set()
-        self._interrupts = 0
+        # The time of the first SIGINT; infinite without one.
+        self._interrupted_at = float("inf")
         self._saved = self._committed = False
         # The names of the hosts that did not confirm their end after a success of their ranks.
         self._unconfirmed: set[str] = set()
@@ -102,6 +106,8 @@ class Job:
                 self._pauses.note_read(now if event is None else event.received_at, now)
                 self._check_deadlines(now)
                 self._output.status(self._progress())
+            # Before the command's handlers are restored, which would end it without an outcome.
+            begin_to_note()
         ends = self._ends
         outcome = ends.outcome(self._agents, self._stalls, self._silent_hosts(time.monotonic()))
         if outcome.status == 0:
@@ -260,7 +266,8 @@ class Job:
         self._ends.begin_to_end()
         for connection in self._agents.connections:
             connection.send("end", grace=grace)
-        self._end_deadline = time.monotonic() + grace + _ANSWER_SECONDS
+        deadline = time.monotonic() + grace + _ANSWER_SECONDS
+        self._end_deadline = min(self._end_deadline, deadline)
 
     # Deadlines
 
@@ -378,8 +385,13 @@ class Job:
     # Signals
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._interrupts += number == signal.SIGINT
-        if self._ends.ends_ranks or self._interrupts > 1:
+        now = time.monotonic()
+        is_second = number == signal.SIGINT and self._interrupted_at < float("inf")
+        if is_second and now < self._interrupted_at + _SAME_SECONDS:
+            return
+        if number == signal.SIGINT:
+            self._interrupted_at = min(self._interrupted_at, now)
+        if self._ends.ends_ranks or is_second:
             self._ends.add_signal(number)
             self._end(_NOW_SECONDS)
             readers.give_up_now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,8 +19,10 @@ from hvdkit.launch.timeouts import Timeouts
 class Launcher(Protocol):
     """Start the ranks of one job in one way: `gloo.Gloo`, `mpi.Mpi` or `slurm.Slurm`."""
 
-    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
-        """Start the ranks, and watch them until they have ended.
+    def run(self, output: Output, say: Callable[[str], None]) -> AbstractContextManager[Outcome]:
+        """Start the ranks, and watch them until they have ended. The context has the outcome.
+
+        On exit, the context closes the agents of this start. This may take many seconds.
 
         Args:
             output: gets the ranks' output.

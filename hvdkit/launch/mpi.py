@@ -9,8 +9,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,8 +187,9 @@ class Mpi:
     mpirun: Mpirun
     extra: Sequence[str]
 
-    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
-        """Start the ranks, and watch them until they have ended."""
+    @contextmanager
+    def run(self, output: Output, say: Callable[[str], None]) -> Iterator[Outcome]:
+        """Start the ranks, and watch them until they have ended. Close the agents on exit."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
         with ExitStack() as on_exit:
             with AgentPool(self.settings.ssh.silence) as agents:
@@ -220,7 +221,7 @@ class Mpi:
                 prepare.start_ranks(
                     agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
                 )
-                return Job(self.plan, agents, output, self.settings.rank_timeouts, None, say).run()
+                yield Job(self.plan, agents, output, self.settings.rank_timeouts, None, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
         """Return the plan as text, and the command that would start the ranks."""

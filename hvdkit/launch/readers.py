@@ -13,6 +13,8 @@ import select
 import time
 from collections.abc import Iterator
 
+from hvdkit.signals import noted
+
 # Bytes. A pipe that is writable takes so many without a wait.
 _PIECE_BYTES = select.PIPE_BUF
 # Seconds. A signal handler may set a limit during a wait.
@@ -70,7 +72,10 @@ def write(descriptor: int, data: bytes) -> None:
         while data:
             if written := _write_piece(descriptor, data, _POLL_SECONDS):
                 data, read_at = data[written:], time.monotonic()
-            elif time.monotonic() > max(_limit, read_at + _shortest):
+                continue
+            if noted() is not None:
+                give_up_soon()
+            if time.monotonic() > max(_limit, read_at + _shortest):
                 raise TimeoutError(errno.ETIMEDOUT, "its reader does not read")
 
 

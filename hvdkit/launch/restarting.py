@@ -18,7 +18,7 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
-from hvdkit.signals import status_before_start
+from hvdkit.signals import begin_to_note, status_before_start, stop_noting
 
 # Seconds before a restart, after a failure without a new checkpoint: the first, and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -49,15 +49,18 @@ def in_allocation(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
     return replace(outcome, status=RESUMABLE)
 
 
-def not_restarted(outcome: Outcome, say: Callable[[str], None]) -> Outcome:
+def not_restarted(outcome: Outcome, say: Callable[[str], None]) -> Outcome | None:
     """Return the outcome of a job that would start again, but has got a stop signal.
 
-    The status is that of a signal in the pause before a restart.
+    The status is that of a signal in the pause before a restart. None without a signal: from now
+    on, a signal ends the command.
     """
-    assert outcome.interrupted is not None
-    status = status_before_start(outcome.interrupted)
+    number = outcome.interrupted or stop_noting()
+    if number is None:
+        return None
+    status = status_before_start(number)
     resume = ": start the job again to resume it" if status == RESUMABLE else ""
-    say(f"no restart after {outcome.interrupted.name}. The job ends with status {status}{resume}")
+    say(f"no restart after {number.name}. The job ends with status {status}{resume}")
     return replace(outcome, status=status, restartable=False)
 
 
@@ -119,8 +122,8 @@ class Supervisor:
                     f"The first failure: {first.reason}"
                 )
                 return outcome
-            if outcome.interrupted is not None:
-                return not_restarted(outcome, self.say)
+            if (stopped := not_restarted(outcome, self.say)) is not None:
+                return stopped
             if used:
                 self.pause(pause_before_restart(used))
             used += 1
@@ -130,6 +133,7 @@ class Supervisor:
                 plan = self._next_plan(plan, outcome)
                 outcome = self._start(plan)
             except HvdkitError as error:
+                begin_to_note()
                 self.say(str(error))
                 outcome = Outcome.not_started(error)
                 # A lost host may answer again at the next restart, or the other hosts are enough.

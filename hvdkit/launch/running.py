@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import open_files, output_folder, readers
@@ -16,8 +18,8 @@ from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
 from hvdkit.signals import status_before_start
 
-#: Starts the ranks, and returns the outcome. The arguments are those of `Launcher.run`.
-RunRanks = Callable[[Output, Callable[[str], None]], Outcome]
+#: `Launcher.run`.
+RunRanks = Callable[[Output, Callable[[str], None]], AbstractContextManager[Outcome]]
 
 
 class Runner:
@@ -37,7 +39,8 @@ class Runner:
     def run(self, plan: Plan, run_ranks: RunRanks) -> Outcome:
         """Run the ranks, and show their output and the outcome. Return the outcome.
 
-        The start and its end are written to the output folder.
+        The start and its end are written to the output folder. The outcome is shown and written
+        before the agents are closed, which may take many seconds.
 
         Raises:
             HvdkitError: the ranks could not be started, or the first start has no folder.
@@ -46,18 +49,21 @@ class Runner:
         _raise_file_limit(plan)
         output = self._output(plan)
         if (folder := output.directory) is None:
-            return _run_shown(output, run_ranks)
+            with output, run_ranks(output, say) as outcome:
+                _show(outcome, output)
+            return outcome
         start = Start.of(plan)
         output_folder.write_start(folder, start, say)
+        has_ended = False
         try:
-            outcome = _run_shown(output, run_ranks)
+            with output, run_ranks(output, say) as outcome:
+                has_ended = True
+                _show(outcome, output)
+                _write(outcome, folder, start, plan)
         except (HvdkitError, KeyboardInterrupt) as error:
-            output_folder.write_start(folder, start.end(_without_job(error)), say)
+            if not has_ended:
+                output_folder.write_start(folder, start.end(_without_job(error)), say)
             raise
-        output_folder.write_start(folder, start.end(outcome), say)
-        if (failure := outcome.failure) is not None:
-            causes, suspects = outcome.possible_causes, outcome.suspects
-            output_folder.write_error(folder, failure, causes, suspects, plan, say)
         return outcome
 
     def _output(self, plan: Plan) -> Output:
@@ -84,13 +90,19 @@ def _without_job(error: HvdkitError | KeyboardInterrupt) -> Outcome:
     return Outcome(status_before_start(number), f"ended by {number.name}")
 
 
-def _run_shown(output: Output, run_ranks: RunRanks) -> Outcome:
-    """Run the ranks, and show their output and the outcome."""
-    with output:
-        outcome = run_ranks(output, say)
+def _show(outcome: Outcome, output: Output) -> None:
+    """Show the rest of the ranks' output, and the outcome."""
+    output.close()
     if outcome.report:
         say(outcome.report)
-    return outcome
+
+
+def _write(outcome: Outcome, folder: Path, start: Start, plan: Plan) -> None:
+    """Write the end of a start to its folder."""
+    output_folder.write_start(folder, start.end(outcome), say)
+    if (failure := outcome.failure) is not None:
+        causes, suspects = outcome.possible_causes, outcome.suspects
+        output_folder.write_error(folder, failure, causes, suspects, plan, say)
 
 
 def say(text: str) -> None:

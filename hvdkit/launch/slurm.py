@@ -226,8 +226,9 @@ class Slurm:
     allocation: Allocation
     kind: str | None
 
-    def run(self, output: Output, say: Callable[[str], None]) -> Outcome:
-        """Start the ranks, and watch them until they have ended."""
+    @contextmanager
+    def run(self, output: Output, say: Callable[[str], None]) -> Iterator[Outcome]:
+        """Start the ranks, and watch them until they have ended. Close the agents on exit."""
         prepare.warn_of_withheld(self.plan, self.settings, say)
         settings = _settings(self.settings, self.allocation)
         timeouts = settings.rank_timeouts
@@ -235,7 +236,8 @@ class Slurm:
             if self.kind is not None:
                 variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
                 started.start_ranks(self.plan, settings, lambda *_: variables)
-                return Job(self.plan, started.agents, output, timeouts, None, say).run()
+                yield Job(self.plan, started.agents, output, timeouts, None, say).run()
+                return
             without_key = not gloo.all_send_key(started.facts)
             with RendezvousServer(
                 started.address, size=self.plan.size, stores_without_key=without_key
@@ -243,7 +245,7 @@ class Slurm:
                 places = gloo.place_variables(self.plan, started.address, server.port, server.key)
                 started.start_ranks(self.plan, settings, places)
                 ready = gloo.registered_ranks(server, self.plan.size, started.facts, say)
-                return Job(self.plan, started.agents, output, timeouts, ready, say).run()
+                yield Job(self.plan, started.agents, output, timeouts, ready, say).run()
 
     def describe(self, say: Callable[[str], None]) -> str:
         """Return the plan as text, and the commands that would start the ranks.

@@ -151,7 +151,7 @@ class StopJob(Fault):
         self.names = [
             r"stopped; start the job again",
             r"ended by SIG(TERM|INT)",
-            r"got SIG(TERM|INT)|SIG(TERM|INT): asking|SIG(TERM|INT); no rank runs",
+            r"got SIG(TERM|INT)|SIG(TERM|INT): asking|SIG(TERM|INT); the job ends",
             r"did not stop within",
         ]
         self.job.stop(self.draw.choice([signal.SIGTERM, signal.SIGINT]))

@@ -275,7 +275,7 @@ def test_a_signal_while_a_node_is_missing(start, node, number, expected, late):
     jobs[node].send_signal(number)
     ends = [end(job) for job in jobs]
     assert [status for status, _, _ in ends] == [expected] * 2, ends
-    assert f"node 0 got {number.name} while no rank ran" in ends[1][2]
+    assert f"node 0 got {number.name}" in ends[1][2]
 
 
 def test_a_rendezvous_over_ipv6(start, cluster):

@@ -346,7 +346,7 @@ def test_a_signal_before_any_rank_was_started(launches, start, number):
     job.send_signal(number)
     out, err = job.communicate(timeout=30)
     assert out == ""
-    assert err == f"hvdkit run: {number.name}; no rank runs.\n"
+    assert err == f"hvdkit run: {number.name}; the job ends.\n"
     # After a batch system's signal the job can be requeued: nothing is lost.
     assert job.returncode == (128 + number if number == signal.SIGINT else 75)
 

@@ -99,6 +99,7 @@ class ElasticJob:
     def __exit__(self, *exc: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
+            time.sleep(0.6)  # otherwise, the second one counts as the first
             self.process.send_signal(signal.SIGINT)
             try:
                 self.process.wait(timeout=40)

@@ -463,6 +463,7 @@ def test_a_job_ends_although_its_output_is_not_read(number, tmp_path):
             assert time.monotonic() < deadline, "the rank got no signal"
             time.sleep(0.05)
         if number == signal.SIGINT:
+            time.sleep(0.6)  # otherwise, it counts as the first Ctrl-C
             job.send_signal(number)
         assert job.wait(timeout=30) == 75  # the rank has saved, before a second signal
     finally:

@@ -21,6 +21,8 @@ from tests.launch.test_stalls import record
 PLAN = make_plan(["true"], "/", [Host("host0", 1), Host("host1", 1)], 2)
 #: An event: the launcher ends the ranks.
 END = "end"
+#: Two presses of Ctrl-C, with the seconds between them.
+TWICE = (signal.SIGINT, 1.0, signal.SIGINT)
 
 
 class Agent:
@@ -167,10 +169,10 @@ def failed(agent, reason="processes [7] did not end"):
     [
         ((DONE[1], END, ended(0), DONE[0]), 1, "host1: its agent got SIGTERM or SIGHUP before it"),
         ((ended(0), *DONE), 1, "host1: its agent got SIGTERM or SIGHUP before it started rank 1"),
-        ((*[signal.SIGINT] * 2, ended(0), DONE[0], (1, {"kind": "lost"})), 130, "ended by SIGINT"),
+        ((*TWICE, ended(0), DONE[0], (1, {"kind": "lost"})), 130, "ended by SIGINT"),
         ((*[signal.SIGTERM] * 2, *DONE), 143, "ended by SIGTERM"),
         (
-            (*[signal.SIGINT] * 2, ended(0), DONE[0], failed(1), (1, {"kind": "lost"})),
+            (*TWICE, ended(0), DONE[0], failed(1), (1, {"kind": "lost"})),
             130,
             "ended by SIGINT\nhost1: processes [7] did not end",
         ),
@@ -240,7 +242,7 @@ GRACE, LONGER = 2.0, 3.0
 #: How ranks may be asked to stop, and the status if one of them does not stop in order.
 STOPS = {
     "signal": ((signal.SIGTERM,), 143),
-    "second signal": ((signal.SIGINT, signal.SIGINT), 130),
+    "second signal": (TWICE, 130),
     "script": ((), 1),
 }
 #: How a rank may end then, and whether the job can be resumed if all others have saved.
@@ -279,6 +281,23 @@ def test_a_stop_is_resumable_only_if_no_rank_was_ended(outcome, stop, end, elast
         partial = "only rank 0 on host0 made an orderly stop (exit status 75)"
         assert (partial in found.report) == (not resumable), order
         assert (found.restartable, found.hosts_changed) == (False, False), order
+
+
+@pytest.mark.parametrize(("seconds", "is_second"), [(0.0, False), (0.3, False), (0.6, True)])
+def test_a_terminal_and_a_wrapper_may_both_send_ctrl_c(outcome, seconds, is_second):
+    said = []
+    presses = (signal.SIGINT, seconds, signal.SIGINT, seconds / 10, signal.SIGINT)
+    found = outcome(*presses, ended(0, 75), ended(1, 75), *DONE, say=said.append)
+    assert found.status == 75
+    assert ("ending all ranks now" in said) == is_second
+
+
+def test_further_signals_do_not_extend_the_time_for_the_end_of_the_ranks(outcome):
+    """The agents do not answer, for example because their hosts hang."""
+    again = (4.0, signal.SIGINT) * 5
+    found = outcome(*TWICE, *again, ended(0, -9), ended(1, -9), *DONE)
+    assert found.status == 130
+    assert "host0, host1 did not confirm that its ranks have ended" in found.report
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from hvdkit import signals
 from hvdkit.launch import readers
 
 
@@ -14,6 +15,7 @@ from hvdkit.launch import readers
 def without_limit():
     yield
     readers.wait()
+    signals.forget_noted()
 
 
 def test_a_reader_may_pause_after_the_limit():
@@ -37,9 +39,16 @@ def test_a_reader_may_pause_after_the_limit():
 
 
 @pytest.mark.parametrize("open_ends", [os.pipe, os.openpty])
-def test_a_wait_ends_at_the_limit(open_ends):
+@pytest.mark.parametrize("late", [False, True], ids=["signal", "signal after the end of the ranks"])
+def test_a_wait_ends_at_the_limit(open_ends, late, monkeypatch):
     ends = open_ends()
-    readers.give_up_at(time.monotonic() + 0.5, shortest=0.1)
+    monkeypatch.setattr(readers, "_SOON_SECONDS", 0.5)
+    monkeypatch.setattr(readers, "_PAUSE_SECONDS", 0.1)
+    if late:
+        signals.begin_to_note()
+        signals.note(signal.SIGTERM)
+    else:
+        readers.give_up_soon()
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the write has no limit"))
     signal.alarm(20)
     try:

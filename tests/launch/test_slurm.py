@@ -180,6 +180,6 @@ def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
     launcher = slurm.Slurm(
         make_plan(["true"], "/", hosts, 3), Settings(Ssh(), sys.executable), allocated, None
     )
-    with Output(3, progress=False) as output:
-        assert launcher.run(output, print).status == 0
+    with Output(3, progress=False) as output, launcher.run(output, print) as outcome:
+        assert outcome.status == 0
     assert connected == [(2, 3)]

@@ -25,6 +25,7 @@ from hvdkit.launch.hosts import Host, are_local, name_slots, total_slots
 from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import PAUSE_SECONDS, Message
 from hvdkit.launch.plan import Plan
+from hvdkit.signals import begin_to_note
 
 #: Seconds between two looks at the list of hosts, as in Horovod.
 _LOOK_SECONDS = 1.0
@@ -34,6 +35,8 @@ _PROBE_SECONDS = 15.0
 _RETRY_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 2.0
+#: Seconds for each thread to end.
+_THREAD_SECONDS = 5.0
 
 #: (name of a host, its number of ranks) for each host of a start, in the order of ranks.
 Assignment = Sequence[tuple[str, int]]
@@ -132,12 +135,15 @@ class Members:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        # A signal must not replace the outcome or the error.
+        begin_to_note()
         with self._changed:
             # The next agent of a host deletes the folders of an agent that was killed.
             self._changed.wait_for(lambda: not self._lacks_agent(), _PROBE_SECONDS)
         self._stop.set()
         for thread in self._threads:
-            thread.join()
+            # The thread that reads the list of hosts may wait for a disk or a name server.
+            thread.join(_THREAD_SECONDS)
         self._agents.__exit__(*exc)
 
     def _lacks_agent(self) -> bool:

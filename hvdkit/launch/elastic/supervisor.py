@@ -16,6 +16,7 @@ from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import named
 from hvdkit.launch.reachability import best_connected
 from hvdkit.launch.restarting import MOST_FAILURES, not_restarted, pause_before_restart
+from hvdkit.signals import begin_to_note
 
 #: Seconds for which a host is left out whose connections to other hosts fail, or that made a start
 #: fail. They double with each further time.
@@ -140,13 +141,14 @@ class ElasticSupervisor:
             last = replace(outcome, status=1) if outcome.hosts_changed else outcome
             if not self._may_restart(plan, outcome):
                 return last
-            if outcome.interrupted is not None:
-                return not_restarted(outcome, self.say)
+            if (stopped := not_restarted(outcome, self.say)) is not None:
+                return stopped
             self._begin_restart(outcome)
             self.members.confirm(outcome.committed)
             try:
                 hosts = self.members.wait_for(self.limits.min_size, self.limits.timeout)
             except HvdkitError as error:
+                begin_to_note()
                 self.say(str(error))
                 return last
 
@@ -170,6 +172,7 @@ class ElasticSupervisor:
         except HvdkitError as error:
             if self._starts == 0:
                 raise
+            begin_to_note()
             # A host may just have been lost: a restart can succeed without it.
             self.say(str(error))
             return Outcome.not_started(error)

@@ -31,7 +31,7 @@ from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
-from hvdkit.signals import status_before_start
+from hvdkit.signals import begin_to_note, status_before_start
 
 _SHOWN_NODES = 8
 
@@ -82,6 +82,8 @@ class GatheredNodes:
 
     def close(self, outcome: Outcome) -> None:
         """Send `outcome`, and end the agents."""
+        # A signal must not replace the outcome or the error.
+        begin_to_note()
         self.send_outcome(outcome)
         self.agents.__exit__(None, None, None)
 
@@ -159,7 +161,7 @@ def _outcome_of(exc: BaseException | None) -> Outcome:
     """Return what the other nodes get if node 0 ends before the job has an outcome."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         number = signal.Signals(exc.args[0])
-        return Outcome(status_before_start(number), f"node 0 got {number.name} while no rank ran")
+        return Outcome(status_before_start(number), f"node 0 got {number.name}")
     return Outcome(2 if isinstance(exc, UsageError) else 1, str(exc or "node 0 ended the job"))
 
 

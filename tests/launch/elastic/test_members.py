@@ -281,6 +281,20 @@ def test_the_first_look_fails():
     assert any("waiting for hosts: they have 0 slots" in text for text in watched.texts)
 
 
+def test_the_job_ends_although_the_list_of_hosts_cannot_be_read(monkeypatch):
+    """For example, the disk with the hostfile does not answer."""
+    monkeypatch.setattr(members, "_THREAD_SECONDS", 0.5)
+    answers = threading.Event()
+    watched = Watched(A)
+    with watched:
+        watched.slots()
+        watched.members.discover = lambda stopped: answers.wait() and [A]
+        time.sleep(1.5)  # until the list is read again
+        began = time.monotonic()
+    answers.set()
+    assert time.monotonic() < began + 10
+
+
 def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
     with Watched(A) as watched:
         watched.slots()
