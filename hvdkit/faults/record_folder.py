@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -110,15 +110,20 @@ class RecordFolder:
         )
         return start, connected, leaving
 
-    def script_ends(self) -> dict[int, int]:
-        """Return rank -> exit status, of scripts that have ended in processes that still run."""
+    def script_ends(self, ranks: Collection[int] = ()) -> dict[int, int]:
+        """Return rank -> exit status, of scripts that have ended in processes that still run.
+
+        Args:
+            ranks: the numbers of the ranks' own processes. A note of one of them also counts after
+                the end of the process, because no other script can follow.
+        """
         found: dict[int, int] = {}
         if self._folder is None:
             return found
         for file in self._folder.path.glob(SCRIPT_ENDED.format("*", "*", "*")):
             if match := _SCRIPT_ENDED.fullmatch(file.name):
                 rank, status, pid = map(int, match.groups())
-                if psutil.pid_exists(pid):
+                if pid in ranks or psutil.pid_exists(pid):
                     found[rank] = status
         return found
 

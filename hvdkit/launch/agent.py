@@ -4,9 +4,10 @@
 
 The launcher starts an agent on each host, here or over ssh. The agent reads messages (`messages`)
 from its standard input, starts its ranks, and sends their output to the launcher. The agent ends
-the ranks when the launcher asks for it, when the launcher is lost (end of input, or no heartbeat),
-and on SIGTERM or SIGHUP. If the task says `stay`, the agent waits for the next start after all
-ranks have ended by themselves or at the launcher's request.
+the ranks when the launcher asks for it, and when the launcher is lost (end of input, or no
+heartbeat). On SIGTERM or SIGHUP, the agent asks its ranks to stop, tells the launcher, and ends
+after the ranks. If the task says `stay`, the agent waits for the next start after all ranks have
+ended by themselves or at the launcher's request.
 
 mpirun and srun start one agent for each rank instead. Two environment variables tell such an agent
 how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun. Such an
@@ -136,8 +137,9 @@ class Agent:
             # process that SIGKILL does not end.
             with contextlib.suppress(HvdkitError):
                 self._ranks.end()
-        # After an exception, the successor of this agent finds the commits.
-        if self._commits is not None:
+        # After an exception, or the launcher's message `end`, the successor of this agent finds the
+        # commits.
+        if self._commits is not None and self._launcher_lost:
             self._commits.remove()
         self._flush()
         if self._echo is not None:
@@ -238,12 +240,18 @@ class Agent:
             # A batch system may send the signal only to the tasks that it started.
             self._ranks.signal(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
+            self._stays = False
             if not (self._ranks.all or self._keep_rank_variables):
                 # The launcher shows it. mpirun and srun would show it even if they sent the signal.
                 with contextlib.suppress(OSError):
                     os.write(2, f"got {signal.Signals(number).name}\n".encode())
-            self._stays = False
-            self._end(ORPHAN_GRACE)
+            if self._ending is None and (self._ranks.all or self._commits is not None):
+                # The launcher decides how long the ranks may save, and whether another agent needs
+                # the commits. Ranks may not handle SIGHUP.
+                self._ranks.signal(signal.SIGTERM)
+                self._send("signalled", number=number)
+            else:
+                self._end(ORPHAN_GRACE)
         # Otherwise do nothing: the launcher forwards the signal. Ignoring the signal instead would
         # not work, because ranks would inherit that.
 
@@ -406,13 +414,15 @@ class Agent:
             self._ranks.prepare_spares()
 
     def _send_script_ends(self) -> None:
-        found = self._ranks.records.script_ends()
+        found = self._ranks.records.script_ends([rank.process.pid for rank in self._ranks.all])
         for rank in self._ranks.all:
             status = found.get(rank.rank)
-            # Processes that this agent has ended do not end the notes.
-            if status is None and self._ending is not None:
+            # The note of a child process of the rank stays valid if this agent has ended the child,
+            # or if the rank has ended with it.
+            has_ended = self._ending is not None or rank.process.poll() is not None
+            if status is None and has_ended:
                 continue
-            if status != rank.script_status and rank.process.poll() is None:
+            if status != rank.script_status:
                 rank.script_status = status
                 self._send("script", rank=rank.rank, status=status)
 

@@ -15,13 +15,17 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.questions import named
 from hvdkit.launch.stalls import Stalls
+from hvdkit.processes import exit_text
 from hvdkit.signals import STOP_SIGNALS
 
 #: The most ranks whose last lines are shown if srun has ended all ranks.
 _RAISED_SHOWN = 3
 # Signals with which the launcher, the user or a batch system ends a process.
 _ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGKILL)
+# Signals of a crash.
+_CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Endings:
         lost_hosts: the hosts that do not answer.
         lost_agent: whether an agent was lost before the launcher began to end the ranks.
         stopped_by: the first stop signal; None for none.
+        agent_signals: the name of a host -> the stop signal that its agent got.
         ends_ranks: whether the launcher has begun to end the ranks.
     """
 
@@ -77,12 +82,15 @@ class Endings:
         self.lost_hosts: list[Host] = []
         self.lost_agent = False
         self.stopped_by: signal.Signals | None = None
+        self.agent_signals: dict[str, signal.Signals] = {}
         self.ends_ranks = False
         # Whether the job had failed before the first stop signal.
         self._failed_first = False
         # Whether a rank has ended with RESUMABLE before any failure: the script has asked to stop.
         self._rank_stopped = False
         self._script_ends: dict[int, _ScriptEnd] = {}
+        # The signal of a crash -> the ranks that it has ended after the end of their scripts.
+        self._crashes: dict[int, list[int]] = {}
         self._ended_by_launcher: list[int] = []
         # The tracebacks of these ranks, before the launcher has ended them.
         self._raised: dict[int, tuple[float, str]] = {}
@@ -99,8 +107,11 @@ class Endings:
             hint: as for `Failure`.
         """
         script_end = self._script_ends.get(rank)
-        if script_end is not None and _is_ended_by_signal(status):
+        number = _signal_of(status)
+        if script_end is not None and number in (*_ENDING_SIGNALS, *_CRASHES):
             self._add_ended_after_script(rank, script_end)
+            if number in _CRASHES:
+                self._crashes.setdefault(number, []).append(rank)
             return not self.ends_ranks
         self.statuses[rank] = status
         # After a failure, a rank that a stop signal has ended is not the cause.
@@ -247,7 +258,7 @@ class Endings:
         if stopped:
             # A problem, such as a rank that has stopped late, was earlier.
             report = f"stopped; start the job again to resume it (exit status {RESUMABLE})"
-            return Outcome(RESUMABLE, _joined(self.problem, report))
+            return Outcome(RESUMABLE, _joined(self._remarks, self.problem, report))
         failed = self.failures or self.problem
         if failed and self.stopped_by is None and (killed := agents.killed()):
             # The ranks then end with errors that differ between MPIs, and lose their agents.
@@ -263,7 +274,28 @@ class Endings:
         # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
         if self.stopped_by is not None and not self._failed_first:
             return self._ended_by(self.stopped_by)
-        return Outcome(1, self.problem, restartable=True, is_verdict=self.is_verdict)
+        report = _joined(self._remarks, self.problem)
+        return Outcome(1, report, restartable=True, is_verdict=self.is_verdict)
+
+    @property
+    def _remarks(self) -> str:
+        """Sentences that may explain the end of the job, but are no failures; empty for none."""
+        crashes = [
+            f"{self._plan.describe(ranks)} had reached the end of the script, and "
+            f"{'were' if len(ranks) > 1 else 'was'} then {exit_text(-number)}. Check the script's "
+            f"functions of `atexit`, and the libraries that it uses"
+            for number, ranks in self._crashes.items()
+        ]
+        return _joined(self._describe_agent_signals(), *crashes)
+
+    def _describe_agent_signals(self) -> str:
+        """Return which agents got stop signals; empty for none."""
+        # A batch system may send a signal to all processes of the job.
+        if not self.agent_signals or self.stopped_by is not None:
+            return ""
+        hosts = [host for host in self._plan.hosts if host.name in self.agent_signals]
+        signals = " or ".join(sorted({number.name for number in self.agent_signals.values()}))
+        return f"the agent{'s' if len(hosts) > 1 else ''} on {named(hosts)} got {signals}"
 
     def _all_stopped(self) -> bool:
         """Return whether ranks have ended with RESUMABLE, and all others with it or with 0.
@@ -294,10 +326,11 @@ class Endings:
     def _orderly_outcome(self) -> Outcome:
         """Return the outcome if some ranks have made an orderly stop, and none has failed."""
         if not self._rank_stopped:
-            return Outcome(HOSTS_CHANGED, self.problem, restartable=True, hosts_changed=True)
+            report = _joined(self._remarks, self.problem)
+            return Outcome(HOSTS_CHANGED, report, restartable=True, hosts_changed=True)
         if self.stopped_by is not None:
             return self._ended_by(self.stopped_by)
-        report = _joined(self._partial_stop(), self.problem)
+        report = _joined(self._remarks, self._partial_stop(), self.problem)
         return Outcome(1, report, is_verdict=self.is_verdict)
 
     def _failure(self, stalls: Stalls, silent_hosts: Sequence[str], aborted_by: str) -> Outcome:
@@ -310,8 +343,13 @@ class Endings:
         if status == -signal.SIGTERM and self.lost_agent:
             # If an agent of mpirun ends, mpirun sends SIGTERM to the other ranks.
             terminated = [rank for rank, s in self.statuses.items() if s == -signal.SIGTERM]
-            report = f"{self.problem}\nSIGTERM then ended {self._plan.describe(terminated)}."
+            sigterm = f"SIGTERM then ended {self._plan.describe(terminated)}."
+            report = _joined(self._remarks, self.problem, sigterm)
             return Outcome(1, report, restartable=not self._stops_first)
+        if cause.rank in (ended := self._ended_by_agents()):
+            self.failed_agents += self.agent_signals
+            report = _joined(self._remarks, f"SIGTERM then ended {self._plan.describe(ended)}.")
+            return Outcome(code, report, restartable=not self._stops_first)
         finished = sorted(rank for rank, status in self.statuses.items() if status == 0)
         unfailed = self._not_failed()
         causes, report = self.failures.report(
@@ -323,7 +361,7 @@ class Endings:
             aborted_by,
             {cause.rank: stalls.failed_collective(cause.rank)[0]},
         )
-        report = _joined(causes, report, stalls.mismatch(), self.problem)
+        report = _joined(causes, report, stalls.mismatch(), self._remarks, self.problem)
         return Outcome(
             code,
             report,
@@ -333,6 +371,17 @@ class Endings:
             possible_causes=causes,
             unfailed=unfailed,
         )
+
+    def _ended_by_agents(self) -> list[int]:
+        """Return the ranks that have ended with SIGTERM because their agents got a stop signal."""
+        if self.stopped_by is not None:
+            return []
+        return [
+            rank
+            for rank, status in self.statuses.items()
+            if _signal_of(status) == signal.SIGTERM
+            and self._plan.places[rank].host.name in self.agent_signals
+        ]
 
     def _not_failed(self) -> str:
         """Return a sentence about the ranks that the launcher ended because of a failure.
@@ -355,7 +404,7 @@ class Endings:
         report = "" if number == signal.SIGPIPE else f"ended by {number.name}"
         if report and (partial := self._partial_stop()):
             report = f"{report}; {partial}"
-        return Outcome(128 + number, _joined(report, self.problem))
+        return Outcome(128 + number, _joined(report, self._remarks, self.problem))
 
     def _partial_stop(self) -> str:
         """Return which ranks have made an orderly stop, if not all have; empty if none has."""
@@ -365,9 +414,12 @@ class Endings:
         return f"only {self._plan.describe(stopped)} made an orderly stop (exit status {RESUMABLE})"
 
 
-def _is_ended_by_signal(status: int) -> bool:
-    """Return whether a stop signal or SIGKILL has ended a process, or the program of a shell."""
-    return (-status if status < 0 else status - 128) in _ENDING_SIGNALS
+def _signal_of(status: int) -> int:
+    """Return the signal that has ended a process, or the program of a shell.
+
+    The result is not a signal if the process has ended in another way.
+    """
+    return -status if status < 0 else status - 128
 
 
 def _joined(*texts: str) -> str:

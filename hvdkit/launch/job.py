@@ -151,6 +151,8 @@ class Job:
             case "ended":
                 hint = message.get("hint", "")
                 self._on_rank_ended(message["rank"], message["status"], hint)
+            case "signalled":
+                self._on_agent_signalled(host, signal.Signals(message["number"]))
             case "failed":
                 self._on_agent_failed(connection, f"{host.name}: {message['reason']}")
             case "done":
@@ -185,6 +187,16 @@ class Job:
         # If this process was stopped, all agents end. mpirun and srun end all agents after one.
         is_cause = not (lost_host or self._over_mpi or self._was_paused(connection))
         self._fail(problem, host if is_cause else None)
+
+    def _on_agent_signalled(self, host: Host, number: signal.Signals) -> None:
+        """Give the ranks the time for an orderly stop, because an agent has asked its ranks."""
+        self._set_stop_deadline()
+        # mpirun sends SIGTERM to all agents if one of them, or a rank, has ended.
+        if not self._over_mpi:
+            is_first = not (self._ends.agent_signals or self._ends.stopped_by)
+            self._ends.agent_signals[host.name] = number
+            if is_first and not self._ends.ends_ranks:
+                self._say(f"the agent on {host.name} got {number.name}: asking its ranks to stop")
 
     def _on_agent_failed(self, connection: Connection, problem: str) -> None:
         """Handle the message of an agent that cannot start its ranks, or cannot end them."""

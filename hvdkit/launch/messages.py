@@ -18,7 +18,8 @@ To the agent:
                                              processes
     shutdown   {rank, content}               a note of a rank on another host, see below
     keep       {name}                        make the folders for an elastic job's commits, and
-                                             delete them at the end
+                                             delete them when the connection ends, but not after
+                                             `end`: the next agent of the host takes them
     hosts      {version}                     the version of the elastic job's list of hosts
     heartbeat  {}                            the launcher still runs
     read       {bytes}                       the launcher has handled so many bytes of output and
@@ -49,6 +50,9 @@ From the agent:
     kept       {folders}                     the folders for commits
     states     {states: {rank: state}}       the states of the ranks' processes: "stopped", or ""
     signal     {number}                      a user on the agent's host asks the job to stop
+    signalled  {number}                      the agent got this stop signal, and has asked its ranks
+                                             to stop; an agent with folders for commits now waits
+                                             for `end`
     alive      {}                            the first message, and the answer to `heartbeat`. Not
                                              from agents of `--nodes`, which users may suspend
     failed     {reason}                      the agent cannot continue

@@ -54,6 +54,7 @@ def test_scripts_that_have_ended_in_processes_that_run(parent):
         assert folder.script_ends() == {3: 75}
         process.kill()
     assert folder.script_ends() == {}
+    assert folder.script_ends([process.pid]) == {3: 75}
     folder.remove()
 
 

@@ -17,6 +17,7 @@ import pytest
 from hvdkit.launch import messages
 from hvdkit.launch.agent import Agent
 from hvdkit.launch.memory_kills import MemoryKills
+from hvdkit.record_files import SCRIPT_ENDED
 
 RANK = [sys.executable, "-c"]
 #: A rank without a terminal, on all CPUs.
@@ -254,6 +255,51 @@ def test_an_agent_that_cannot_connect_says_so_in_one_line():
     assert done.stderr == (
         f"rank 3 cannot connect to the launcher at {address}: Connection refused\n"
     )
+
+
+#: An agent that waits only a moment after SIGTERM before it sends SIGKILL.
+IMPATIENT = """
+from hvdkit.launch import agent
+agent.ORPHAN_GRACE = 0.2
+agent.main()
+"""
+
+
+@pytest.mark.parametrize("agent", [IMPATIENT], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_launcher_decides_how_long_ranks_may_save_after_the_agent_gets_a_signal(agent, number):
+    agent.prepare(
+        "import signal, subprocess, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(2)\n"
+        "    sys.exit(75 if child.poll() is None else 1)\n"
+        "signal.signal(15, save)\n"
+        "child = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(60)",
+        stay=True,
+    )
+    agent.start_prepared()
+    assert agent.line() == "up\n"
+    agent.process.send_signal(number)
+    assert agent.receive("signalled", "ended") == {"kind": "signalled", "number": number}
+    assert agent.receive("ended")["status"] == 75
+    assert not agent.receive("done")["stays"]
+    assert agent.process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(
+    ("note", "kinds"),
+    [("os.getpid()", ["script", "ended"]), ("os.getpid() + 1_000_000_000", ["ended"])],
+    ids=["own", "another process"],
+)
+def test_the_note_of_a_script_is_sent_although_the_process_crashes_at_once(agent, note, kinds):
+    """The agent looks for notes once a second."""
+    name = f"'{SCRIPT_ENDED}'.format(5, 75, {note})"
+    agent.start(f"import os; open(os.environ['HVDKIT_RECORD_DIR'] + '/' + {name}, 'w'); os.abort()")
+    found = [agent.receive("script", "ended") for _ in kinds]
+    assert [message["kind"] for message in found] == kinds
+    assert found[0]["status"] == (75 if "script" in kinds else -signal.SIGABRT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -96,6 +96,7 @@ def outcome(monkeypatch):
             output.stdout_closed = stdout_closed
             found = Job(PLAN, pool, output, Timeouts(**timeouts), registered, say, elastic).run()
         run.explained = pool.explained
+        run.ended_ranks = agents[0].ending
         return found
 
     return run
@@ -253,6 +254,8 @@ ENDS = {
     "killed": ((LONGER, END, ended(1, -9)), False),
     "killed after its script": ((script(1, 75), LONGER, END, ended(1, -9)), True),
     "killed after its script in a shell": ((script(1, 75), LONGER, END, ended(1, 143)), True),
+    "crashed after its script": ((script(1, 75), ended(1, -6)), True),
+    "crashed after its script in a shell": ((script(1, 75), ended(1, 139)), True),
     "killed after another script": (
         (script(1, 75), script(1, None), LONGER, END, ended(1, -9)),
         False,
@@ -325,6 +328,7 @@ def test_a_rank_that_fails_beside_one_that_has_saved(outcome, events, status, re
         ((ended(0, 85), LONGER, END, ended(1, -9)), 85, True),
         ((ended(0, 85), ended(1, 75)), 75, False),
         ((ended(0, 85), ended(1, 3)), 3, False),
+        ((script(0, 85), ended(0, -11), ended(1, 85)), 85, True),
     ],
 )
 def test_ranks_that_end_because_the_hosts_have_changed(outcome, events, status, hosts_changed):
@@ -352,6 +356,71 @@ def test_scripts_that_end_although_their_processes_run(outcome, events, status, 
     assert found.report.startswith(report)
     assert ("had reached the end of the script" in found.report) == (END in events)
     assert (found.hosts_changed, found.restartable) == (status == 85, status == 85)
+
+
+@pytest.mark.parametrize("status", [-6, 139])
+def test_a_crash_after_the_end_of_the_script_is_reported_and_does_not_end_other_ranks(
+    outcome, status
+):
+    """The other ranks may still save, or copy the checkpoint."""
+    found = outcome(script(1, 75), ended(1, status), 1.0, 0.0, ended(0, 75), *DONE, stop=60.0)
+    assert found.status == 75
+    number = "6 (Aborted)" if status == -6 else "11 (Segmentation fault)"
+    assert found.report.startswith(
+        f"rank 1 on host1 had reached the end of the script, and was then killed by signal {number}"
+    )
+    assert not outcome.ended_ranks
+
+
+def test_a_crash_without_a_note_of_the_script_is_a_failure(outcome):
+    found = outcome(ended(0), ended(1, -6), *DONE)
+    assert (found.status, found.restartable, found.suspects) == (134, True, (1,))
+
+
+def signalled(agent, number=signal.SIGTERM):
+    return agent, {"kind": "signalled", "number": number}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "report", "restartable", "host"),
+    [
+        ((ended(1, 75), ended(0, 75)), 75, "{}\nstopped; start the job", False, None),
+        # The script does not handle the signal. The launcher then ends the other ranks.
+        ((ended(1, -15), 1.0, END, ended(0, -15)), 143, "{}\nSIGTERM then", True, "host1"),
+        ((ended(1, 143), 3.0, END, ended(0, -15)), 143, "{}\nSIGTERM then", True, "host1"),
+        ((LONGER, END, ended(0, -15), ended(1, -9)), 1, "{}\nranks 0 on host0, 1", True, None),
+        ((ended(0, 75), LONGER, END, ended(1, -9)), 1, "{}\nonly rank 0 on host0", False, None),
+        (((1, {"kind": "lost"}), END, ended(0, -15)), 1, "{}\nlost host1: ", True, "host1"),
+        ((ended(1, 3), 3.0, END, ended(0, -15)), 3, "rank 1 on host1 failed: ", True, "host1"),
+        # A batch system signals all processes.
+        ((signal.SIGTERM, ended(1, -15), ended(0, -15)), 143, "ended by SIGTERM", False, None),
+    ],
+)
+def test_an_agent_that_gets_sigterm(outcome, events, status, report, restartable, host):
+    said = []
+    found = outcome(signalled(1), *events, *DONE, stop=GRACE, say=said.append)
+    named = "the agent on host1 got SIGTERM"
+    assert said[0] == f"{named}: asking its ranks to stop"
+    assert (found.status, found.restartable) == (status, restartable)
+    assert found.report.startswith(report.format(named))
+    assert (named in found.report) == (signal.SIGTERM not in events)
+    assert found.failing_host(PLAN) == host
+
+
+def test_agents_that_get_signals_are_named(outcome):
+    agents = signalled(0), signalled(1, signal.SIGHUP), signalled(1)
+    said = []
+    found = outcome(*agents, ended(0, 75), ended(1, 75), *DONE, say=said.append)
+    assert found.report.startswith("the agents on host0, host1 got SIGTERM\nstopped; start")
+    assert said == ["the agent on host0 got SIGTERM: asking its ranks to stop"]
+
+
+def test_mpirun_sends_sigterm_to_all_agents_if_it_loses_one(outcome):
+    said = []
+    events = signalled(0), (1, {"kind": "lost"}), END, ended(0, -15), DONE[0]
+    found = outcome(*events, registered=None, say=said.append)
+    assert found.report.startswith("lost host1: ")
+    assert said == []
 
 
 @pytest.mark.parametrize("status", [0, 3])

@@ -138,9 +138,9 @@ class Members:
         # A signal must not replace the outcome or the error.
         begin_to_note()
         with self._changed:
-            # The next agent of a host deletes the folders of an agent that was killed.
+            # The next agent of a host deletes the folders of an agent that got a signal.
             self._changed.wait_for(lambda: not self._lacks_agent(), _PROBE_SECONDS)
-        self._stop.set()
+            self._stop.set()
         for thread in self._threads:
             # The thread that reads the list of hosts may wait for a disk or a name server.
             thread.join(_THREAD_SECONDS)
@@ -412,6 +412,11 @@ class Members:
                 connection.send("hosts", version=self._announced)
             case "failed":
                 self._fail(member, message["reason"])
+            case "signalled" if not self._stop.is_set():
+                # Its successor gets the commits. At the end of the job, the agent deletes them.
+                member.fit = False
+                self._expect_again(member)
+                connection.send("end", grace=0.0)
             case "lost":
                 had_answered = member.kept
                 self._fail(member, connection.explain())

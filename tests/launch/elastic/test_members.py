@@ -1,6 +1,7 @@
 """The hosts of an elastic job. Names of this machine are hosts, with real agents."""
 
 import contextlib
+import signal
 import threading
 import time
 
@@ -295,15 +296,23 @@ def test_the_job_ends_although_the_list_of_hosts_cannot_be_read(monkeypatch):
     assert time.monotonic() < began + 10
 
 
-def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
+#: Signals to an agent, and how its end is reported.
+SIGNALS = {
+    signal.SIGKILL: "its agent was killed by signal 9",
+    signal.SIGTERM: "its agent ended with status 0: got SIGTERM",
+}
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_agent_that_gets_a_signal_has_a_successor_with_the_same_folders(number):
     with Watched(A) as watched:
         watched.slots()
         watched.begin(A)
         folders = watched.members.folders(A)
         (folders[0] / "0-0-1.commit").write_text("kept")
         (agent,) = agents()
-        agent.kill()
-        watched.wait_text("its agent was killed by signal 9")
+        agent.send_signal(number)
+        watched.wait_text(SIGNALS[number])
         watched.members.confirm(False)
         assert watched.slots() == [("localhost", 2)]
         assert watched.members.folders(A) == folders
@@ -311,12 +320,23 @@ def test_an_agent_that_is_killed_gets_a_successor_with_the_same_folders():
         watched.wait_announced(False)
 
 
-def test_an_agent_that_is_killed_at_the_end_leaves_no_folders():
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_agent_that_gets_a_signal_at_the_end_leaves_no_folders(number):
     with Watched(A) as watched:
         watched.slots()
         (agent,) = agents()
-        agent.kill()
-        watched.wait_text("its agent was killed by signal 9")
+        agent.send_signal(number)
+        watched.wait_text(SIGNALS[number])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.3])
+def test_an_agent_that_gets_sigterm_while_the_job_ends_leaves_no_folders(seconds):
+    """A batch system may send SIGTERM to all processes."""
+    with Watched(A) as watched:
+        watched.slots()
+        (agent,) = agents()
+        agent.terminate()
+        time.sleep(seconds)
 
 
 def test_a_change_is_announced_later_if_there_is_no_space():
