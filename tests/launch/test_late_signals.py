@@ -18,6 +18,7 @@ from hvdkit.signals import begin_to_note, forget_noted, note, noted, stop_noting
 
 @pytest.fixture(autouse=True)
 def without_noted():
+    forget_noted()
     yield
     forget_noted()
 
