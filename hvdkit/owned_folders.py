@@ -10,10 +10,15 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import IO
 
 _LOCK = "lock"
+# A folder with this file waits for its next owner.
+_LEFT = "left"
+# Seconds for which it waits. Then any process deletes it.
+_LEFT_SECONDS = 60.0
 
 
 class OwnedFolder:
@@ -34,9 +39,16 @@ class OwnedFolder:
         adopted = _adopt(parent / f"{prefix}{name}") if name else None
         if adopted is not None:
             self.path, self._lock = adopted
+            (self.path / _LEFT).unlink(missing_ok=True)
         else:
             self.path, self._lock = _make(parent, prefix)
         _remove_abandoned(parent, prefix)
+
+    def leave(self) -> None:
+        """Leave the folder to a process that adopts it within a minute."""
+        with contextlib.suppress(OSError):  # a full disk, for example
+            (self.path / _LEFT).touch()
+            self._lock.close()
 
     def remove(self) -> None:
         """Delete the folder."""
@@ -136,5 +148,15 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):
             if _is_own(folder):
                 lock = _lock(folder)
-                _delete(folder)
+                if not _was_left(folder):
+                    _delete(folder)
                 lock.close()
+
+
+def _was_left(folder: Path) -> bool:
+    """Return whether the owner of a folder has left it for the next owner, not long ago."""
+    try:
+        age = time.time() - (folder / _LEFT).stat().st_mtime
+    except OSError:
+        return False
+    return abs(age) < _LEFT_SECONDS

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_folder_whose_owner_was_killed_before_the_lock_is_removed(tmp_path):
 
 def test_a_folder_that_is_deleted_only_in_part_is_removed(tmp_path):
     (tmp_path / "test-old" / "content").mkdir(parents=True)
+    OwnedFolder(tmp_path, "test-").remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_left_waits_for_its_next_owner(tmp_path):
+    folder = OwnedFolder(tmp_path, "test-", "job")
+    (folder.path / "content").touch()
+    folder.leave()
+    OwnedFolder(tmp_path, "test-").remove()
+    adopted = OwnedFolder(tmp_path, "test-", "job")
+    assert adopted.path == folder.path
+    assert (adopted.path / "content").exists()
+    adopted.leave()
+    long_ago = time.time() - 100
+    os.utime(adopted.path / "left", (long_ago, long_ago))
     OwnedFolder(tmp_path, "test-").remove()
     assert not list(tmp_path.iterdir())
 

@@ -14,6 +14,14 @@ from hvdkit.errors import UsageError
 _BITS = 15
 
 
+#: A save is due by the first rank's clock.
+LATE = 1
+#: A write has failed.
+FAILED = 2
+#: A save must not wait for gradients.
+OVERDUE = 4
+
+
 class StepWord(NamedTuple):
     """Flags of each rank at the beginning of a call of the manager, summed over the ranks.
 
@@ -21,9 +29,9 @@ class StepWord(NamedTuple):
         present: 1. A sum below the number of ranks shows that some have called `join`.
         due: 1 if a save is due by the steps.
         stops: 1 if this rank has a stop signal.
-        unready: 1 if this rank postpones a save, as inside an accumulation window.
-        late: 1 on the first rank if a save is due by its clock.
-        failed: 1 on the first rank if a write has failed.
+        waiting: 1 if this rank has gradients that no step has used.
+        blocked: 1 if this rank must not save now for another reason.
+        first: what only the first rank knows: the sum of `LATE`, `FAILED` and `OVERDUE`.
         elsewhere: 1 if this rank is in another call than `maybe_save`.
         wrong: 1 if this rank's step is not a valid number, or is lower than in an earlier call.
     """
@@ -31,9 +39,9 @@ class StepWord(NamedTuple):
     present: int = 1
     due: int = 0
     stops: int = 0
-    unready: int = 0
-    late: int = 0
-    failed: int = 0
+    waiting: int = 0
+    blocked: int = 0
+    first: int = 0
     elsewhere: int = 0
     wrong: int = 0
 

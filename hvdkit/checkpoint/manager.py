@@ -285,8 +285,8 @@ class Manager:
 
         Call it after every step.
         Costs one allreduce of 16 bytes. It may be called after every pass of an accumulation
-        window; a save that is due inside a window happens at its end. If gradients have waited for
-        a step at each call for 16 steps, it saves nevertheless, see `Postponement`.
+        window; a save that is due inside a window happens at its end. If gradients wait for a step
+        at each call, it saves after some steps nevertheless, see `Postponement`.
 
         Returns:
             Whether the state was saved.
@@ -308,12 +308,17 @@ class Manager:
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
         wrong = self._schedule.error_at(step)
+        first = 0
+        if self._first:
+            first += calls.LATE * self._schedule.is_late()
+            first += calls.FAILED * self._writer.failed
+            first += calls.OVERDUE * (wrong is None and self._postponement.is_overdue(step))
         agreed = StepWord(
             due=int(wrong is None and self._schedule.is_due(step)),
             stops=int(bool(self._signals.asked)),
-            unready=int(self._postponement.is_needed() or bool(self._cannot_save_now())),
-            late=int(self._schedule.is_late() and self._first),
-            failed=int(self._writer.failed),
+            waiting=int(self._postponement.gradients.exist()),
+            blocked=int(bool(self._cannot_save_now())),
+            first=first,
             wrong=int(wrong is not None),
         ).sum(self._collectives)
         if agreed.present < ranks:
@@ -324,14 +329,17 @@ class Manager:
         if agreed.wrong:
             exchange(self._collectives, {}, wrong)
         self._schedule.see(step)
-        if agreed.failed:
+        self._postponement.note_call(step, agreed.waiting > 0)
+        if agreed.first & calls.FAILED:
             self.wait()
         if agreed.due not in (0, ranks):
             told = exchange(self._collectives, {"step": int(step)})
             compare(self._collectives, [each["step"] for each in told], "the step")
-        if not (agreed.stops or agreed.due or agreed.late):
+        if not (agreed.stops or agreed.due or agreed.first & calls.LATE):
             return False
-        if agreed.unready:
+        if agreed.blocked:
+            return False
+        if agreed.waiting and not agreed.first & calls.OVERDUE:
             self._postponement.postpone(step)
             return False
         if agreed.stops:
@@ -351,12 +359,14 @@ class Manager:
             Stopped: on all ranks, once the state is on the disk.
             UsageError, CheckpointError: see `save`.
         """
+        lacking = self._postponement.gradients.exist()
         self.save(step, epoch, metrics, wait=True)
         if self._first:
             why = f" ({self._signals.asked})" if self._signals.asked else ""
+            lacks = ", without gradients that no step has used" if lacking else ""
             _log.warning(
-                "asked to stop%s: step %d is saved, and the job can be resumed; exit status %d",
-                *(why, step, RESUMABLE),
+                "asked to stop%s: step %d is saved%s, and the job can be resumed; exit status %d",
+                *(why, step, lacks, RESUMABLE),
             )
         self._signals.unanswered = None
         note_end_with(RESUMABLE, self._collectives.rank)
@@ -448,7 +458,7 @@ class Manager:
         self._half_restored = False
         # A restore with `only` begins another training, which counts its own steps.
         self._schedule.record_restore(found.step if only is None else None)
-        self._postponement.begin()
+        self._postponement.begin(found.step if only is None else 0)
         if only is not None:
             self._writer.begin_run()
         elif self._first:
@@ -470,7 +480,7 @@ class Manager:
         self._begin("restore")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
-        self._postponement.begin()
+        self._postponement.begin(step)
 
     def state_replaced(self) -> None:
         """Accept a step before that of the newest checkpoint. Not a collective.

@@ -3,7 +3,7 @@
 A checkpoint has no gradients. So a save between a backward pass and the step that uses its
 gradients would lose this step. But no step may follow: in a GAN, the pass of the generator also
 gives gradients to the discriminator, and the script removes them later. Nothing shows this in
-advance. So a save is postponed for some steps only.
+advance. So a save is postponed for some steps only, and for some calls if no step follows.
 """
 
 import logging
@@ -12,8 +12,12 @@ from typing import Protocol
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
-#: If gradients were waiting at each call since this number of steps, saves are not postponed.
+#: Saves are not postponed if gradients have waited at each call during this number of steps, plus
+#: those that optimizers may make in the longest accumulation window.
 MOST_STEPS = 16
+#: The same for calls, and for the numbers of the steps that are given to them, if the optimizers
+#: make no steps.
+MOST_CALLS = 256
 
 
 class PendingGradients(Protocol):
@@ -23,7 +27,10 @@ class PendingGradients(Protocol):
         """Return whether there are such gradients. The script may have removed them since."""
 
     def steps(self) -> int:
-        """Return the number of steps that the optimizers have made: that of the most active one."""
+        """Return the number of steps that the optimizers have made together."""
+
+    def window_steps(self) -> int:
+        """Return the number of steps that they may make together in the longest window."""
 
     def note_save(self, step: int) -> None:
         """Record that a checkpoint was saved, which lacks these gradients.
@@ -41,6 +48,10 @@ class NoGradients:
         return False
 
     def steps(self) -> int:
+        """Return 0."""
+        return 0
+
+    def window_steps(self) -> int:
         """Return 0."""
         return 0
 
@@ -83,8 +94,12 @@ class WindowGradients:
         return any(each.window_open for each in self._optimizers)
 
     def steps(self) -> int:
-        """Return the number of steps of the most active optimizer."""
-        return max((each.updates for each in self._optimizers), default=0)
+        """Return the number of steps of the optimizers together."""
+        return sum(each.updates for each in self._optimizers)
+
+    def window_steps(self) -> int:
+        """Return the number of steps of the optimizers together in the longest window."""
+        return window_steps([each.accumulation_steps for each in self._optimizers])
 
     def note_save(self, step: int) -> None:
         """Log a warning if a window is open."""
@@ -102,31 +117,67 @@ def accumulating(optimizers: Iterable[Accumulating]) -> list[Accumulating]:
     return [each for each in optimizers if each.accumulation_steps > 1]
 
 
+def window_steps(windows: Sequence[int]) -> int:
+    """Return the number of steps that optimizers may make together in the longest window.
+
+    Args:
+        windows: the number of passes of each optimizer's window.
+    """
+    return len(windows) * max(windows, default=0)
+
+
 class Postponement:
-    """Decide whether this rank postpones a save that may be due.
+    """Decide whether a save that is due must be postponed.
 
     Args:
         gradients: the gradients of this rank that no step has used.
+
+    Attributes:
+        since: the step of the first save that is postponed now; None for none.
     """
 
     def __init__(self, gradients: PendingGradients) -> None:
-        self._gradients = gradients
-        #: The step of the first postponed save; None if none is postponed.
+        self.gradients = gradients
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Begin to count, as after a restore.
+
+        Args:
+            step: the number of steps that were trained.
+        """
         self.since: int | None = None
-        self.begin()
+        self._free_at(step)
 
-    def begin(self) -> None:
-        """Begin to count the steps, as after a restore."""
-        # The number of steps when no gradients were waiting for the last time.
-        self._free_at = self._gradients.steps()
+    def _free_at(self, step: int) -> None:
+        """Record a call in which no rank had gradients that wait."""
+        self._free_step, self._calls = step, 0
+        self._free_optimizer_steps = self.gradients.steps()
 
-    def is_needed(self) -> bool:
-        """Return whether to postpone a save. Call this at each call that may save."""
-        steps = self._gradients.steps()
-        if not self._gradients.exist():
-            self._free_at = steps
-            return False
-        return steps - self._free_at < MOST_STEPS
+    def is_overdue(self, step: int) -> bool:
+        """Return whether gradients have waited for so long that a save must not wait for them.
+
+        Optimizers of other ranks may have made other numbers of steps, so ask one rank.
+
+        Args:
+            step: as given to the call.
+        """
+        windows = self.gradients.window_steps()
+        steps = self.gradients.steps() - self._free_optimizer_steps
+        calls = max(self._calls + 1, step - self._free_step)
+        return steps >= MOST_STEPS + windows or calls >= MOST_CALLS + windows
+
+    def note_call(self, step: int, waiting: bool) -> None:
+        """Record a call.
+
+        Args:
+            step: as given to the call.
+            waiting: whether a rank has gradients that wait.
+        """
+        if waiting:
+            self._calls += 1
+        else:
+            self._free_at(step)
 
     def postpone(self, step: int) -> None:
         """Record that all ranks postpone the save of a step."""
@@ -136,4 +187,4 @@ class Postponement:
     def record_save(self, step: int) -> None:
         """Record that a step was saved."""
         self.since = None
-        self._gradients.note_save(step)
+        self.gradients.note_save(step)

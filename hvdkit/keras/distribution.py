@@ -272,7 +272,10 @@ class Distribution:
 
         Args:
             state: the value; None for the state before the first reduction.
+
+        Gradients of an open accumulation window are discarded: they are from another state.
         """
+        self.discard()
         self._reducer_state = state
         if self._reducer is not None:
             self._reducer.restore_state(state or ())

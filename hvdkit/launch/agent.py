@@ -137,10 +137,13 @@ class Agent:
             # process that SIGKILL does not end.
             with contextlib.suppress(HvdkitError):
                 self._ranks.end()
-        # After an exception, or the launcher's message `end`, the successor of this agent finds the
-        # commits.
-        if self._commits is not None and self._launcher_lost:
-            self._commits.remove()
+        if self._commits is not None:
+            if self._launcher_lost:
+                self._commits.remove()
+            else:
+                # After an exception, or the launcher's message `end`, the successor of this agent
+                # finds the commits.
+                self._commits.leave()
         self._flush()
         if self._echo is not None:
             self._echo.close()

@@ -55,6 +55,11 @@ class CommitFolders:
             draft.replace(self.paths[0] / HOSTS_FILE)
             self._pending = None
 
+    def leave(self) -> None:
+        """Leave the folders to the next agent with the same name."""
+        for folder in self._folders:
+            folder.leave()
+
     def remove(self) -> None:
         """Delete the folders."""
         for folder in self._folders:

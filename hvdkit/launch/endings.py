@@ -346,7 +346,7 @@ class Endings:
             sigterm = f"SIGTERM then ended {self._plan.describe(terminated)}."
             report = _joined(self._remarks, self.problem, sigterm)
             return Outcome(1, report, restartable=not self._stops_first)
-        if cause.rank in (ended := self._ended_by_agents()):
+        if not cause.traceback and cause.rank in (ended := self._ended_by_agents()):
             self.failed_agents += self.agent_signals
             report = _joined(self._remarks, f"SIGTERM then ended {self._plan.describe(ended)}.")
             return Outcome(code, report, restartable=not self._stops_first)
@@ -376,12 +376,12 @@ class Endings:
         """Return the ranks that have ended with SIGTERM because their agents got a stop signal."""
         if self.stopped_by is not None:
             return []
-        return [
+        return sorted(
             rank
             for rank, status in self.statuses.items()
             if _signal_of(status) == signal.SIGTERM
             and self._plan.places[rank].host.name in self.agent_signals
-        ]
+        )
 
     def _not_failed(self) -> str:
         """Return a sentence about the ranks that the launcher ended because of a failure.

@@ -12,6 +12,7 @@ from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.exporting import exporting
 from hvdkit.checkpoint.items import kept_in, several
 from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.postponement import window_steps
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
@@ -214,8 +215,12 @@ class _WaitingGradients:
         return any(each.gradients_wait() for each in self._optimizers)
 
     def steps(self) -> int:
-        """Return the number of steps of the most active optimizer."""
-        return max((each.steps + each.skipped_steps for each in self._optimizers), default=0)
+        """Return the number of steps of the optimizers together."""
+        return sum(each.steps + each.skipped_steps for each in self._optimizers)
+
+    def window_steps(self) -> int:
+        """Return the number of steps of the optimizers together in the longest window."""
+        return window_steps([each.passes_per_step for each in self._optimizers])
 
     def note_save(self, step: int) -> None:
         """Let the optimizers log a warning if they use their gradients after all."""

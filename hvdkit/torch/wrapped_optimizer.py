@@ -526,6 +526,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             result = super().step()
         else:
             result = super().step(self._reducing(closure) if self._should_synchronize else closure)
+        if self._saved_step is not None and not self._warned_of_save:
+            self._warned_of_save = True
+            self._warn(_GRADIENTS_NOT_SAVED.format(step=self._saved_step))
         # An LR scheduler checks whether its optimizer, plain or wrapped, has stepped.
         self._plain._opt_called = self._opt_called = True  # type: ignore[attr-defined]
         # A GradScaler calls a fused optimizer even if gradients are not finite. The optimizer then
@@ -557,9 +560,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Begin the next window, after a step or a skipped step."""
         self._stepped = self._added_locally = False
         self._dropped_windows = 0
-        if self._saved_step is not None and not self._warned_of_save:
-            self._warned_of_save = True
-            self._warn(_GRADIENTS_NOT_SAVED.format(step=self._saved_step))
         self._forget_gradients()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
@@ -725,12 +725,37 @@ class WrappedOptimizer(torch.optim.Optimizer):
         The script may have removed them itself, for example with `model.zero_grad()`.
         """
         self._complete_earlier_passes()
+        return self._has_unused_gradients
+
+    @property
+    def _has_unused_gradients(self) -> bool:
         return self.accumulated or self.pass_dropped or self._gradients.unused
 
     def note_save(self, step: int) -> None:
         """Record that a checkpoint was saved. It lacks the gradients that wait for a step."""
-        if self.gradients_wait():
+        if self._has_unused_gradients:
             self._saved_step = step
+
+    @property
+    def passes_per_step(self) -> int:
+        """The number of passes of an accumulation window."""
+        return self._window.size
+
+    @property
+    def passes(self) -> int:
+        """The number of passes that the current accumulation window has."""
+        return self._window.passes
+
+    def resume_window(self, passes: int) -> None:
+        """Continue an accumulation window whose gradients are lost, after `discard_accumulated`.
+
+        A script that calls `step()` only after some of its passes needs the position.
+
+        Args:
+            passes: the number of passes that the window had.
+        """
+        if self._window.size > 1:
+            self._window.passes = passes % self._window.size
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error in copies and in pickle, because a copy's parameters have no hooks.

@@ -86,8 +86,8 @@ class Gradients:
         lacking: the saved steps that lack gradients.
     """
 
-    def __init__(self, exist, steps=lambda: 0):
-        self.exist, self.steps = exist, steps
+    def __init__(self, exist, steps=lambda: 0, window=0):
+        self.exist, self.steps, self.window_steps = exist, steps, lambda: window
         self.lacking = []
 
     def note_save(self, step):
@@ -536,21 +536,36 @@ def test_a_save_that_is_due_inside_a_window_happens_at_its_end(place):
     assert on_ranks(run) == [list(range(3, 91, 3))] * SIZE
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1, 2)])
-def test_gradients_that_no_step_uses_postpone_saves_for_some_steps(place, ranks):
-    """Also if only some ranks have them, for example after a batch without samples."""
-
+@pytest.mark.parametrize(
+    ("ranks", "optimizer_steps", "window", "first"),
+    [
+        ([{1}], 1, 0, 16),
+        ([{0, 1, 2}], 1, 0, 16),
+        # Each rank has calls without gradients, but there is no such call of all ranks.
+        ([{0}, {1}, {2}], 1, 0, 16),
+        ([{0, 1, 2}], 2, 2, 9),
+        # The optimizer is not wrapped.
+        ([{0, 1, 2}], 0, 0, 256),
+    ],
+)
+def test_gradients_that_no_step_uses_postpone_saves_for_some_steps(
+    place, ranks, optimizer_steps, window, first
+):
     def run(collectives):
         step = 0
-        gradients = Gradients(lambda: collectives.rank in ranks, lambda: step)
+        gradients = Gradients(
+            lambda: collectives.rank in ranks[step % len(ranks)],
+            lambda: optimizer_steps * step,
+            window,
+        )
         saved = []
         with make(collectives, place, every_steps=1, gradients=gradients) as saving:
-            for step in range(1, 20):
+            for step in range(1, first + 3):
                 saved += [step] if saving.maybe_save(step) else []
-        assert gradients.lacking == (saved if collectives.rank in ranks else [])
+        assert gradients.lacking == [s for s in saved if collectives.rank in ranks[s % len(ranks)]]
         return saved
 
-    assert on_ranks(run) == [[16, 17, 18, 19]] * SIZE
+    assert on_ranks(run) == [[first, first + 1, first + 2]] * SIZE
 
 
 def test_a_save_once_per_epoch_is_not_postponed(place):

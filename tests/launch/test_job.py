@@ -381,6 +381,11 @@ def signalled(agent, number=signal.SIGTERM):
     return agent, {"kind": "signalled", "number": number}
 
 
+ERROR = "Traceback (most recent call last):\nValueError: bad\n"
+#: Rank 1 writes a traceback.
+RAISED = (1, {"kind": "output", "rank": 1, "stream": "stderr", "text": ERROR})
+
+
 @pytest.mark.parametrize(
     ("events", "status", "report", "restartable", "host"),
     [
@@ -392,6 +397,8 @@ def signalled(agent, number=signal.SIGTERM):
         ((ended(0, 75), LONGER, END, ended(1, -9)), 1, "{}\nonly rank 0 on host0", False, None),
         (((1, {"kind": "lost"}), END, ended(0, -15)), 1, "{}\nlost host1: ", True, "host1"),
         ((ended(1, 3), 3.0, END, ended(0, -15)), 3, "rank 1 on host1 failed: ", True, "host1"),
+        # The rank had raised an exception before its agent got the signal.
+        ((RAISED, ended(1, -15), 3.0, END, ended(0, -15)), 143, "rank 1 on", True, "host1"),
         # A batch system signals all processes.
         ((signal.SIGTERM, ended(1, -15), ended(0, -15)), 143, "ended by SIGTERM", False, None),
     ],

@@ -59,7 +59,14 @@ class OptimizerItem:
                 for path, leaf in leaves(state["state"])
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
             ],
+            **self._window(),
         }
+
+    def _window(self) -> Tree:
+        """Return the position in an accumulation window; empty outside of a window."""
+        optimizer = self._optimizer
+        passes = optimizer.passes if isinstance(optimizer, WrappedOptimizer) else 0
+        return {"passes": passes} if passes else {}
 
     def _check_entries(self, state: Mapping[str, Any]) -> None:
         own = sorted(str(key) for key in state.keys() - {"state", "param_groups"})
@@ -265,3 +272,4 @@ class OptimizerItem:
             group.update({key: value for key, value in saved.items() if key != "params"})
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.discard_accumulated()
+            optimizer.resume_window(tree.get("passes", 0))

@@ -246,6 +246,33 @@ def test_a_signal_to_one_rank_saves_and_stops_all(hvd):
     assert variable.numpy() == [1.0 + stopped.value.step]
 
 
+def test_a_restore_discards_the_gradients_of_a_window(hvd):
+    import keras
+
+    import hvdkit.keras
+
+    variable = keras.Variable([0.0])
+    optimizer = hvdkit.keras.DistributedOptimizer(keras.optimizers.SGD(1.0), accumulation_steps=2)
+    optimizer.build([variable])
+
+    def apply(gradient):
+        optimizer.apply_gradients([(keras.ops.convert_to_tensor([gradient]), variable)])
+
+    with (
+        common_folder(hvd) as folder,
+        hvd.Checkpointer(folder, model=[variable.value], optimizer=optimizer) as checkpointer,
+    ):
+        apply(1.0)
+        apply(1.0)
+        checkpointer.save(2)
+        apply(1000.0)
+        checkpointer.restore()
+        apply(1.0)
+        assert variable.numpy() == [-1.0]
+        apply(1.0)
+    assert variable.numpy() == [-2.0]
+
+
 def test_moving_statistics_are_restored_on_their_rank(hvd):
     import keras
     import tensorflow as tf
