@@ -19,6 +19,8 @@ _LOCK = "lock"
 _LEFT = "left"
 # Seconds for which it waits. Then any process deletes it.
 _LEFT_SECONDS = 60.0
+# To adopt a folder.
+_TRIES, _TRY_SECONDS = 5, 0.05
 
 
 class OwnedFolder:
@@ -123,10 +125,15 @@ def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
 
 def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
     """Lock the folder; make it if it is missing. Return None if another process or user owns it."""
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_own(folder):
-            return folder, _lock(folder)
+    for _ in range(_TRIES):
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return (folder, _lock(folder)) if _is_own(folder) else None
+        except BlockingIOError:
+            # `_remove_abandoned` of another process may only look at the folder.
+            time.sleep(_TRY_SECONDS)
+        except OSError:
+            return None
     return None
 
 

@@ -312,7 +312,7 @@ class Manager:
         if self._first:
             first += calls.LATE * self._schedule.is_late()
             first += calls.FAILED * self._writer.failed
-            first += calls.OVERDUE * (wrong is None and self._postponement.is_overdue(step))
+            first += calls.OVERDUE * self._postponement.is_overdue()
         agreed = StepWord(
             due=int(wrong is None and self._schedule.is_due(step)),
             stops=int(bool(self._signals.asked)),
@@ -329,7 +329,7 @@ class Manager:
         if agreed.wrong:
             exchange(self._collectives, {}, wrong)
         self._schedule.see(step)
-        self._postponement.note_call(step, agreed.waiting > 0)
+        self._postponement.note_call(agreed.waiting > 0)
         if agreed.first & calls.FAILED:
             self.wait()
         if agreed.due not in (0, ranks):
@@ -340,10 +340,10 @@ class Manager:
         if agreed.blocked:
             return False
         if agreed.waiting and not agreed.first & calls.OVERDUE:
-            self._postponement.postpone(step)
+            self._postponement.postpone(step, stops=agreed.stops > 0)
             return False
         if agreed.stops:
-            self.save_and_stop(step, epoch, metrics)
+            self._save_and_stop(step, epoch, metrics, lacking=agreed.waiting > 0)
         self.save(step, epoch, metrics)
         return True
 
@@ -359,7 +359,23 @@ class Manager:
             Stopped: on all ranks, once the state is on the disk.
             UsageError, CheckpointError: see `save`.
         """
-        lacking = self._postponement.gradients.exist()
+        self._save_and_stop(step, epoch, metrics, lacking=False)
+
+    def _save_and_stop(
+        self,
+        step: int,
+        epoch: int | None,
+        metrics: Mapping[str, float] | None,
+        lacking: bool,
+    ) -> None:
+        """See `save_and_stop`.
+
+        Args:
+            step: see `save`.
+            epoch: see `save`.
+            metrics: see `save`.
+            lacking: whether a rank has gradients that wait for a step.
+        """
         self.save(step, epoch, metrics, wait=True)
         if self._first:
             why = f" ({self._signals.asked})" if self._signals.asked else ""
@@ -458,7 +474,7 @@ class Manager:
         self._half_restored = False
         # A restore with `only` begins another training, which counts its own steps.
         self._schedule.record_restore(found.step if only is None else None)
-        self._postponement.begin(found.step if only is None else 0)
+        self._postponement.begin()
         if only is not None:
             self._writer.begin_run()
         elif self._first:
@@ -480,7 +496,7 @@ class Manager:
         self._begin("restore")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
-        self._postponement.begin(step)
+        self._postponement.begin()
 
     def state_replaced(self) -> None:
         """Accept a step before that of the newest checkpoint. Not a collective.
@@ -496,6 +512,7 @@ class Manager:
         A save of the same step replaces the step, and retention deletes the others in time.
         """
         self._schedule.allow_lower()
+        self._postponement.begin()
 
     def steps(self) -> list[SavedStep]:
         """List the complete steps of the newest run, oldest first. A collective.

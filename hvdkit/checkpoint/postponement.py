@@ -7,6 +7,7 @@ advance. So a save is postponed for some steps only, and for some calls if no st
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -15,9 +16,10 @@ _log = logging.getLogger("hvdkit.checkpoint")
 #: Saves are not postponed if gradients have waited at each call during this number of steps, plus
 #: those that optimizers may make in the longest accumulation window.
 MOST_STEPS = 16
-#: The same for calls, and for the numbers of the steps that are given to them, if the optimizers
-#: make no steps.
+#: The same for calls, if the optimizers make no steps.
 MOST_CALLS = 256
+#: Seconds for which a stop of the job is postponed.
+STOP_SECONDS = 20.0
 
 
 class PendingGradients(Protocol):
@@ -138,53 +140,57 @@ class Postponement:
 
     def __init__(self, gradients: PendingGradients) -> None:
         self.gradients = gradients
-        self.begin(0)
+        self.begin()
 
-    def begin(self, step: int) -> None:
-        """Begin to count, as after a restore.
-
-        Args:
-            step: the number of steps that were trained.
-        """
+    def begin(self) -> None:
+        """Begin to count, as after a restore."""
         self.since: int | None = None
-        self._free_at(step)
+        # When a stop of the job was postponed (`time.monotonic`).
+        self._stops_since: float | None = None
+        self._begin_to_count()
 
-    def _free_at(self, step: int) -> None:
-        """Record a call in which no rank had gradients that wait."""
-        self._free_step, self._calls = step, 0
-        self._free_optimizer_steps = self.gradients.steps()
+    def _begin_to_count(self) -> None:
+        # The calls since no rank had gradients that wait, and the optimizers' steps at that time.
+        self._calls, self._free_at = 0, self.gradients.steps()
 
-    def is_overdue(self, step: int) -> bool:
+    def is_overdue(self) -> bool:
         """Return whether gradients have waited for so long that a save must not wait for them.
 
-        Optimizers of other ranks may have made other numbers of steps, so ask one rank.
-
-        Args:
-            step: as given to the call.
+        Other ranks may have another answer, so ask one rank.
         """
         windows = self.gradients.window_steps()
-        steps = self.gradients.steps() - self._free_optimizer_steps
-        calls = max(self._calls + 1, step - self._free_step)
-        return steps >= MOST_STEPS + windows or calls >= MOST_CALLS + windows
+        return (
+            self.gradients.steps() - self._free_at >= MOST_STEPS + windows
+            or self._calls + 1 >= MOST_CALLS + windows
+            or (
+                self._stops_since is not None
+                and time.monotonic() - self._stops_since >= STOP_SECONDS
+            )
+        )
 
-    def note_call(self, step: int, waiting: bool) -> None:
+    def note_call(self, waiting: bool) -> None:
         """Record a call.
 
         Args:
-            step: as given to the call.
             waiting: whether a rank has gradients that wait.
         """
-        if waiting:
-            self._calls += 1
-        else:
-            self._free_at(step)
+        self._calls += 1
+        if not waiting:
+            self._begin_to_count()
 
-    def postpone(self, step: int) -> None:
-        """Record that all ranks postpone the save of a step."""
+    def postpone(self, step: int, stops: bool) -> None:
+        """Record that all ranks postpone the save of a step.
+
+        Args:
+            step: the step.
+            stops: whether the job is to stop after the save.
+        """
         if self.since is None:
             self.since = step
+        if stops and self._stops_since is None:
+            self._stops_since = time.monotonic()
 
     def record_save(self, step: int) -> None:
         """Record that a step was saved."""
-        self.since = None
+        self.since = self._stops_since = None
         self.gradients.note_save(step)

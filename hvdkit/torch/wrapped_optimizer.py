@@ -200,6 +200,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The step of a checkpoint that was saved while the current gradients waited for a step.
         self._saved_step: int | None = None
         self._warned_of_save = False
+        # The passes that the current window had in the checkpoint that was restored.
+        self._resumed_passes = 0
         # The number of complete accumulation windows in a row that the script has dropped.
         self._dropped_windows = 0
         # Not a strong reference: a cycle would keep the optimizer until a garbage collection.
@@ -291,6 +293,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._modules_checked = True
         window = self._window
         full = window.size > 1 and window.passes >= window.size
+        if full and self._resumed_passes and self._gradients.exist():
+            # The script does not continue the window of the checkpoint, but makes a whole one.
+            window.passes -= self._resumed_passes
+            self._resumed_passes, full = 0, False
         if full and not self._gradients.exist():
             # A GradScaler has skipped the step, and the script has called `model.zero_grad()`.
             self._begin_without_gradients()
@@ -559,7 +565,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
         self._stepped = self._added_locally = False
-        self._dropped_windows = 0
+        self._dropped_windows = self._resumed_passes = 0
         self._forget_gradients()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
@@ -716,7 +722,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._gradients.invalid_reason = ""
         self._stepped = self._added_locally = False
         self._forget_gradients()
+        # An elastic job discards gradients once more after a restore.
+        if self._window.passes != self._resumed_passes:
+            self._resumed_passes = 0
         self._window.close()
+        self._window.passes = self._resumed_passes
         self._gradients.discard()
 
     def gradients_wait(self) -> bool:
@@ -746,16 +756,24 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The number of passes that the current accumulation window has."""
         return self._window.passes
 
-    def resume_window(self, passes: int) -> None:
+    def resume_window(self, passes: int, size: int) -> None:
         """Continue an accumulation window whose gradients are lost, after `discard_accumulated`.
 
-        A script that calls `step()` only after some of its passes needs the position.
+        A script that counts its passes since the beginning of the training calls `step()` after the
+        rest of the window. Another script makes a whole window first: see `_begin_pass`.
 
         Args:
             passes: the number of passes that the window had.
+            size: the number of passes of a whole window. Without effect if it is another one now.
         """
-        if self._window.size > 1:
-            self._window.passes = passes % self._window.size
+        self._resumed_passes = passes if size == self._window.size and 0 < passes < size else 0
+        self._window.passes = self._resumed_passes
+        if self._resumed_passes:
+            self._warn(
+                f"the checkpoint was saved after pass {passes} of {size} of an accumulation "
+                f"window, and has no gradients. The first step after the restore lacks those of "
+                f"these passes"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise an error in copies and in pickle, because a copy's parameters have no hooks.

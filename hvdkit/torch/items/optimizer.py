@@ -65,8 +65,9 @@ class OptimizerItem:
     def _window(self) -> Tree:
         """Return the position in an accumulation window; empty outside of a window."""
         optimizer = self._optimizer
-        passes = optimizer.passes if isinstance(optimizer, WrappedOptimizer) else 0
-        return {"passes": passes} if passes else {}
+        if not isinstance(optimizer, WrappedOptimizer) or not optimizer.passes:
+            return {}
+        return {"window": [optimizer.passes, optimizer.passes_per_step]}
 
     def _check_entries(self, state: Mapping[str, Any]) -> None:
         own = sorted(str(key) for key in state.keys() - {"state", "param_groups"})
@@ -272,4 +273,5 @@ class OptimizerItem:
             group.update({key: value for key, value in saved.items() if key != "params"})
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.discard_accumulated()
-            optimizer.resume_window(tree.get("passes", 0))
+            # Steps without an open window, and of earlier versions, have no position.
+            optimizer.resume_window(*tree.get("window", (0, 1)))
