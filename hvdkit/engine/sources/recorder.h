@@ -132,6 +132,7 @@ class Recorder {
   void remove_group(int id) {
     std::lock_guard<std::mutex> guard(mutex_);
     groups_.erase(id);
+    unnamed_.erase(id);
     // A new process set may get the same id.
     auto calls = calls_.find(id);
     if (calls != calls_.end()) {
@@ -189,14 +190,12 @@ class Recorder {
       return ++known->second;
     }
     if (is_unnamed(name)) {
-      unnamed_.emplace_back(set, name);
-      if (unnamed_.size() > kUnnamed) {
-        const auto& oldest = unnamed_.front();
-        auto of_set = calls_.find(oldest.first);
-        if (of_set != calls_.end()) {
-          names_ -= of_set->second.erase(oldest.second);
-        }
-        unnamed_.pop_front();
+      // Of each process set: all its ranks forget the same names.
+      auto& unnamed = unnamed_[set];
+      unnamed.push_back(name);
+      if (unnamed.size() > kUnnamed) {
+        names_ -= calls.erase(unnamed.front());
+        unnamed.pop_front();
       }
     }
     if (names_ >= kNames) {
@@ -208,7 +207,9 @@ class Recorder {
 
   // Whether the name of a collective has a number in the order of calls, which differs in each call.
   static bool is_unnamed(const std::string& name) {
-    return name.find("noname.") != std::string::npos;
+    const size_t begin = name.rfind("noname.");
+    return begin != std::string::npos &&
+           name.find_first_not_of("0123456789", begin + 7) == std::string::npos;
   }
 
   struct Entry {
@@ -228,7 +229,7 @@ class Recorder {
 
   // Scripts may make new names in each step, so the number of counted names is limited.
   static constexpr size_t kEntries = 1000, kNames = 4096;
-  // Of the collectives without a name, only the last ones are counted.
+  // Of the collectives of a process set without a name, only the last ones are counted.
   static constexpr size_t kUnnamed = 1024;
   // In jobs of more ranks than this, only the last entries are written.
   static constexpr int kManyRanks = 64;
@@ -472,8 +473,8 @@ class Recorder {
   // The number of calls, by process set and name.
   std::map<int, std::unordered_map<std::string, uint64_t>> calls_;
   size_t names_ = 0;
-  // The process sets and names of the last calls without a name, oldest first.
-  std::deque<std::pair<int, std::string>> unnamed_;
+  // The names of the last calls without a name, oldest first, by process set.
+  std::map<int, std::deque<std::string>> unnamed_;
   std::map<std::string, std::string> labels_;
   std::map<int, std::vector<int>> groups_;
   Clock::time_point progress_, told_, failed_at_;
