@@ -18,7 +18,7 @@ from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
-from hvdkit.checkpoint.postponement import NoGradients, PendingGradients, Postponement
+from hvdkit.checkpoint.postponement import PendingGradients, Postponement, WindowGradients
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Saving, check_arguments
@@ -164,7 +164,7 @@ class Manager:
         self._sum_order = sum_order
         self._asynchronous = asynchronous
         self._signals = StopSignals(stop_signals)
-        self._postponement = Postponement(gradients or NoGradients())
+        self._postponement = Postponement(gradients or WindowGradients((), warns=False))
         self._cannot_save_now = cannot_save_now
         self._replicas = replicas
         self._closed = False

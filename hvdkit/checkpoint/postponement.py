@@ -42,25 +42,6 @@ class PendingGradients(Protocol):
         """
 
 
-class NoGradients:
-    """`PendingGradients` for a state without optimizers."""
-
-    def exist(self) -> bool:
-        """Return False."""
-        return False
-
-    def steps(self) -> int:
-        """Return 0."""
-        return 0
-
-    def window_steps(self) -> int:
-        """Return 0."""
-        return 0
-
-    def note_save(self, step: int) -> None:
-        """Do nothing."""
-
-
 class Accumulating(Protocol):
     """An optimizer with an accumulation window.
 

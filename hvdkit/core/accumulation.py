@@ -29,6 +29,8 @@ class Window:
         size: passes per step.
         mean: whether the step's gradient is the mean.
         passes: the number of passes that have ended since the last step. The adapter counts them.
+        resumed: the number of passes that the window had in the checkpoint that was restored. Their
+            gradients are lost.
         dropped: whether this rank has dropped a pass of the window. Its reduction must then fail on
             all ranks. The adapter sets it.
 
@@ -42,7 +44,7 @@ class Window:
             raise UsageError(f"{name} is {size!r}: expected a whole number >= 1")
         self.size = size
         self.mean = mean
-        self.passes = 0
+        self.passes = self.resumed = 0
         self.dropped = False
         self._ended_early = False
 
@@ -65,8 +67,26 @@ class Window:
 
     def close(self) -> None:
         """Begin the next window, after a step or a skipped step."""
-        self.passes = 0
+        self.passes = self.resumed = 0
         self.dropped = self._ended_early = False
+
+    def resume(self, passes: int) -> None:
+        """Continue the window of a checkpoint, which has no gradients.
+
+        Args:
+            passes: the number of passes that the window had.
+        """
+        self.close()
+        self.passes = self.resumed = passes
+
+    def discard(self) -> None:
+        """Begin the next window. But keep the resumed one if no pass has ended in it yet."""
+        self.resume(self.resumed if self.passes == self.resumed else 0)
+
+    def make_whole(self) -> None:
+        """Make a resumed window a whole one, by the passes that it had in the checkpoint."""
+        self.passes -= self.resumed
+        self.resumed = 0
 
 
 def window_of(accumulation_steps: int, backward_passes_per_step: int) -> Window:

@@ -200,8 +200,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The step of a checkpoint that was saved while the current gradients waited for a step.
         self._saved_step: int | None = None
         self._warned_of_save = False
-        # The passes that the current window had in the checkpoint that was restored.
-        self._resumed_passes = 0
         # The number of complete accumulation windows in a row that the script has dropped.
         self._dropped_windows = 0
         # Not a strong reference: a cycle would keep the optimizer until a garbage collection.
@@ -293,10 +291,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._modules_checked = True
         window = self._window
         full = window.size > 1 and window.passes >= window.size
-        if full and self._resumed_passes and self._gradients.exist():
-            # The script does not continue the window of the checkpoint, but makes a whole one.
-            window.passes -= self._resumed_passes
-            self._resumed_passes, full = 0, False
+        if full and window.resumed and self._gradients.exist():
+            # The script does not continue the window of the checkpoint.
+            window.make_whole()
+            full = False
         if full and not self._gradients.exist():
             # A GradScaler has skipped the step, and the script has called `model.zero_grad()`.
             self._begin_without_gradients()
@@ -565,7 +563,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
         self._stepped = self._added_locally = False
-        self._dropped_windows = self._resumed_passes = 0
+        self._dropped_windows = 0
         self._forget_gradients()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
@@ -723,10 +721,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._stepped = self._added_locally = False
         self._forget_gradients()
         # An elastic job discards gradients once more after a restore.
-        if self._window.passes != self._resumed_passes:
-            self._resumed_passes = 0
-        self._window.close()
-        self._window.passes = self._resumed_passes
+        self._window.discard()
         self._gradients.discard()
 
     def gradients_wait(self) -> bool:
@@ -766,9 +761,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             passes: the number of passes that the window had.
             size: the number of passes of a whole window. Without effect if it is another one now.
         """
-        self._resumed_passes = passes if size == self._window.size and 0 < passes < size else 0
-        self._window.passes = self._resumed_passes
-        if self._resumed_passes:
+        is_open = size == self._window.size and 0 < passes < size
+        self._window.resume(passes if is_open else 0)
+        if is_open:
             self._warn(
                 f"the checkpoint was saved after pass {passes} of {size} of an accumulation "
                 f"window, and has no gradients. The first step after the restore lacks those of "

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit import record_files
-from hvdkit.checkpoint import background, calls, chunks, manager, schedule, tensors
+from hvdkit.checkpoint import background, calls, chunks, manager, postponement, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.errors import CheckpointError
@@ -590,6 +590,23 @@ def test_a_postponed_save_that_never_happens_is_a_warning(place, caplog):
     on_ranks(run)
     assert caplog.text.count("postponed a save") == 1
     assert "maybe_save(1) postponed a save" in caplog.text
+
+
+def test_a_stop_is_postponed_for_some_seconds_only(place, monkeypatch, caplog):
+    monkeypatch.setattr(postponement, "STOP_SECONDS", 0.3)
+
+    def run(collectives):
+        with make(collectives, place, gradients=Gradients(lambda: True)) as saving:
+            if collectives.rank == 2:
+                saving.request_stop("a test")
+            for step in range(1, 100):
+                saving.maybe_save(step)
+                time.sleep(0.01)
+
+    results = on_every_rank(SIZE, run)
+    assert [type(result) for result in results] == [Stopped] * SIZE
+    assert results[0].step > 1
+    assert f"step {results[0].step} is saved, without gradients" in caplog.text
 
 
 def test_the_steps_before_a_restore_do_not_count(place):

@@ -1,5 +1,6 @@
 """Checkpoints of PyTorch training on real ranks."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -615,7 +616,7 @@ def wrapped_gan(hvd):
     return models, optimizers
 
 
-def gan(hvd, models, optimizers, ask):
+def gan(hvd, models, optimizers, ask, no_sync=contextlib.nullcontext):
     """Train the discriminator, and then the generator: this pass reaches both."""
     generator, discriminator = models
     optimizer_g, optimizer_d = optimizers
@@ -623,23 +624,15 @@ def gan(hvd, models, optimizers, ask):
     discriminator(generator(torch.ones(1, 2)).detach()).sum().backward()
     optimizer_d.step()
     generator.zero_grad()
-    discriminator(generator(torch.ones(1, 2))).sum().backward()
+    with no_sync(optimizer_d):
+        discriminator(generator(torch.ones(1, 2))).sum().backward()
     optimizer_g.step()
     ask()
 
 
 def gan_with_less_communication(hvd, models, optimizers, ask):
-    """Do not reduce the gradients of the discriminator that no step uses."""
-    generator, discriminator = models
-    optimizer_g, optimizer_d = optimizers
-    discriminator.zero_grad()
-    discriminator(generator(torch.ones(1, 2)).detach()).sum().backward()
-    optimizer_d.step()
-    generator.zero_grad()
-    with hvd.no_sync(optimizer_d):
-        discriminator(generator(torch.ones(1, 2))).sum().backward()
-    optimizer_g.step()
-    ask()
+    """Train without a reduction of the gradients of the discriminator that no step uses."""
+    gan(hvd, models, optimizers, ask, hvd.no_sync)
 
 
 def one_network(hvd, models, optimizers, ask):
