@@ -19,6 +19,7 @@ from hvdkit.core import host_collectives
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import python_command
 
 #: The free bytes that /dev/shm should have. Open MPI and NCCL keep shared buffers there. A
 #: container has 64 MB by default.
@@ -213,7 +214,7 @@ def _extension(framework: frameworks.Framework, built_for: str) -> Diagnostic:
     )
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
+            python_command("-c", code), capture_output=True, text=True, timeout=180, check=False
         )
     except subprocess.TimeoutExpired:
         return Diagnostic(

@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,14 @@ _CLEAN_SECONDS = 6.0
 _KILLED_SECONDS = 1.0
 
 _PR_SET_PDEATHSIG = 1
+
+
+def python_command(*arguments: str) -> list[str]:
+    """Return a command of this Python that does not import modules from the current folder.
+
+    Other users may write there, for example in a shared folder for data.
+    """
+    return [sys.executable, "-P", *arguments]
 
 
 class ProcessGroup:
