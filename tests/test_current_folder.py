@@ -45,14 +45,16 @@ def test_a_command_imports_nothing_from_the_current_folder(command, trapped, tmp
 
 
 def test_each_child_of_this_python_gets_safe_paths():
-    unsafe = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.List | ast.Tuple) and any(
-                isinstance(word, ast.Constant)
-                and word.value in ("-m", "-c")
-                and ast.unparse(before).endswith(("sys.executable", "python"))
-                for before, word in zip(node.elts, node.elts[1:], strict=False)
-            ):
-                unsafe.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    unsafe = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List | ast.Tuple)
+        and any(
+            isinstance(word, ast.Constant)
+            and word.value in ("-m", "-c")
+            and ast.unparse(before).endswith(("sys.executable", "python"))
+            for before, word in zip(node.elts, node.elts[1:], strict=False)
+        )
+    ]
     assert not unsafe, f"use processes.python_command, or -P, in {unsafe}"
