@@ -490,6 +490,24 @@ def test_differentiable_collectives_that_are_left():
     assert any("hvd.gather_for_loss(tensor)" in text for text in advice)
 
 
+def test_a_layer_that_gathers():
+    script = (
+        f"{SETUP}class GatherLayer(torch.autograd.Function):\n    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]\n"
+        "        dist.all_gather(rows, x)\n        return tuple(rows)\n\n    @staticmethod\n"
+        "    def backward(ctx, *gradients):\n        total = torch.stack(gradients)\n"
+        "        dist.all_reduce(total)\n        return total[dist.get_rank()]\n"
+    )
+    outcome = migrated(script)
+    assert not outcome.advice
+    assert any(
+        "hvd.gather_for_loss(tensor) can replace GatherLayer" in n.text for n in outcome.notes
+    )
+    assert "rows[:] = hvd.allgather(x.detach()[None]).unbind()" in outcome.after
+    assert "hvd.allreduce_(total, op=hvd.Sum)" in outcome.after
+
+
 def test_advice_quotes_the_code_that_it_is_about():
     script = (
         "import torch\nimport torch.distributed as dist\n"

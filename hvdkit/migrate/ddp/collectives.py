@@ -102,6 +102,16 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
             understood &= _is_new_list(it.script, filled.value)
         if not understood or not _replace(self, it, call, code, names):
             _advise(self, it, call, code)
+        layer = it.script.enclosing(call, cst.ClassDef)
+        if isinstance(layer, cst.ClassDef) and any(
+            it.script.name_of(base.value) == "torch.autograd.Function" for base in layer.bases
+        ):
+            it.script.note(
+                self.name,
+                layer,
+                f"hvd.gather_for_loss(tensor) can replace {layer.name.value}: it returns the rows "
+                "of all ranks in one tensor, and its gradient is the sum over ranks",
+            )
 
 
 #: The module with differentiable functions -> advice for those that the command leaves.
