@@ -174,7 +174,7 @@ def test_drawn_calls(hvd, graph, draws):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("graph", "draws"), [(False, 600), (True, 200)])
+@pytest.mark.parametrize(("graph", "draws"), [(False, 400), (True, 100)])
 def test_many_drawn_calls(hvd, graph, draws):
     search(hvd, range(1000, 1000 + draws), graph)
 

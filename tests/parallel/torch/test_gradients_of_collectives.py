@@ -145,7 +145,7 @@ def test_drawn_calls(hvd):
 
 @pytest.mark.long
 def test_many_drawn_calls(hvd):
-    search(hvd, range(1000, 3000))
+    search(hvd, range(1000, 2000))
 
 
 def test_a_residual_beside_a_reducescatter(hvd):
