@@ -26,6 +26,7 @@ from hvdkit.keras.functions import (
     broadcast,
     broadcast_global_variables,
     broadcast_model,
+    gather_for_loss,
     reducescatter,
 )
 from hvdkit.keras.initial_epoch import wrap_fit
@@ -98,6 +99,7 @@ __all__ = [
     "ddl_built",
     "elastic",
     "flush",
+    "gather_for_loss",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

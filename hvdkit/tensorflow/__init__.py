@@ -96,6 +96,7 @@ from hvdkit.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from hvdkit.tensorflow.gathering import gather_for_loss
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
@@ -150,6 +151,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "gather_for_loss",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -97,6 +97,7 @@ from hvdkit.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from hvdkit.torch.gathering import gather_for_loss
 from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.noise_scale import GradientNoiseScale
@@ -167,6 +168,7 @@ __all__ = [
     "ddl_built",
     "elastic",
     "equal_batches",
+    "gather_for_loss",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
