@@ -276,7 +276,8 @@ class _Keeper(ProcessGroup):
             if descriptor > 2 and descriptor not in (self._lifeline, self._reports, woken, wakeup):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        os.write(self._reports, b"%d\n" % process.pid)
+        with contextlib.suppress(OSError):  # the parent has ended, which `select` tells
+            os.write(self._reports, b"%d\n" % process.pid)
         reported = False
         while True:
             self._reap(process)
@@ -292,6 +293,8 @@ class _Keeper(ProcessGroup):
             with contextlib.suppress(BlockingIOError):
                 os.read(woken, _READ_BYTES)
         files = mpi_segments.mpich_files(process.pid)
+        # At once: the launcher may start the next ranks already.
+        process.kill()
         try:
             for _ in self.terminate(ORPHAN_GRACE):
                 self._reap(process)
