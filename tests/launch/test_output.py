@@ -1,6 +1,7 @@
 import errno
 import io
 import os
+import random
 import threading
 import time
 
@@ -73,6 +74,27 @@ def test_a_progress_bar_is_shown_before_it_ends(streams, monkeypatch):
         *(b"[1] half of a line", b"[1]   1 %"),
     ]
     assert streams["stdout"].getvalue().splitlines()[0] == b"[0] half of a bar, and"
+
+
+def test_bars_add_lines_and_change_none(monkeypatch):
+    """The output is drawn, with lines, bars and bytes that are no text, in pieces of any size."""
+    monkeypatch.setattr(output_module, "_BARS_SECONDS", 0.0)
+    parts = (b"\n", b"\r", b"\r\n", b"line", "█".encode(), b"\xff\0", b"  ", b"x" * 70_000)
+    for seed in range(200):
+        draw = random.Random(seed)
+        text = b"".join(draw.choices(parts, [6, 6, 1, 4, 4, 2, 2, 0.2], k=draw.randint(0, 60)))
+        stdout, at = io.BytesIO(), 0
+        with Output(1, stdout=stdout, stderr=io.BytesIO()) as output:
+            while at < len(text):
+                size = draw.choice([1, 3, 10, 100_000])
+                output.write(0, "stdout", text[at : at + size])
+                at += size
+                if draw.random() < 0.5:
+                    output.status("running")
+        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in text.split(b"\n")]
+        shown = iter(stdout.getvalue().split(b"\n"))
+        # In this order, with others between them.
+        assert all(b"[0] " + line in shown for line in lines if line), seed
 
 
 def test_no_bar_is_printed_on_a_terminal(monkeypatch):
