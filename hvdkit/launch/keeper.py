@@ -106,7 +106,7 @@ class KeptProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            select.select([self._reports], [], [], min(left, 1.0))
+            _wait_for([self._reports], min(left, 1.0))
         return status
 
     def send_signal(self, number: int) -> None:
@@ -276,7 +276,7 @@ class _Keeper(ProcessGroup):
             if descriptor > 2 and descriptor not in (self._lifeline, self._reports, woken, wakeup):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        with contextlib.suppress(OSError):  # the parent has ended, which `select` tells
+        with contextlib.suppress(OSError):  # the parent has ended, which the lifeline tells
             os.write(self._reports, b"%d\n" % process.pid)
         reported = False
         while True:
@@ -287,8 +287,7 @@ class _Keeper(ProcessGroup):
                     os.write(self._reports, b"%d\n" % process.returncode)
                     if os.getppid() == self._parent:
                         os.kill(self._parent, signal.SIGCHLD)
-            ready, _, _ = select.select([self._lifeline, woken], [], [])
-            if self._lifeline in ready:
+            if self._lifeline in _wait_for([self._lifeline, woken]):
                 break
             with contextlib.suppress(BlockingIOError):
                 os.read(woken, _READ_BYTES)
@@ -324,5 +323,13 @@ class _Keeper(ProcessGroup):
                     os.waitpid(found.si_pid, os.WNOHANG)
 
 
+def _wait_for(descriptors: Sequence[int], seconds: float | None = None) -> list[int]:
+    """Wait until one of these descriptors can be read or has ended. Return those."""
+    poll = select.poll()  # `select.select` takes only descriptors below 1024
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [found for found, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+
+
 def _do_nothing(number: int, frame: object) -> None:
-    """Handle a signal that only wakes `select`."""
+    """Handle a signal that only wakes the process."""
