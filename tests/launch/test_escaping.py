@@ -25,16 +25,19 @@ ENDS = {
     "keeper killed": ("stay", "keeper", signal.SIGKILL),
     "agent and launcher killed": ("stay", "agent and launcher", signal.SIGKILL),
 }
+SHORT = ("success", "SIGTERM", "launcher killed", "agent killed", "keeper killed")
 #: A daemon as `daemon(3)` makes it, without the environment of the job.
 DAEMON = ["fork", "session", "fork", "close", "clean", "chdir"]
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [end if end in SHORT else pytest.param(end, marks=pytest.mark.long) for end in ENDS]
+)
 def test_a_daemon_ends_with_the_job(tmp_path, end):
     check(tmp_path, "gloo", DAEMON, end)
 
 
-@pytest.mark.parametrize("end", ["failure", "agent killed"])
+@pytest.mark.parametrize("end", [pytest.param("failure", marks=pytest.mark.long), "agent killed"])
 def test_a_daemon_ends_with_a_job_over_mpi(tmp_path, end):
     check(tmp_path, "mpi", DAEMON, end)
 
