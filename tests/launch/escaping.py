@@ -4,6 +4,7 @@ ACTIONS are words of `ACTIONS`, joined by "+". The process writes its pid to a f
 own. END is "end", "fail", "stay" or "exit": what the rank does afterwards.
 """
 
+import contextlib
 import glob
 import os
 import sys
@@ -20,6 +21,11 @@ def _leave_parent() -> None:
         os._exit(0)
 
 
+def _leave_session() -> None:
+    with contextlib.suppress(PermissionError):  # it has done so already
+        os.setsid()
+
+
 def _close() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
@@ -29,7 +35,7 @@ def _close() -> None:
 
 #: What a process may do to escape.
 ACTIONS = {
-    "session": os.setsid,
+    "session": _leave_session,
     "fork": _leave_parent,
     "close": _close,
     "clean": lambda: None,  # the program is started without an environment
@@ -53,7 +59,6 @@ def escape(actions: list[str], path: str) -> None:
 def main() -> None:
     actions, path, end = sys.argv[1].split("+"), sys.argv[2], sys.argv[3]
     if (child := os.fork()) == 0:
-        # Not a session's leader, which cannot call setsid.
         escape([action for action in actions if action], path)
     deadline = time.monotonic() + 60
     while not glob.glob(f"{path}.*"):
