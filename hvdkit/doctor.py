@@ -247,6 +247,8 @@ def _shared_memory() -> Diagnostic:
         return Diagnostic(
             "/dev/shm", WARNING, str(error), "MPI and NCCL need it: mount a tmpfs there"
         )
+    if not os.access("/dev/shm", os.W_OK | os.X_OK):
+        return Diagnostic("/dev/shm", WARNING, "not writable", "mount a writable tmpfs there")
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free"
     if usage.free < _SHM_BYTES:
         return Diagnostic(

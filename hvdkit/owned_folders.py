@@ -44,7 +44,7 @@ class OwnedFolder:
             (self.path / _LEFT).unlink(missing_ok=True)
         else:
             self.path, self._lock = _make(parent, prefix)
-        _remove_abandoned(parent, prefix)
+        remove_abandoned(parent, prefix)
 
     def leave(self) -> None:
         """Leave the folder to a process that adopts it within a minute."""
@@ -130,7 +130,7 @@ def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
             folder.mkdir(mode=0o700, exist_ok=True)
             return (folder, _lock(folder)) if is_own(folder) else None
         except BlockingIOError:
-            # `_remove_abandoned` of another process may only look at the folder.
+            # `remove_abandoned` of another process may only look at the folder.
             time.sleep(_TRY_SECONDS)
         except OSError:
             return None
@@ -153,7 +153,7 @@ def is_own(folder: Path) -> bool:
     )
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
+def remove_abandoned(parent: Path, prefix: str) -> None:
     """Delete the folders in `parent` whose processes have ended without deleting them.
 
     A folder without a lock file is deleted, too. Its process was killed before it made the lock

@@ -262,9 +262,11 @@ def _waits_after_error(record: Record) -> bool:
 
 
 def _failure(path: Path) -> str | None:
-    """Return a line about the failure that ended the job; None if there was none."""
+    """Return a line about the rank whose failure ended the job; None if there was none."""
     try:
         content: dict[str, Any] = read_json(path)
+        if content["rank"] is None:
+            return None  # a deadlock or a lost host, for example
         ending = content["signal"] or f"exit status {content['status']}"
         # Earlier versions did not write this field.
         if hint := content.get("hint"):
