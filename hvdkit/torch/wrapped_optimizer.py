@@ -149,6 +149,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
         dynamo.exclude_hvdkit()
+        hooks.remove(None)
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
         # scheduler sets an attribute `step` to count steps. Its copy would hide our method.
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")
