@@ -369,7 +369,7 @@ class OptimizerGradients:
         gradient = self._parameters[number].grad
         if gradient is None:
             self._bases.pop(number, None)
-            if number in self._unreduced and self._window.passes:
+            if number in self._unreduced and self._window.made:
                 name = self._owner._name_of(self._parameters[number])
                 advice = (
                     "Inside a window, call optimizer.zero_grad(), which does nothing there, "
@@ -379,7 +379,7 @@ class OptimizerGradients:
                     "optimizer.step()"
                 )
                 raise HvdkitError(
-                    f"the gradient of {name!r} was removed after {self._window.passes} of "
+                    f"the gradient of {name!r} was removed after {self._window.made} of "
                     f"{self._window.size} backward passes of an accumulation window. {advice}."
                 )
         elif number not in self._unreduced and self._is_reduced(number, gradient, assigned):
