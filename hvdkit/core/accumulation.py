@@ -66,9 +66,9 @@ class PassCount:
 
 
 _AMBIGUOUS = (
-    "step() was called after {count} backward passes, and accumulation_steps is {size}, but only "
-    "{own} of these passes reached this optimizer. The calls of step() count: call step() after "
-    "each pass. If several passes belong to one batch, make all but the last one under "
+    "step() was called after {count} backward passes, and accumulation_steps is {size}, but not "
+    "all of these passes reached each optimizer. The calls of step() count: call step() after each "
+    "pass. If several passes belong to one batch, make all but the last one under "
     "hvd.no_sync(optimizer)"
 )
 
@@ -193,7 +193,7 @@ class Window:
         count = self._all.before_step
         if count < self.size:
             return ""
-        text = _AMBIGUOUS.format(count=count, size=self.size, own=self.passes)
+        text = _AMBIGUOUS.format(count=count, size=self.size)
         if self._all.is_contradicted(ended):
             raise HvdkitError(f"{text}. Another optimizer makes a step after the same passes.")
         if ended or self._warned:
