@@ -59,7 +59,8 @@ _OPTIONS_ADVICE = (
 #: The end of an error about values.
 VALUES_ADVICE = (
     "The reduced gradients were the same on all ranks. So memory or a processor of a host has "
-    "failed, or code changes reduced gradients, parameters or optimizer state on some ranks only. "
+    "failed, or code changes reduced gradients, parameters or optimizer state on some ranks only, "
+    "for example in the forward pass (PyTorch: nn.Embedding(max_norm=...)). "
     "Restore a checkpoint of an earlier step. on_mismatch='repair' of hvd.DistributedOptimizer "
     "copies the values of the majority instead. If ranks should differ, pass check_interval=0."
 )

@@ -267,7 +267,7 @@ class Rounds:
     def digest(self) -> int:
         """Return 24 bits: equal on two ranks in the same step and round with equal signatures."""
         # With 24 bits the sum of squares over 30,000 ranks fits into 64 bits.
-        position = (self._step, self._number, self._window.passes, self.has_late_ranks)
+        position = (self._step, self._number, self._window.position, self.has_late_ranks)
         signature = self.gradients.signature(not self.participated)
         return zlib.crc32(repr((*position, *signature)).encode()) & 0xFFFFFF
 
@@ -277,7 +277,7 @@ class Rounds:
         Args:
             where: this rank's activity, such as "in a backward pass".
         """
-        passes = self._window.passes
+        passes = self._window.made
         return (
             f"step {self._step + 1}, reduction {self._number + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")
@@ -293,6 +293,24 @@ class Rounds:
         self._steps_made += 1
         self._number = 0
         self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
+
+    def begin_step(self) -> None:
+        """Begin the next step: the script has removed the gradients of the last one.
+
+        If they were reduced, they may have been used by a method of the optimizer other than its
+        step, such as `first_step` of sharpness-aware minimization. Count this as a step, because
+        ranks are compared every few steps.
+        """
+        if self.participated and self._number:
+            self._step += 1
+            self._steps_made += 1
+            self._number = 0
+        self.participated = self.skips_step = False
+
+    @property
+    def steps_made(self) -> int:
+        """The number of steps."""
+        return self._steps_made
 
     def _reset_counters(self) -> None:
         self._used = []

@@ -33,8 +33,11 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
         "pass. After last = hvd.join(), call it with root_rank=last, and also "
-        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If ranks should have different "
-        "values, pass check_parameters=False to hvd.DistributedOptimizer.",
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If the forward pass changes "
+        "parameters, as nn.Embedding(max_norm=...) does with the rows of a rank's batch, change "
+        "them in the same way on all ranks instead, for example after the step: "
+        "weight.data.renorm_(2, 0, max_norm). If ranks should have different values, pass "
+        "check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 
