@@ -388,15 +388,15 @@ class Coordination:
             and not any(d.is_local(variable) for d in self.distributions)
             and not backend.is_among(variable, local)
         ]
-        subject = "the variables that no wrapped optimizer trains"
-        self._warn_of_difference(trained, subject, f"{_UNREDUCED_ADVICE}{self._unapplied()}")
+        self._warn_of_difference("unreduced", trained, f"{_UNREDUCED_ADVICE}{self._unapplied()}")
         changed = [v for v in self._untrained_variables() if not backend.is_among(v, local)]
-        self._warn_of_difference(changed, "the variables without gradients", _CHANGED_ADVICE)
+        self._warn_of_difference("changed", changed, _CHANGED_ADVICE)
 
-    def _warn_of_difference(self, variables: Sequence[Any], subject: str, advice: str) -> None:
-        """Log on the first rank if variables differ between ranks. A collective."""
+    def _warn_of_difference(self, kind: str, variables: Sequence[Any], advice: str) -> None:
+        """Log on the first rank, once, if variables differ between ranks. A collective."""
         try:
             lines = [f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables]
+            subject = "the variables that no wrapped optimizer trains"
             check_consistency(self.group, lines, subject, advice="")
         except RankMismatchError as error:
             text = str(error).rstrip(". ")
@@ -405,9 +405,9 @@ class Coordination:
             if found is None:
                 return
             text = f"ranks have different values of {found[0].path!r} ({found[1]})"
-        if self.is_first and subject not in _logged:
-            log.warning("after the first epoch, %s. %s", text, advice)
-        _logged.add(subject)
+        if self.is_first and kind not in _logged:
+            log.warning(f"after the first epoch, %s. {advice}", text)
+        _logged.add(kind)
 
     def _unapplied(self) -> str:
         """Return a sentence if no wrapped optimizer has reduced anything."""
@@ -607,7 +607,9 @@ class Coordination:
 
 def _acts_at_end(callback: Any) -> bool:
     """Return whether a callback has a hook `on_train_end`."""
-    return type(callback).on_train_end is not keras.callbacks.Callback.on_train_end
+    # A LambdaCallback's hook is a function.
+    hook = callback.on_train_end
+    return getattr(hook, "__func__", hook) is not keras.callbacks.Callback.on_train_end
 
 
 def _acts_on_batches(callback: Any) -> bool:
