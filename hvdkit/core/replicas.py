@@ -249,14 +249,6 @@ class ReplicaCheck:
         is_early = step < interval and not rest and multiple.bit_count() == 1
         return is_early or step % interval == 0
 
-    def is_due_at_end(self, steps: int) -> bool:
-        """Return whether to compare at the end of a training, `steps` steps after the last time.
-
-        Many short trainings then compare at most once in as many steps as before the first
-        comparison.
-        """
-        return bool(self._settings.interval) and steps >= _FIRST
-
     def compare(self, step: int, consequence: str = "") -> None:
         """Compare the replicas. A collective.
 

@@ -19,6 +19,7 @@ from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
+from hvdkit.keras.batch_check import wrap_train_function
 from hvdkit.keras.data import ResumableSampler
 from hvdkit.keras.functions import (
     allgather,
@@ -129,4 +130,5 @@ wrap_compile()
 wrap_epochs()
 wrap_fit()
 wrap_callback_lists()
+wrap_train_function()
 wrap_train_step()
