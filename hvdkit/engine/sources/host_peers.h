@@ -400,41 +400,18 @@ class HostPeers {
       }
       send_handshake(files_[i], all[rank].secret);
     }
+    // Every process of the network namespace can connect. Accept only ranks of this job, and wait for the
+    // handshakes of all connections at once.
+    Unproven unproven(listener_);
     for (size_t missing = members().size() - 1 - (size_t)local_rank_; missing > 0;) {
-      pollfd waiting{listener_, POLLIN, 0};
       auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       if (left.count() <= 0) {
         throw std::runtime_error(std::to_string(missing) + " ranks have not connected");
       }
-      if (poll(&waiting, 1, (int)left.count()) <= 0) {
-        continue;  // the deadline, or a signal
+      const int file = unproven.next((int)left.count());
+      if (file >= 0) {
+        missing -= admit(file, deadline, all);
       }
-      int file = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (file < 0) {
-        if (errno == EINTR || errno == EAGAIN || errno == ECONNABORTED) {
-          continue;
-        }
-        throw std::runtime_error(std::string("accept: ") + std::strerror(errno));
-      }
-      int arena = -1;
-      Handshake handshake{};
-      limit(file, deadline);
-      // Every process of the network namespace can connect. Accept only ranks of this job.
-      pid_t pid = owner_of(file);
-      bool known = pid >= 0 && receive_handshake(file, handshake, arena) &&
-                   handshake.secret == all[rank_].secret && handshake.member > local_rank_ &&
-                   handshake.member < (int64_t)members().size() && files_[handshake.member] < 0;
-      if (!known) {
-        close_file(file);
-        close_file(arena);
-        continue;
-      }
-      size_t i = (size_t)handshake.member;
-      files_[i] = file;
-      pids_[i] = pid;
-      map(i, handshake, arena, all);
-      send_handshake(file, all[members()[i]].secret);
-      --missing;
     }
     for (int i = 0; i < local_rank_; ++i) {
       int arena = -1;
@@ -447,6 +424,73 @@ class HostPeers {
     }
     close_file(listener_);
     Arena::instance().close_in_child(&files_);
+  }
+
+  // The connections to a listening socket that have not sent anything yet.
+  class Unproven {
+   public:
+    explicit Unproven(int listener) : polled_{{listener, POLLIN, 0}} {}
+    Unproven(const Unproven&) = delete;
+    Unproven& operator=(const Unproven&) = delete;
+    ~Unproven() {
+      while (polled_.size() > 1) {
+        close(take(1));
+      }
+    }
+
+    // Returns a connection that has sent something; -1 after the timeout, a signal or a new connection.
+    int next(int timeout) {
+      if (poll(polled_.data(), polled_.size(), timeout) <= 0) {
+        return -1;
+      }
+      for (size_t i = 1; i < polled_.size(); ++i) {
+        if (polled_[i].revents) {
+          return take(i);
+        }
+      }
+      const int file = accept4(polled_[0].fd, nullptr, nullptr, SOCK_CLOEXEC);
+      if (file >= 0) {
+        if (polled_.size() > kMost) {
+          close(take(1));
+        }
+        polled_.push_back({file, POLLIN, 0});
+      } else if (errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) {
+        throw std::runtime_error(std::string("accept: ") + std::strerror(errno));
+      }
+      return -1;
+    }
+
+   private:
+    static constexpr size_t kMost = 64;  // the next connection replaces the oldest
+
+    int take(size_t i) {
+      const int file = polled_[i].fd;
+      polled_.erase(polled_.begin() + (std::ptrdiff_t)i);
+      return file;
+    }
+
+    std::vector<pollfd> polled_;  // the listening socket, and the connections, oldest first
+  };
+
+  // Reads the handshake of a connection. Returns whether it belongs to a rank of this job; if not, closes it.
+  bool admit(int file, Clock::time_point deadline, const std::vector<RankInfo>& all) {
+    int arena = -1;
+    Handshake handshake{};
+    limit(file, deadline);
+    const pid_t pid = owner_of(file);
+    if (!(pid >= 0 && receive_handshake(file, handshake, arena) && handshake.secret == all[rank_].secret &&
+          handshake.member > local_rank_ && handshake.member < (int64_t)members().size() &&
+          files_[handshake.member] < 0)) {
+      close_file(file);
+      close_file(arena);
+      return false;
+    }
+    const size_t i = (size_t)handshake.member;
+    files_[i] = file;
+    pids_[i] = pid;
+    map(i, handshake, arena, all);
+    send_handshake(file, all[members()[i]].secret);
+    return true;
   }
 
   static void limit(int file, Clock::time_point deadline) {

@@ -2,6 +2,8 @@
 
 import ctypes
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -486,3 +488,23 @@ def test_a_small_reducescatter_leaves_the_connections_fast(hvd):
     began = time.monotonic()
     assert hvd.broadcast(large, root_rank=1, name="after it").eq(1).all()
     assert time.monotonic() - began < 5
+
+
+def test_a_process_that_a_library_forks_may_end(hvd):
+    # Python does not know of this fork, so none of its handlers run.
+    libc = ctypes.CDLL(None)
+    child = libc.fork()
+    if child == 0:
+        libc.exit(0)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    total = hvd.allreduce(torch.ones(4), op=hvd.Sum, name="after the end of a forked process")
+    assert total.tolist() == [hvd.size()] * 4
+    # Connects new sockets, and closes them.
+    pair = hvd.add_process_set([0, 1])
+    hvd.remove_process_set(pair)
