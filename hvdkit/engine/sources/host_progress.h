@@ -93,7 +93,9 @@ class HostProgress {
       own.failed.store(failure);
     }
     // A stopped rank may continue later and still write to this rank's memory: allocate no tensor there.
-    Arena::instance().share(false);
+    if (peers_.shared()) {
+      Arena::instance().share(false);
+    }
     futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
   }
 

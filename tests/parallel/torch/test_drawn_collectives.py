@@ -36,4 +36,4 @@ def test_without_shared_memory(size):
 )
 def test_many(controller, size, collectives):
     env = {"HVDKIT_COLLECTIVES": collectives}
-    run(Configuration("torch", controller, size), 10 + size, 800, LARGE, **env)
+    run(Configuration("torch", controller, size), 10 + size, 900, LARGE, **env)
