@@ -266,6 +266,59 @@ def test_int8_between_hosts_with_one_rank(make_hosts):
     check_sent([result.output for result in results], 2, INT8_BYTES)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "draws", "largest", "rate"),
+    [
+        ((1, 1), 40, 8 << 20, "1gbit"),
+        *[
+            pytest.param(sizes, 700, 64 << 20, None, marks=pytest.mark.long)
+            for sizes in [(1, 1), (1, 1, 1), (2, 2), (1, 2)]
+        ],
+    ],
+    ids=str,
+)
+def test_drawn_collectives(make_hosts, sizes, draws, largest, rate):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    command = [sys.executable, "-m", "tests.parallel.torch.drawn_collectives"]
+    arguments = [str(sum(sizes)), str(draws), str(largest)]
+    with make_hosts(len(sizes)) as cluster:
+        for host in cluster.hosts if rate else ():
+            limit_rate(host, rate)
+        group = start_on_hosts(
+            cluster, [*command, *arguments], sizes, HOROVOD_DYNAMIC_PROCESS_SETS="1"
+        )
+        results = group.wait(timeout=90 + 4 * draws)
+    assert {result.output for result in results} == {f"{draws} draws are right\n"}
+
+
+SCATTERS = """
+import torch
+import hvdkit.torch as hvd
+hvd.init()
+part = 3_000_000
+wrong = 0
+for number in range(60):
+    own = torch.full((2 * part,), float(number + hvd.rank()))
+    result = hvd.reducescatter(own, op=hvd.Sum, name="part")
+    wrong += not result.eq(2.0 * number + 1).all()
+print("wrong results:", wrong, flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_reducescatter_with_a_slow_network(make_hosts):
+    """The result of Gloo's own algorithm is written over data that are not yet sent."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    with make_hosts(2) as cluster:
+        for host in cluster.hosts:
+            limit_rate(host, "1gbit")
+        results = start_on_hosts(cluster, [sys.executable, "-c", SCATTERS], (1, 1)).wait(
+            timeout=120
+        )
+    assert {result.output for result in results} == {"wrong results: 0\n"}
+
+
 DIES = """
 import os, signal, sys, time
 import torch

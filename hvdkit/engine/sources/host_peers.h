@@ -26,7 +26,7 @@ namespace hvdkit {
 
 // What a rank sends to all ranks before the ranks of each host connect.
 struct RankInfo {
-  static constexpr uint64_t kVersion = 3;
+  static constexpr uint64_t kVersion = 4;
   uint64_t version = kVersion;
   uint64_t host = 0;     // a hash of the boot id and the network namespace
   uint64_t socket = 0;   // the name of the rank's socket
@@ -105,10 +105,24 @@ class HostPeers {
     return "";
   }
 
+  // Instead of `connect`: makes each rank a host of its own. Not a collective.
+  void separate() {
+    hosts_.clear();
+    for (int rank = 0; rank < size_; ++rank) {
+      hosts_.push_back({rank});
+    }
+    host_ = (size_t)rank_;
+    place(0, own_board_);
+    min_local_size_ = max_local_size_ = 1;
+    readable_ = true;
+  }
+
   void disconnect() {
     shared_ = false;
-    Arena::instance().share(false);
-    Arena::instance().close_in_child(nullptr);
+    if (uses_arena_) {
+      Arena::instance().share(false);
+      Arena::instance().close_in_child(nullptr);
+    }
     for (size_t i = 0; i < boards_.size(); ++i) {
       if ((int)i != local_rank_ && boards_[i]) {
         munmap(boards_[i], capacities_[i]);
@@ -125,7 +139,7 @@ class HostPeers {
   // Whether ranks of a host can also read each other's memory outside of the arenas.
   bool readable() const { return readable_; }
 
-  // Whether all ranks have the same version of these sources.
+  // Whether all ranks have the same version of these sources. The same on all ranks.
   bool same_version() const { return same_version_; }
 
   size_t size() const { return boards_.size(); }  // ranks of this host
@@ -133,7 +147,9 @@ class HostPeers {
   int rank_of(size_t member) const { return members()[member]; }
   size_t hosts() const { return hosts_.size(); }
   size_t host() const { return host_; }      // this host
-  size_t min_local_size() const { return min_local_size_; }  // the fewest ranks of a host
+  // The fewest and the most ranks of a host.
+  size_t min_local_size() const { return min_local_size_; }
+  size_t max_local_size() const { return max_local_size_; }
 
   // The ranks of each host, in the order in which their sums are added.
   const std::vector<std::vector<int>>& ranks_by_host() const { return hosts_; }
@@ -246,6 +262,7 @@ class HostPeers {
     own.host = hash(content_of("/proc/sys/kernel/random/boot_id") + link_of("/proc/self/ns/net"));
     own.socket = draw();
     own.secret = draw();
+    uses_arena_ = true;
     detail = Arena::instance().renew(size_);
     if (!detail.empty()) {
       own.flat_reason = kNoMemory;
@@ -299,17 +316,9 @@ class HostPeers {
     return rank == rank_ && !detail.empty() ? text + " (" + detail + ")" : text;
   }
 
-  // Makes each rank a host of its own.
   std::string fall_back(const std::string& why) {
     disconnect();
-    hosts_.clear();
-    for (int rank = 0; rank < size_; ++rank) {
-      hosts_.push_back({rank});
-    }
-    host_ = (size_t)rank_;
-    place(0, own_board_);
-    min_local_size_ = max_local_size_ = 1;
-    readable_ = true;
+    separate();
     return why;
   }
 
@@ -601,11 +610,12 @@ class HostPeers {
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
   bool shared_ = false, readable_ = false, same_version_ = true, enough_cores_ = false;
+  bool uses_arena_ = false;  // one object of a process
   int listener_ = -1;
   std::vector<std::vector<int>> hosts_;  // the ranks of each host
   size_t host_ = 0;
   int local_rank_ = 0;
-  size_t min_local_size_ = 1, max_local_size_ = 1;  // the fewest and the most ranks of a host
+  size_t min_local_size_ = 1, max_local_size_ = 1;
   Board own_board_{};                    // if no ranks share memory
   // Of the ranks of this host:
   std::vector<int> files_;               // connections; -1 for this rank

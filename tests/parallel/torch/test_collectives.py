@@ -26,6 +26,12 @@ def test_allreduce_averages_by_default(hvd):
     torch.testing.assert_close(result, torch.full((3, 5), (hvd.size() - 1) / 2))
 
 
+def test_alltoall_refuses_negative_splits(hvd):
+    splits = torch.tensor([-1, 2, *[0] * (hvd.size() - 2)], dtype=torch.int32)
+    with pytest.raises(ValueError, match="splits has a negative number"):
+        hvd.alltoall(torch.ones(4), splits=splits, name="negative split")
+
+
 def test_broadcast_takes_the_root_ranks_values(hvd):
     root = hvd.size() - 1
     result = hvd.broadcast(torch.full((7,), hvd.rank()), root_rank=root, name="root")

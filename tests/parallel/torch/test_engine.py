@@ -55,6 +55,20 @@ def test_a_tensor_with_too_many_elements_is_an_error_on_every_rank(hvd, call):
         getattr(hvd, call)(tensor, name="large", **arguments)
 
 
+@pytest.mark.long
+def test_alltoall_of_more_elements_than_an_int_counts(hvd):
+    rows = 2**30 + 1 if hvd.rank() == 0 else 0
+    tensor = torch.zeros(rows, 2, dtype=torch.uint8)
+    tensor[-1:] = 7
+    splits = torch.tensor([0, rows] + [0] * (hvd.size() - 2), dtype=torch.int32)
+    result, counts = hvd.alltoall(tensor, splits=splits, name="many elements")
+    assert counts.tolist() == [(2**30 + 1) * (hvd.rank() == 1)] + [0] * (hvd.size() - 1)
+    if hvd.rank() == 1:
+        assert result.shape == (2**30 + 1, 2)
+        assert result[-1].tolist() == [7, 7]
+        assert not result[:-1:1009].any()
+
+
 def test_float16_average_and_scaling_round_as_float32_does(hvd):
     rng = same_on_all_ranks(2)
     numbers = (rng.integers(-500, 501, (hvd.size(), 1003)) * 2.0**-24).astype(np.float16)
