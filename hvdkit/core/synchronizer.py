@@ -311,7 +311,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
             f"one backward pass. This happens if a function computes gradients in its own backward "
             f"pass, such as a re-entrant activation checkpoint or a reversible block, and the "
-            f"first pass used the layer only once. Later passes send this bucket at their end: to "
+            f"first pass used the layer only once. Later passes send all buckets at their end: to "
             f"continue, call optimizer.zero_grad() on all ranks. Or use checkpoints that are not "
             f"re-entrant (PyTorch: use_reentrant=False)."
         )

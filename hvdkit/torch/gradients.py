@@ -401,7 +401,12 @@ class OptimizerGradients:
         self.check_finite(number)
         if ready and number not in self._repeated:
             part, index = self._locations[number]
-            self.synchronizers[part].mark_ready(index)
+            try:
+                self.synchronizers[part].mark_ready(index)
+            except HvdkitError:
+                # The pass ends here, so it does not show which other gradients arrive again.
+                self._repeated_now.update(range(len(self._parameters)))
+                raise
 
     def check_finite(self, number: int) -> None:
         """Look for NaN and infinity in the unreduced gradient of a parameter, if requested."""
