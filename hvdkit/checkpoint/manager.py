@@ -8,13 +8,15 @@ clock, a signal, a failed write) are communicated before a decision depends on t
 import logging
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import hvdkit
 from hvdkit.checkpoint import calls, memory
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.calls import StepWord
+from hvdkit.checkpoint.checkpointers import Checkpointers
+from hvdkit.checkpoint.common_step import CommonStep, can_restore, newest_common
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
@@ -33,21 +35,12 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
 from hvdkit.core.replaced_state import follow
 from hvdkit.core.replicas import ReplicaCheck
-from hvdkit.core.script_end import note_end_with
-from hvdkit.errors import RESUMABLE, UsageError
+from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
 # Seconds between two messages of the first rank to the others while it waits for a write.
 _WAIT_SECONDS = 60.0
-
-
-class Stopped(SystemExit):
-    """The job was asked to stop, has saved its state and can be resumed: exit status 75."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(RESUMABLE)
-        self.step = step
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,8 @@ class Manager:
         }
         self._sum_order = sum_order
         self._asynchronous = asynchronous
-        self._signals = StopSignals(stop_signals)
+        self._checkpointers = Checkpointers.of(collectives.rank)
+        self._signals = StopSignals(stop_signals, self._checkpointers.request)
         self._postponement = Postponement(gradients or WindowGradients((), warns=False))
         self._cannot_save_now = cannot_save_now
         self._replicas = replicas
@@ -173,6 +167,9 @@ class Manager:
         # Used on the first rank only.
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
+        self._member = self._checkpointers.add(
+            self, store, collectives.ranks, restores=not overwrite
+        )
         follow(self)
 
     @property
@@ -232,6 +229,7 @@ class Manager:
         problem: Exception | None = None
         try:
             values = check_arguments(step, epoch, metrics or {})
+            self._member.call(int(step))
             self._expect_whole_state()
             if self._first:
                 self._writer.open()
@@ -241,6 +239,7 @@ class Manager:
         content, ranks = saving.run(problem)
         self._schedule.record_save(int(step))
         self._postponement.record_save(int(step))
+        self._member.saved = int(step)
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -250,6 +249,7 @@ class Manager:
                 parts=content,
                 ranks=ranks,
                 sum_order=self._sum_order(),
+                beside=self._member.beside(),
             )
             self._warn_of_missing(values)
         try:
@@ -283,6 +283,8 @@ class Manager:
     ) -> bool:
         """Save if a save is due. If the job was asked to stop, save and stop. A collective.
 
+        If the script has other checkpointers, the job stops once all are saved at the same step.
+
         Call it after every step.
         Costs one allreduce of 16 bytes. It may be called after every pass of an accumulation
         window; a save that is due inside a window happens at its end. If gradients wait for a step
@@ -312,10 +314,10 @@ class Manager:
         if self._first:
             first += calls.LATE * self._schedule.is_late()
             first += calls.FAILED * self._writer.failed
-            first += calls.OVERDUE * self._postponement.is_overdue()
+            first += calls.OVERDUE * self._postponement.is_overdue(self._checkpointers.stops_since)
         agreed = StepWord(
             due=int(wrong is None and self._schedule.is_due(step)),
-            stops=int(bool(self._signals.asked)),
+            stops=int(self._is_asked_to_stop),
             waiting=int(self._postponement.gradients.exist()),
             blocked=int(bool(self._cannot_save_now())),
             first=first,
@@ -335,17 +337,89 @@ class Manager:
         if agreed.due not in (0, ranks):
             told = exchange(self._collectives, {"step": int(step)})
             compare(self._collectives, [each["step"] for each in told], "the step")
-        if not (agreed.stops or agreed.due or agreed.first & calls.LATE):
-            return False
+        if agreed.stops:
+            self._checkpointers.agree_to_stop()
         if agreed.blocked:
             return False
-        if agreed.waiting and not agreed.first & calls.OVERDUE:
-            self._postponement.postpone(step, stops=agreed.stops > 0)
+        ends = agreed.stops > 0 and self._checkpointers.has_saved_loop(self._member, int(step))
+        self._member.call(int(step))
+        waits = agreed.waiting > 0 and not agreed.first & calls.OVERDUE
+        if agreed.stops and self._begins_to_stop(ends):
+            return self._save_to_stop(step, epoch, metrics, waits, agreed.waiting > 0)
+        if not (agreed.due or agreed.first & calls.LATE):
             return False
-        if agreed.stops:
-            self._save_and_stop(step, epoch, metrics, lacking=agreed.waiting > 0)
+        if waits:
+            self._postponement.postpone(step)
+            return False
         self.save(step, epoch, metrics)
         return True
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        group = self._checkpointers
+        return bool(group.request.asked) or group.stops_since is not None
+
+    def _begins_to_stop(self, ends: bool) -> bool:
+        """Return whether a stop saves now, or stop if all of the loop is saved. A collective.
+
+        Args:
+            ends: whether all is saved, by the calls of this rank.
+        """
+        group, member = self._checkpointers, self._member
+        # Ranks may have other checkpointers, over some of the ranks.
+        if self._all("maybe_save", ends, also=self._can_restore):
+            raise group.stop(member, self._first)
+        if ends:
+            group.begin_stop_again()
+        return self._all("maybe_save", not group.has_passed(member))
+
+    def _save_to_stop(
+        self,
+        step: int,
+        epoch: int | None,
+        metrics: Mapping[str, float] | None,
+        waits: bool,
+        lacking: bool,
+    ) -> bool:
+        """Save, and stop if all checkpointers are saved. A collective.
+
+        Args:
+            step: see `save`.
+            epoch: see `save`.
+            metrics: see `save`.
+            waits: whether gradients postpone the save.
+            lacking: whether gradients wait for a step.
+        """
+        group, member = self._checkpointers, self._member
+        if waits:
+            self._postponement.postpone(step)
+            return False
+        self.save(step, epoch, metrics, wait=True)
+        group.record_save(member, lacking)
+        if self._all("maybe_save", group.has_saved_all(member)):
+            raise group.stop(member, self._first)
+        return True
+
+    def _all(self, call: str, answer: bool, also: Callable[[], bool] = lambda: True) -> bool:
+        """Return whether the answer is yes on all ranks. A collective.
+
+        Args:
+            call: the method that this rank is in.
+            answer: of this rank.
+            also: called on the first rank if its answer is yes. Both must be yes.
+        """
+        problem: Exception | None = None
+        try:
+            if self._first and answer:
+                answer = also()
+        except Exception as error:
+            problem = error
+        told = calls.exchange_in_call(self._collectives, call, {"yes": answer}, problem)
+        return all(each["yes"] for each in told)
+
+    def _can_restore(self) -> bool:
+        """Return whether a new start of the script finds a common step. On the first rank only."""
+        return can_restore(self._checkpointers.folders(self._member))
 
     def save_and_stop(
         self,
@@ -359,34 +433,8 @@ class Manager:
             Stopped: on all ranks, once the state is on the disk.
             UsageError, CheckpointError: see `save`.
         """
-        self._save_and_stop(step, epoch, metrics, lacking=False)
-
-    def _save_and_stop(
-        self,
-        step: int,
-        epoch: int | None,
-        metrics: Mapping[str, float] | None,
-        lacking: bool,
-    ) -> None:
-        """See `save_and_stop`.
-
-        Args:
-            step: see `save`.
-            epoch: see `save`.
-            metrics: see `save`.
-            lacking: whether a rank has gradients that wait for a step.
-        """
         self.save(step, epoch, metrics, wait=True)
-        if self._first:
-            why = f" ({self._signals.asked})" if self._signals.asked else ""
-            lacks = ", without gradients that no step has used" if lacking else ""
-            _log.warning(
-                "asked to stop%s: step %d is saved%s, and the job can be resumed; exit status %d",
-                *(why, step, lacks, RESUMABLE),
-            )
-        self._signals.unanswered = None
-        note_end_with(RESUMABLE, self._collectives.rank)
-        raise Stopped(step)
+        raise self._checkpointers.stop(self._member, self._first)
 
     def record_signals(self) -> None:
         """Record stop signals from now on, for the next `maybe_save`. Not a collective.
@@ -403,7 +451,7 @@ class Manager:
         Args:
             reason: the reason, for the log. It must not be empty.
         """
-        self._signals.asked = reason
+        self._checkpointers.request.asked = reason
 
     def restore(
         self,
@@ -415,7 +463,8 @@ class Manager:
     ) -> Restored | None:
         """Restore the newest good step of the newest run. A collective.
 
-        A step is good if its files are complete and match their hashes.
+        A step is good if its files are complete and match their hashes. If the script has other
+        checkpointers, which it calls with the same steps, restore the newest step that all have.
 
         Args:
             step: restore this step only. If newer steps exist, they stay, and the next save begins
@@ -431,7 +480,8 @@ class Manager:
 
         Raises:
             UsageError: on all ranks: the state does not fit, or there is no such `step`.
-            CheckpointError: on all ranks: no step is good, or the folder cannot be read.
+            CheckpointError: on all ranks: no step is good, no step is in the folders of all
+                checkpointers that belong together, or a folder cannot be read.
 
         Tensors are verified while they are read. If a step is found to be damaged after some of its
         tensors were restored, the next older step is restored over it. If that fails, the error
@@ -459,6 +509,7 @@ class Manager:
                 [each[subject] for each in asked],
                 f"the argument {subject!r} of restore()",
             )
+        agreed = self._agree_on_step(step, run, only)
         restoring = Restoring(
             *(self._collectives, self._parts, self._rank_parts, self._of_this_size),
             wanted=parts,
@@ -466,20 +517,39 @@ class Manager:
             sum_order=self._sum_order(),
         )
         try:
-            found = restoring.run(self._store.search(step, run) if self._first else None)
+            search = self._store.search(step, run, newest=agreed.commit) if self._first else None
+            found = restoring.run(search)
         finally:
             self._half_restored |= restoring.half_restored
         if found is None:
             return None
+        agreed.check(found.step, self._store.location)
         self._half_restored = False
         # A restore with `only` begins another training, which counts its own steps.
         self._schedule.record_restore(found.step if only is None else None)
+        self._member.record_restore(found.step if only is None else None)
         self._postponement.begin()
         if only is not None:
             self._writer.begin_run()
         elif self._first:
             self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
+
+    def _agree_on_step(
+        self, step: int | None, run: int | None, only: Collection[str] | None
+    ) -> CommonStep:
+        """Return the newest step that all checkpointers have that belong together. A collective."""
+        if step is not None or run is not None or only is not None:
+            return CommonStep()
+        partners = [
+            (other.store, other.restored)
+            for other in self._checkpointers.others(self._member)
+            if other.ranks == self._member.ranks and other.restores
+        ]
+        fields = call_on_first(
+            self._collectives, lambda: asdict(newest_common(self._store, partners))
+        )
+        return CommonStep(**fields)
 
     def continue_at(self, step: int) -> None:
         """Continue the newest run at a step, without a restore. A collective.
@@ -496,6 +566,7 @@ class Manager:
         self._begin("restore")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
+        self._member.record_restore(step, from_folder=False)
         self._postponement.begin()
 
     def state_replaced(self) -> None:
@@ -646,6 +717,8 @@ class Manager:
 
         Raises:
             CheckpointError: on all ranks: a write failed.
+            Stopped: on all ranks: a stop signal came after the last `maybe_save`, and all
+                checkpointers of the process are closed and have saved a step.
         """
         if self._closed:
             return
@@ -655,14 +728,32 @@ class Manager:
                 "later call has saved. Call save() at the end of the training",
                 self._postponement.since,
             )
+        group, member = self._checkpointers, self._member
+        can_stop = stops = False
         try:
             self.wait()
+            can_stop = self._all(
+                "close",
+                group.is_last(member) and group.can_resume(),
+                also=self._can_restore,
+            )
+            # A signal that came after the last `maybe_save`.
+            unanswered = group.request.unanswered is not None
+            stops = can_stop and not self._all(
+                "close", not unanswered or self._signals.is_for_script
+            )
         finally:
-            self._closed = True
-            self._signals.remove()
-            self._writer.close()
-        # Deliver a signal that came after the last `maybe_save`.
-        self._signals.deliver()
+            self._end(keep_signals=can_stop)
+        if stops:
+            raise group.stop(member, self._first)
+        if group.is_last(member):
+            self._signals.deliver()
+
+    def _end(self, keep_signals: bool) -> None:
+        self._closed = True
+        self._checkpointers.close(self._member, self._first)
+        self._signals.remove(keep_signals)
+        self._writer.close()
 
     def abandon(self) -> None:
         """Close on this rank alone, and log an error instead of raising it. Not a collective.
@@ -679,8 +770,9 @@ class Manager:
         except Exception as error:
             _log.error("the last save failed: %s", error)
         finally:
-            self._signals.remove()
-            self._writer.close()
+            self._end(keep_signals=self._checkpointers.request.stopped_at is not None)
+            if self._checkpointers.is_last(self._member):
+                self._checkpointers.request.forget()
 
     def __enter__(self) -> Self:
         self._check_open()

@@ -66,6 +66,8 @@ class Manifest:
             that were saved before runs existed belong to run 1.
         sum_order: what the order of additions depended on, see `HostCollectives.sum_order`; "" if
             it was not recorded.
+        beside: the folders of the checkpointers that the script calls with the same steps; paths
+            relative to the folder of this step.
     """
 
     step: int
@@ -78,6 +80,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     run: int = 1
     sum_order: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -112,6 +115,7 @@ class Manifest:
             "metrics": metrics,
             "versions": dict(self.versions),
             "sum_order": self.sum_order,
+            "beside": list(self.beside),
             "files": {
                 name: {
                     "bytes": record.size,
@@ -149,6 +153,7 @@ class Manifest:
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
                 sum_order=_text(fields.get("sum_order", "")),
+                beside=tuple(map(_text, _list(fields.get("beside", [])))),
                 files={
                     check_file_name(name): _record(record, fields["version"])
                     for name, record in fields["files"].items()
@@ -279,6 +284,12 @@ def _number(value: Any) -> float:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.40} is not a string")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.40} is not a list")
     return value
 
 

@@ -126,27 +126,26 @@ class Postponement:
     def begin(self) -> None:
         """Begin to count, as after a restore."""
         self.since: int | None = None
-        # When a stop of the job was postponed (`time.monotonic`).
-        self._stops_since: float | None = None
         self._begin_to_count()
 
     def _begin_to_count(self) -> None:
         # The calls since no rank had gradients that wait, and the optimizers' steps at that time.
         self._calls, self._free_at = 0, self.gradients.steps()
 
-    def is_overdue(self) -> bool:
+    def is_overdue(self, stops_since: float | None = None) -> bool:
         """Return whether gradients have waited for so long that a save must not wait for them.
 
         Other ranks may have another answer, so ask one rank.
+
+        Args:
+            stops_since: when the ranks have agreed to stop the job (`time.monotonic`); None if they
+                have not.
         """
         windows = self.gradients.window_steps()
         return (
             self.gradients.steps() - self._free_at >= MOST_STEPS + windows
             or self._calls + 1 >= MOST_CALLS + windows
-            or (
-                self._stops_since is not None
-                and time.monotonic() - self._stops_since >= STOP_SECONDS
-            )
+            or (stops_since is not None and time.monotonic() - stops_since >= STOP_SECONDS)
         )
 
     def note_call(self, waiting: bool) -> None:
@@ -159,19 +158,12 @@ class Postponement:
         if not waiting:
             self._begin_to_count()
 
-    def postpone(self, step: int, stops: bool) -> None:
-        """Record that all ranks postpone the save of a step.
-
-        Args:
-            step: the step.
-            stops: whether the job is to stop after the save.
-        """
+    def postpone(self, step: int) -> None:
+        """Record that all ranks postpone the save of a step."""
         if self.since is None:
             self.since = step
-        if stops and self._stops_since is None:
-            self._stops_since = time.monotonic()
 
     def record_save(self, step: int) -> None:
         """Record that a step was saved."""
-        self.since = self._stops_since = None
+        self.since = None
         self.gradients.note_save(step)

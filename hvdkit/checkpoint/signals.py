@@ -1,11 +1,13 @@
-"""Record the signals that ask a job to stop; `Manager.maybe_save` reads the record."""
+"""Record the signals that ask a job to stop; `Manager.maybe_save` and `close` read the record."""
+
+from __future__ import annotations
 
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,39 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME_SECONDS = 3.0
 
 
+class StopRequest:
+    """The request that a process stops. All checkpointers of the process share it.
+
+    Attributes:
+        asked: the name of the last signal, such as "SIGTERM", or the script's reason; empty if
+            there was no request.
+        unanswered: the last signal, until the job is stopped for it; None if there is none.
+        stopped_at: when the job was stopped (`time.monotonic`); None if it was not.
+        end_process: called with the first signal after the last checkpointer was closed, if the
+            process can be resumed. It ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self.unanswered: int | None = None
+        self.stopped_at: float | None = None
+        self.end_process: Callable[[int], None] | None = None
+
+    def record(self, number: int) -> None:
+        """Record a signal."""
+        self.asked = signal.Signals(number).name
+        self.unanswered = number
+
+    def forget(self) -> None:
+        """Forget the request."""
+        self.asked, self.unanswered = "", None
+
+    def answer(self) -> None:
+        """Forget the request, because the job stops for it now."""
+        self.forget()
+        self.stopped_at = time.monotonic()
+
+
 class StopSignals:
     """Record the signals that ask this process to stop.
 
@@ -30,18 +65,16 @@ class StopSignals:
 
     Args:
         numbers: the signals to record, such as `signal.SIGTERM`; may be empty.
-
-    Attributes:
-        asked: the name of the last signal, such as "SIGTERM"; empty if there was none.
-        unanswered: the last signal, until the job is stopped for it; None if there is none.
+        request: the record.
 
     Raises:
         UsageError: a number is not a signal that a process can handle.
     """
 
-    def __init__(self, numbers: Sequence[int] = STOP_SIGNALS) -> None:
-        self.asked = ""
-        self.unanswered: int | None = None
+    def __init__(
+        self, numbers: Sequence[int] = STOP_SIGNALS, request: StopRequest | None = None
+    ) -> None:
+        self.request = request or StopRequest()
         try:
             self._numbers = [signal.Signals(number) for number in numbers]
         except ValueError as error:
@@ -53,13 +86,7 @@ class StopSignals:
                 "stop_signals has SIGKILL or SIGSTOP, which no process can handle: remove it"
             )
         self._installed = False
-        # The process whose signals are recorded, and these signals.
-        self._process = 0
-        self._recorded: set[int] = set()
-        # The handlers before ours. They are kept after `remove`, because a handler that was
-        # installed later may still call ours.
-        self._previous: dict[int, Any] = {}
-        self._since: dict[int, float] = {}
+        self._handlers: list[_Handler] = []
 
     def install(self) -> None:
         """Install the handlers, once. In another thread than the main one, only log a warning.
@@ -77,38 +104,93 @@ class StopSignals:
                 names,
             )
             return
-        self._process = os.getpid()
-        for number in self._numbers:
-            self._recorded.add(number)
-            self._previous[number] = signal.signal(number, self._record)
+        self._handlers = [_Handler.of(number) for number in self._numbers]
+        for handler in self._handlers:
+            handler.add(self.request)
 
-    def remove(self) -> None:
-        """Restore the handlers that the signals had before. Later signals are not recorded."""
-        self._recorded.clear()
-        if threading.current_thread() is threading.main_thread():
-            for number in self._previous:
-                self._restore(number)
+    def remove(self, keep: bool = False) -> None:
+        """Restore the handlers that the signals had before. Later signals are not recorded.
+
+        Args:
+            keep: keep the handlers of signals that would kill the process. If the job has stopped,
+                they let it end. Otherwise, they call `StopRequest.end_process`.
+        """
+        handlers, self._handlers = self._handlers, []
+        for handler in handlers:
+            handler.remove(self.request, keep)
 
     def deliver(self) -> None:
         """Raise a recorded signal again if no save stopped the job for it. Call `remove` first."""
-        number, self.unanswered = self.unanswered, None
+        number = self.request.unanswered
+        self.request.forget()
         if number is not None:
             signal.raise_signal(number)
 
-    def _restore(self, number: int) -> None:
+    @property
+    def is_for_script(self) -> bool:
+        """Whether the script has its own handler of the recorded signal."""
+        number = self.request.unanswered
+        return any(each.number == number and each.is_of_script for each in self._handlers)
+
+
+class _Handler:
+    """The handler of one signal, which all `StopSignals` of a process share.
+
+    It is kept after it was removed, because a handler that was installed later may still call it.
+
+    Attributes:
+        number: the signal.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+        self._process = os.getpid()
+        # The requests in which the signal is recorded, one for each `StopSignals`.
+        self._requests: list[StopRequest] = []
+        # The request of a process whose checkpointers are closed.
+        self._closed: StopRequest | None = None
+        self._since: float | None = None
+        self._previous = signal.signal(number, self)
+
+    @classmethod
+    def of(cls, number: signal.Signals) -> _Handler:
+        """Return the installed handler of a signal. Install one if the script has another."""
+        found = signal.getsignal(number)
+        if isinstance(found, _Handler) and found._process == os.getpid():
+            return found
+        return cls(number)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the script had a handler of its own before."""
+        usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+        return self._previous not in usual
+
+    def add(self, request: StopRequest) -> None:
+        """Record the signal in a request."""
+        if not self._requests:
+            self._since = self._closed = None
+        self._requests.append(request)
+
+    def remove(self, request: StopRequest, keep: bool) -> None:
+        """Do not record the signal in a request any more, see `StopSignals.remove`."""
+        if request in self._requests:
+            self._requests.remove(request)
+        if self._requests:
+            return
+        if keep and self._previous is signal.SIG_DFL:
+            self._closed, self._since = request, None
+        else:
+            self._restore()
+
+    def _restore(self) -> None:
         # Keep a handler that the user has installed since.
-        if signal.getsignal(number) == self._record:
-            restore(number, self._handler_before(number))
+        in_main = threading.current_thread() is threading.main_thread()
+        installed: Any = signal.getsignal(self.number)
+        if in_main and installed is self:
+            restore(self.number, self._previous)
 
-    def _handler_before(self, number: int) -> Any:
-        """Return the handler before ours, except those of checkpointers that are closed."""
-        previous = self._previous[number]
-        owner = getattr(previous, "__self__", None)
-        if isinstance(owner, StopSignals) and number not in owner._recorded:
-            return owner._handler_before(number)
-        return previous
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             # A forked child has inherited the handler. The workers of a `DataLoader` must survive
             # signals to all processes of the job. But `Process.terminate` sends SIGTERM, and the
@@ -116,21 +198,30 @@ class StopSignals:
             if number == signal.SIGTERM:
                 self._pass_on(number, frame)
             return
-        if number not in self._recorded:
+        if not self._requests and self._closed is None:
             self._pass_on(number, frame)
             return
-        self.asked = signal.Signals(number).name
-        self.unanswered = number
         now = time.monotonic()
-        if now > self._since.setdefault(number, now) + _SAME_SECONDS:
-            self._recorded.discard(number)
-            self._restore(number)
-            self.unanswered = None
+        if self._closed is not None and self._since is None:
+            # Further signals, as from a batch system, must not interrupt the end of a stop.
+            self._since = self._closed.stopped_at
+        is_first = self._since is None
+        self._since = self._since or now
+        if now > self._since + _SAME_SECONDS:
+            requests, self._requests, self._closed = self._requests, [], None
+            for request in requests:
+                request.unanswered = None
+            self._restore()
             signal.raise_signal(number)
+        elif self._requests:
+            for request in self._requests:
+                request.record(number)
+        elif is_first and self._closed is not None and self._closed.end_process is not None:
+            self._closed.end_process(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Let a signal have the effect that it has without this object."""
-        previous = self._handler_before(number)
+        previous: Any = self._previous
         if callable(previous):
             previous(number, frame)
         elif previous != signal.SIG_IGN:

@@ -60,6 +60,7 @@ class Snapshot:
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
         ranks: for each rank, its own state: a result of `rank_to_bytes`.
         sum_order: see `Manifest.sum_order`.
+        beside: see `Manifest.beside`.
         withdrawn: when set, the step is not committed: its tensors may have changed.
     """
 
@@ -70,6 +71,7 @@ class Snapshot:
     parts: Mapping[str, EncodedPart]
     ranks: Sequence[bytes]
     sum_order: str = ""
+    beside: Sequence[str] = ()
     withdrawn: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -276,6 +278,7 @@ class Writer:
             metrics=self._metrics(snapshot, files),
             versions=snapshot.versions,
             sum_order=snapshot.sum_order,
+            beside=tuple(snapshot.beside),
             files=files,
         )
 

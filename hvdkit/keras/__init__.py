@@ -14,7 +14,7 @@ Example:
 # First, because its error explains what to do if Keras runs on another backend.
 from hvdkit.keras import backend  # isort: skip
 
-from hvdkit.checkpoint.manager import Stopped
+from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.errors import RESUMABLE

@@ -270,7 +270,8 @@ class Endings:
             return self._failure(stalls, silent_hosts, aborted_by)
         # A rank has no status if its agent was lost while the launcher ended the ranks.
         if not (self.problem or self.running or any(self.statuses.values())):
-            return Outcome(0)
+            done = "all ranks have ended with 0: the script is complete (exit status 0)"
+            return Outcome(0, done if self.stopped_by is not None else "")
         # After a stop signal, the signal is the outcome, also if the launcher had to kill ranks.
         if self.stopped_by is not None and not self._failed_first:
             return self._ended_by(self.stopped_by)

@@ -75,7 +75,7 @@ from horovod.tensorflow import (
 # Scripts modelled on Horovod's own tests read this private name.
 from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 
-from hvdkit.checkpoint.manager import Stopped
+from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.int8 import Int8

@@ -74,7 +74,7 @@ from horovod.torch import (
     synchronize,
 )
 
-from hvdkit.checkpoint.manager import Stopped
+from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
 from hvdkit.core.accumulation import PassesDiffer

@@ -8,10 +8,18 @@ import itertools
 import pytest
 from s3fs import S3FileSystem
 
+from hvdkit.checkpoint.checkpointers import Checkpointers
 from tests.checkpoint import azure_server, rados_gateway, s3_server
 from tests.checkpoint.material import path_of
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def without_other_checkpointers():
+    """Forget the checkpointers of other tests, as a new process does."""
+    Checkpointers._of_ranks.clear()
+
 
 #: The S3 server that fsspec's cached clients talk to.
 _connected = None

@@ -21,9 +21,10 @@ from hvdkit import record_files
 from hvdkit.checkpoint import background, calls, chunks, manager, postponement, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
+from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.items import Plain
-from hvdkit.checkpoint.manager import Manager, Stopped
+from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import StopSignals
@@ -1520,7 +1521,7 @@ def test_a_later_second_signal_has_its_original_effect(monkeypatch):
         signals = StopSignals([signal.SIGUSR1])
         signals.install()
         signal.raise_signal(signal.SIGUSR1)
-        assert signals.asked == "SIGUSR1"
+        assert signals.request.asked == "SIGUSR1"
         # A terminal and a launcher may both forward the signal.
         signal.raise_signal(signal.SIGUSR1)
         assert got == []
@@ -1546,7 +1547,7 @@ def test_objects_removed_in_any_order_restore_the_first_handler(order):
             each.install()
         both[order[0]].remove()
         signal.raise_signal(signal.SIGUSR1)
-        assert both[order[1]].asked == "SIGUSR1"
+        assert both[order[1]].request.asked == "SIGUSR1"
         both[order[1]].remove()
         assert signal.getsignal(signal.SIGUSR1) is own
     finally:

@@ -307,7 +307,6 @@ def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.01)
 
-    before = signal.getsignal(signal.SIGTERM)
     with common_folder(hvd) as folder:
         model = model_of(distributed(hvd), 1)
         sampler, data = sampled(hvd)
@@ -317,7 +316,36 @@ def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
         assert stopped.value.code == hvd.RESUMABLE == 75
         assert same_everywhere(callback.step) == asked_in + 1
         assert [p.name for p in Path(folder).glob("step-*")] == [f"step-{callback.step:012d}"]
-    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("first", [False, True])
+def test_a_signal_saves_a_checkpointer_beside_the_callback(hvd, first):
+    """The script saves another model with a checkpointer in a callback of its own."""
+    import keras
+
+    from hvdkit.keras.backend import hvd as adapter
+
+    class Saves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2 and hvd.rank() == hvd.size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpointer.maybe_save(batch + 1)
+
+    with common_folder(hvd) as folder:
+        folders = [Path(folder) / name for name in ("fit", "other")]
+        model, other = model_of(distributed(hvd), 1), model_of(distributed(hvd), 2)
+        sampler, data = sampled(hvd)
+        callback = hvd.callbacks.Checkpoint(folders[0], data=sampler)
+        both = [Saves(), callback] if first else [callback, Saves()]
+        with (
+            adapter.Checkpointer(folders[1], model=other, every_steps=100) as checkpointer,
+            pytest.raises(hvd.Stopped) as stopped,
+        ):
+            model.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=both)
+        assert stopped.value.step in (3, 4)
+        for each in folders:
+            assert [p.name for p in each.glob("step-*")] == [f"step-{stopped.value.step:012d}"]
 
 
 @pytest.mark.long_with("keras-tensorflow")

@@ -774,7 +774,95 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(hvd):
         assert stopped is not None
         assert (stopped.code, stopped.step) == (hvd.RESUMABLE, 3)
         assert [info.step for info in Store(folder).steps()] == [3]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_signal_to_one_rank_saves_two_checkpointers_at_one_step(hvd, between):
+    """The signal comes before a step, or between the saves of the two."""
+
+    def signal_to_one_rank():
+        if hvd.rank() == hvd.size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with shared_folder(hvd) as folder:
+        folders, stopped = [folder / "a", folder / "b"], None
+        with (
+            hvd.Checkpointer(folders[0], model=nn.Linear(1, 1), every_steps=2) as first,
+            hvd.Checkpointer(folders[1], model=nn.Linear(1, 1), every_steps=2) as second,
+        ):
+            try:
+                for step in range(1, 9):
+                    if step == 3 and not between:
+                        signal_to_one_rank()
+                    first.maybe_save(step)
+                    if step == 3 and between:
+                        signal_to_one_rank()
+                    second.maybe_save(step)
+            except hvd.Stopped as error:
+                stopped = error
+        assert stopped is not None
+        assert stopped.step == 3 + between
+        for each in folders:
+            assert [info.step for info in Store(each).steps()] == [2, 3 + between]
+
+
+def test_a_signal_to_one_rank_after_the_last_save_stops_all(hvd):
+    with shared_folder(hvd) as folder:
+        stopped = None
+        try:
+            with hvd.Checkpointer(folder, model=nn.Linear(1, 1), every_steps=2) as checkpointer:
+                checkpointer.maybe_save(1)
+                checkpointer.save(1)
+                if hvd.rank() == hvd.size() - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        except hvd.Stopped as error:
+            stopped = error
+        assert stopped is not None
+        assert (stopped.code, stopped.step) == (hvd.RESUMABLE, 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_two_checkpointers_restore_one_step(hvd, order, damaged):
+    """A process was killed between the saves of the two. Or one newest step is damaged."""
+
+    def restore():
+        models = [nn.Linear(1, 1) for _ in folders]
+        with (
+            hvd.Checkpointer(folders[0], model=models[0]) as first,
+            hvd.Checkpointer(folders[1], model=models[1]) as second,
+        ):
+            both = [(first, second)[n] for n in order]
+            return [each.restore() for each in both], [m.bias.item() for m in models]
+
+    with shared_folder(hvd) as folder:
+        folders = [folder / "a", folder / "b"]
+        models = [nn.Linear(1, 1) for _ in folders]
+        with (
+            hvd.Checkpointer(folders[0], model=models[0], every_steps=1) as first,
+            hvd.Checkpointer(folders[1], model=models[1], every_steps=1) as second,
+        ):
+            for step in range(1, 4):
+                for model in models:
+                    nn.init.constant_(model.bias, step)
+                first.maybe_save(step)
+                if step < 3 or damaged:
+                    second.maybe_save(step)
+        if damaged:
+            if hvd.rank() == 0:
+                path = folders[1] / "step-000000000003" / "model.safetensors"
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+            hvd.barrier()
+            if order == (0, 1):
+                # The second one finds the damage after the first one was restored.
+                with pytest.raises(CheckpointError, match="step 3 .* is damaged.*Start the job"):
+                    restore()
+                hvd.barrier()
+        found, values = restore()
+        assert [each.step for each in found] == [2, 2]
+        assert values == [2.0, 2.0]
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):

@@ -1,0 +1,332 @@
+"""The checkpointers of one process: when a stop has saved all of them, and which belong together.
+
+A script may have several checkpointers, such as one for each network. A job that stops must save
+all of them at the same step, each in its own `maybe_save`. The order of the calls shows which
+checkpointers one loop uses: between two calls of one of them, the loop calls all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hvdkit.checkpoint.signals import StopRequest
+from hvdkit.checkpoint.store import Store
+from hvdkit.core.script_end import note_end_with
+from hvdkit.errors import RESUMABLE
+
+_log = logging.getLogger("hvdkit.checkpoint")
+
+
+class Stopped(SystemExit):
+    """The job was asked to stop, has saved its state and can be resumed: exit status 75."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(RESUMABLE)
+        self.step = step
+
+
+class _Waiting(Protocol):
+    def wait(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `maybe_save` or `save`.
+
+    Attributes:
+        step: the step that the call was given.
+        at: its place in the order of all calls of the process.
+    """
+
+    step: int | None
+    at: int
+
+
+@dataclass(eq=False)
+class Member:
+    """A checkpointer, as the others see it.
+
+    Attributes:
+        checkpointers: those of the process.
+        store: its storage.
+        ranks: its ranks.
+        manager: the checkpointer.
+        number: its place in the order of creation.
+        last: its last call.
+        before: its last call with an earlier step than that of `last`.
+        saved: the step that it has saved or restored last; None for none.
+        restored: the step that it has restored, until the first call after that; None for none.
+        restores: whether it resumes at a step of its folder.
+        same_steps: those that the script calls, or has restored, with the same steps.
+    """
+
+    checkpointers: Checkpointers
+    store: Store
+    ranks: frozenset[int]
+    manager: weakref.ref[_Waiting]
+    number: int
+    restores: bool
+    last: _Call = field(default=_Call(None, 0))
+    before: _Call = field(default=_Call(None, 0))
+    saved: int | None = None
+    restored: int | None = None
+    same_steps: weakref.WeakSet[Member] = field(default_factory=weakref.WeakSet)
+
+    def call(self, step: int) -> None:
+        """Record a call. A second call in a row with the same step, as of `save`, is the same."""
+        self.restored = None
+        if step == self.last.step and self.last.at == self.checkpointers.calls:
+            return
+        if step != self.last.step:
+            self.before = self.last
+        self.last = _Call(step, self.checkpointers.count())
+        self._note_same_step()
+
+    def record_restore(self, step: int | None, from_folder: bool = True) -> None:
+        """Record a restore.
+
+        Args:
+            step: the step; None if another training begins.
+            from_folder: whether the state comes from the folder, and not from a commit.
+        """
+        self.last, self.before = _Call(step, 0), _Call(None, 0)
+        self.saved, self.restored = step, step if from_folder else None
+        if step is not None:
+            self._note_same_step()
+
+    def _note_same_step(self) -> None:
+        for other in self.checkpointers.others(self):
+            if other.last.step == self.last.step and other.ranks == self.ranks:
+                self.same_steps.add(other)
+                other.same_steps.add(self)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the loop still calls it: its last call is not further back than the one before.
+
+        A loop may call a checkpointer in some iterations only. After a restore, the first call may
+        come at any time.
+        """
+        return (
+            not self.is_called
+            or self.checkpointers.calls - self.last.at <= self.last.at - self.before.at
+        )
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the script has called `maybe_save` or `save`, since the last restore."""
+        return self.last.at > 0
+
+    def beside(self) -> tuple[str, ...]:
+        """Return the folders of the checkpointers that are called with the same steps.
+
+        The paths are relative to the own folder, so they stay valid if all folders are moved.
+        """
+        return tuple(
+            relative(other.store, self.store)
+            for other in self.checkpointers.others(self)
+            if other in self.same_steps and other.restores and other.is_in_use
+        )
+
+
+def relative(store: Store, to: Store) -> str:
+    """Return the path of a folder relative to another one."""
+    return os.path.relpath(store.location, to.location)
+
+
+class Checkpointers:
+    """The checkpointers of one process that are open.
+
+    Attributes:
+        request: the request to stop.
+        stops_since: when the ranks have agreed to stop (`time.monotonic`); None if they have not.
+        calls: the number of calls of all.
+    """
+
+    # The rank of a process changes if Horovod is initialised again.
+    _of_ranks: dict[int, Checkpointers] = {}  # noqa: RUF012
+
+    def __init__(self, rank: int) -> None:
+        self.request = StopRequest()
+        self.stops_since: float | None = None
+        self._rank = rank
+        self._open: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.calls = 0
+        # Those that the stop has saved since its beginning, or since the loop began again; and
+        # whether the saved state lacks gradients.
+        self._saved: dict[Member, bool] = {}
+        self._made = 0
+        # Those that were closed since one was opened, and the last step of those that were closed.
+        self._closed: list[Member] = []
+        self._last_step: int | None = None
+
+    @classmethod
+    def of(cls, rank: int) -> Checkpointers:
+        """Return those of this process, which is this rank."""
+        return cls._of_ranks.setdefault(rank, cls(rank))
+
+    def count(self) -> int:
+        """Count a call, and return its place in the order of all calls."""
+        self.calls += 1
+        return self.calls
+
+    def add(
+        self, manager: _Waiting, store: Store, ranks: Collection[int], restores: bool
+    ) -> Member:
+        """Add a new checkpointer; see `Member`. Only a weak reference to it is kept."""
+        self._made += 1
+        member = Member(
+            *(self, store, frozenset(ranks), weakref.ref(manager), self._made, restores)
+        )
+        self._open.add(member)
+        self.request.end_process = self.request.stopped_at = None
+        return member
+
+    def others(self, member: Member) -> list[Member]:
+        """Return the other open checkpointers, in the order of their creation."""
+        return sorted(self._open - {member}, key=lambda each: each.number)
+
+    # A stop
+
+    def agree_to_stop(self) -> None:
+        """Record that the ranks of a checkpointer have agreed to stop."""
+        if self.stops_since is None:
+            self.stops_since = time.monotonic()
+
+    def has_saved_loop(self, member: Member, step: int) -> bool:
+        """Return whether the loop begins again, and all that it has called are saved.
+
+        If only some are saved, the stop begins again, too.
+
+        Args:
+            member: the checkpointer that is called now. Call this before `Member.call`.
+            step: the step of the call.
+        """
+        others = [each for each in self._saved if each.saved != step]
+        if member in self._saved or any(each in member.same_steps for each in others):
+            since = min(each.last.at for each in self._saved)
+            if self._may_stop(member, [each for each in self._open if each.last.at >= since]):
+                return True
+            self.begin_stop_again()
+        elif others:
+            # The first call of a checkpointer that the loop calls in some iterations only.
+            self.begin_stop_again()
+        return False
+
+    def begin_stop_again(self) -> None:
+        """Save all again, because the loop begins again and the saved steps do not suffice."""
+        self._saved.clear()
+
+    def has_saved_all(self, member: Member) -> bool:
+        """Return whether the stop has saved all, and the ranks of `member` may stop."""
+        return self._may_stop(member, self._open)
+
+    def _may_stop(self, member: Member, needed: Iterable[Member]) -> bool:
+        # Only if all ranks whose state was saved take part in this call.
+        together = all(each.ranks <= member.ranks for each in self._saved)
+        return together and all(each in self._saved for each in needed)
+
+    def has_passed(self, member: Member) -> bool:
+        """Return whether the loop has called another one with this step without a save.
+
+        Then the stop begins with the next step.
+        """
+        if self._saved:
+            return False
+        called = [
+            other
+            for other in self.others(member)
+            if other.last.at > member.before.at and other.last.step == member.last.step
+        ]
+        if any(other.saved != member.last.step for other in called):
+            return True
+        self._saved.update(dict.fromkeys(called, False))
+        return False
+
+    def record_save(self, member: Member, lacking: bool) -> None:
+        """Record that the stop has saved `member`.
+
+        Args:
+            member: the checkpointer.
+            lacking: whether gradients wait for a step, which the checkpoint lacks.
+        """
+        self._saved[member] = lacking
+
+    def stop(self, member: Member, speaks: bool) -> Stopped:
+        """Wait for all writes, and return the exception that ends this process.
+
+        A collective of the ranks of all checkpointers that are saved.
+
+        Args:
+            member: the checkpointer that stops the job.
+            speaks: whether this rank logs messages.
+        """
+        for other in sorted(self._saved.keys() - {member}, key=lambda each: each.number):
+            if (manager := other.manager()) is not None:
+                manager.wait()
+        lacking = any(self._saved.values())
+        how = ", without gradients that no step has used" if lacking else ""
+        step = self._last_step if member.saved is None else member.saved
+        return self._end(step, how, speaks)
+
+    def _end(self, step: int | None, how: str, speaks: bool) -> Stopped:
+        if speaks:
+            asked = self.request.asked
+            _log.warning(
+                "asked to stop%s: step %d is saved%s, and the job can be resumed; exit status %d",
+                *(f" ({asked})" if asked else "", step, how, RESUMABLE),
+            )
+        self.request.answer()
+        self.stops_since = None
+        self._saved.clear()
+        note_end_with(RESUMABLE, self._rank)
+        return Stopped(step or 0)
+
+    # The end
+
+    def can_resume(self) -> bool:
+        """Return whether this process can be resumed without further saves.
+
+        Each checkpointer that was called has then saved a step, or has restored one.
+        """
+        used = [each for each in (*self._open, *self._closed) if each.is_called or each.restored]
+        return bool(used) and all(each.saved is not None for each in used)
+
+    def folders(self, member: Member) -> list[Store]:
+        """Return the storages with the same ranks from which a new start of the script resumes."""
+        return [
+            each.store
+            for each in (*self._open, *self._closed)
+            if each.restores and each.ranks == member.ranks and (each.is_called or each.restored)
+        ]
+
+    def is_last(self, member: Member) -> bool:
+        """Return whether no other checkpointer is open on these ranks."""
+        return not self.others(member)
+
+    def close(self, member: Member, speaks: bool) -> None:
+        """Remove a checkpointer.
+
+        Args:
+            member: the checkpointer.
+            speaks: whether this rank logs messages.
+        """
+        if member.saved is not None:
+            self._last_step = member.saved
+        self._open.discard(member)
+        self._saved.pop(member, None)
+        self._closed = [*self._closed, member] if self._open else []
+        if not self._open:
+            self.stops_since = None
+
+        def end_process(number: int) -> None:
+            self.request.record(number)
+            raise self._end(self._last_step, "", speaks)
+
+        self.request.end_process = end_process

@@ -1,0 +1,234 @@
+"""Scripts with several checkpointers that are asked to stop, or killed, at any moment.
+
+Each script trains one to three numbers that depend on each other, and has a checkpointer for each.
+Whatever happens, the job that is started again must end with the numbers of an undisturbed job.
+"""
+
+import contextlib
+import signal
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
+from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.signals import StopSignals
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint.simulated_state import Arrays
+from tests.core.simulated_ranks import on_every_rank
+from tests.searching import search_settings
+
+RANKS = 2
+STEPS = 8
+
+
+class Killed(BaseException):
+    """A signal has ended this rank in its usual way."""
+
+
+class Anew(BaseException):
+    """A checkpointer that no earlier start has called has nothing to restore."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a script uses one checkpointer.
+
+    Attributes:
+        every_steps: as for `Manager`.
+        calls_every: the script calls `maybe_save` at the multiples of this number of steps.
+        at_end: whether it calls `maybe_save` at the end of an iteration, after all training.
+    """
+
+    every_steps: int | None = 3
+    calls_every: int = 1
+    at_end: bool = False
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and what happens to it.
+
+    Attributes:
+        uses: for each checkpointer, how it is used.
+        order: the order in which the numbers are trained and saved in an iteration.
+        saves_at_end: whether the script calls `save` after the loop.
+        moment: the number of events before the disturbance; None: nothing happens.
+        again: the same for the second start.
+        ranks: the ranks that get the signal; () if all ranks are killed instead.
+    """
+
+    uses: tuple[Use, ...] = (Use(), Use())
+    order: tuple[int, ...] = (0, 1, 2)
+    saves_at_end: bool = True
+    moment: int | None = None
+    again: int | None = None
+    ranks: tuple[int, ...] = (0, 1)
+
+
+class Job:
+    """One start of a script on simulated ranks."""
+
+    def __init__(self, script, folder, called=()):
+        self.script, self.folder = script, folder
+        self.events = [0] * RANKS
+        # The checkpointers that this job, or an earlier start, has called.
+        self.called = set(called)
+
+    def run(self):
+        """Return the numbers at the end, or the exceptions, of each rank."""
+        Checkpointers._of_ranks.clear()  # each start is a new process
+        return on_every_rank(RANKS, self.rank)
+
+    def event(self, rank):
+        """Let the disturbance happen on a rank, if this is the moment."""
+        self.events[rank] += 1
+        if self.events[rank] != self.script.moment:
+            return
+        if not self.script.ranks:
+            raise Killed
+        if rank in self.script.ranks:
+            request = Checkpointers.of(rank).request
+            if request.end_process is not None and not Checkpointers.of(rank)._open:
+                if not self.kept[rank]:
+                    raise Killed
+                request.end_process(signal.SIGTERM)
+            request.record(signal.SIGTERM)
+
+    def rank(self, collectives):
+        script, rank = self.script, collectives.rank
+        parts = [Arrays(n) for n in range(len(script.uses))]
+        order = [n for n in script.order if n < len(parts)]
+        with contextlib.ExitStack() as stack:
+            managers = [
+                stack.enter_context(
+                    Manager(
+                        Store(str(self.folder / f"{n}"), keep_last=None),
+                        collectives,
+                        {"model": part},
+                        every_steps=use.every_steps,
+                        stop_signals=(),
+                    )
+                )
+                for n, (part, use) in enumerate(zip(parts, script.uses, strict=True))
+            ]
+            self.event(rank)
+            restored = [manager.restore() for manager in managers]
+            first = {each and each.step for each in restored}
+            if len(first) > 1 and any(
+                each is None and n not in self.called for n, each in enumerate(restored)
+            ):
+                raise Anew
+            assert len(first) == 1, first
+            for step in range((first.pop() or 0) + 1, STEPS + 1):
+                late = []
+                for n in order:
+                    others = sum(part.value for part in parts)
+                    parts[n].value = (31 * parts[n].value + others + step) % 10_007
+                    self.event(rank)
+                    if step % script.uses[n].calls_every == 0:
+                        if script.uses[n].at_end:
+                            late.append(n)
+                        else:
+                            self.called.add(n)
+                            managers[n].maybe_save(step)
+                for n in late:
+                    self.event(rank)
+                    self.called.add(n)
+                    managers[n].maybe_save(step)
+            for n in order:
+                self.event(rank)
+                if script.saves_at_end:
+                    self.called.add(n)
+                    managers[n].save(STEPS)
+            self.event(rank)
+        self.event(rank)  # an evaluation
+        return [part.value for part in parts]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Simulate handlers, which only a main thread can install. Return rank -> whether kept."""
+    found = {}
+
+    def remove(signals, keep=False):
+        (rank,) = (r for r, c in Checkpointers._of_ranks.items() if c.request is signals.request)
+        found[rank] = keep
+
+    def deliver(signals):
+        if signals.request.unanswered is not None:
+            raise Killed
+
+    monkeypatch.setattr(StopSignals, "remove", remove)
+    monkeypatch.setattr(StopSignals, "deliver", deliver)
+    monkeypatch.setattr(Job, "kept", found, raising=False)
+
+
+def steps(folder):
+    return [info.step for info in Store(str(folder)).steps_of_newest_run()]
+
+
+def check(script):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        undisturbed = Job(replace(script, moment=None), Path(made) / "undisturbed")
+        right = undisturbed.run()
+        assert all(isinstance(each, list) for each in right), right
+        folder, called, stopped = Path(made) / "disturbed", set(), []
+        for moment in (script.moment, script.again, None):
+            job = Job(replace(script, moment=moment), folder, called)
+            ends = job.run()
+            have = [steps(folder / str(n)) for n in range(len(script.uses))]
+            common = set.intersection(*map(set, have))
+            if isinstance(ends[0], Anew):
+                return
+            if isinstance(ends[0], CheckpointError):
+                # A job that was killed may have left no step that all folders have.
+                assert not stopped
+                assert not common
+                assert "no step is in all" in str(ends[0])
+                return
+            called = job.called
+            stopped = [each for each in ends if isinstance(each, Stopped)]
+            if moment is not None and script.ranks:
+                # A signal never kills a job that can be resumed.
+                killed = [each for each in ends if isinstance(each, Killed)]
+                assert not killed or not common, (ends, have)
+                assert all(isinstance(each, Stopped | Killed | list) for each in ends), ends
+                # Ranks only differ in the evaluation, where they do not communicate.
+                assert len(stopped) in (0, RANKS) or list in map(type, ends), (ends, have)
+                if stopped and all(use.calls_every == 1 for use in script.uses):
+                    assert common
+        assert ends == right, (ends, right)
+
+
+USES = st.builds(
+    Use, st.sampled_from([None, 1, 2, 3, 5]), st.sampled_from([1, 1, 2]), st.booleans()
+)
+SCRIPTS = st.builds(
+    Script,
+    st.integers(1, 3).flatmap(lambda n: st.tuples(*[USES] * n)),
+    st.permutations(range(3)).map(tuple),
+    st.booleans(),
+    st.integers(1, 60),
+    st.one_of(st.none(), st.integers(1, 30)),
+    st.sampled_from([(0,), (1,), (0, 1), ()]),
+)
+
+
+@pytest.mark.parametrize("moment", [1, *range(5, 13), 34, 35, 36, 37])
+def test_a_signal_between_two_saves(kept, moment):
+    check(Script(moment=moment, ranks=(1,)))
+
+
+def test_a_disturbed_script_ends_as_an_undisturbed_one(kept, request):
+    @search_settings(600 if request.config.getoption("--long") else 20)
+    @given(SCRIPTS)
+    def search(script):
+        check(script)
+
+    search()

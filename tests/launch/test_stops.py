@@ -1,0 +1,142 @@
+"""The exit status of a job that gets a stop signal at any moment, and what its next start does."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from hvdkit.checkpoint.store import Store
+from tests.alone import REPOSITORY
+
+# Two networks, each with a checkpointer. Each rank is a job of its own: no rank needs Horovod.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.store import Store
+from tests.checkpoint.simulated_state import Arrays
+from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup
+
+folder, moment, rank = Path(sys.argv[1]), sys.argv[2], os.environ["HOROVOD_RANK"]
+
+def point(name):
+    if moment == name:
+        print("POINT", flush=True)
+        time.sleep(2)
+
+def checkpointer(name, part):
+    store = Store(str(folder / f"{name}{rank}"))
+    ranks = SimulatedCollectives(SimulatedGroup(1), 0)
+    return Manager(store, ranks, {"model": part}, every_steps=3)
+
+a, b = Arrays(1), Arrays(2)
+with checkpointer("a", a) as of_a, checkpointer("b", b) as of_b:
+    point("before restore")
+    first, also = of_a.restore(), of_b.restore()
+    assert (first and first.step) == (also and also.step)
+    for step in range(first.step + 1 if first else 1, 9):
+        a.value = a.value * 3 + b.value
+        if step == 4:
+            point("training")
+        of_a.maybe_save(step)
+        if step == 4:
+            point("between saves")
+        b.value = b.value * 5 + a.value
+        of_b.maybe_save(step)
+    point("before last save")
+    of_a.save(8)
+    point("between last saves")
+    of_b.save(8)
+    point("after last save")
+point("evaluation")
+print("export", a.value, b.value, flush=True)
+"""
+
+
+def start(folder, moment):
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "hvdkit", "run", "-np", "2"),
+            *(sys.executable, "-c", SCRIPT, str(folder), moment),
+        ],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def targets(job, target):
+    launcher = psutil.Process(job.pid)
+    (agent,) = launcher.children()
+    everyone = [launcher, agent, *agent.children()]
+    return {"launcher": [launcher], "agent": [agent], "all": everyone}[target]
+
+
+MOMENTS = [
+    *("before restore", "training", "between saves", "before last save", "between last saves"),
+    *("after last save", "evaluation"),
+]
+SHORT = [
+    ("between saves", signal.SIGTERM, "launcher"),
+    ("evaluation", signal.SIGTERM, "agent"),
+]
+LONG = [
+    pytest.param(moment, number, target, marks=pytest.mark.long)
+    for moment in MOMENTS
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    for target in ("launcher", "agent", "all")
+    # An agent leaves these signals to the launcher.
+    if not (target == "agent" and number != signal.SIGTERM)
+]
+
+
+@pytest.mark.parametrize(("moment", "number", "target"), SHORT + LONG)
+def test_a_job_that_has_saved_ends_with_75_and_resumes(tmp_path, moment, number, target):
+    with start(tmp_path, moment) as job:
+        # Both ranks have reached it.
+        assert {job.stdout.readline(), job.stdout.readline()} == {"[0] POINT\n", "[1] POINT\n"}
+        for process in targets(job, target):
+            process.send_signal(number)
+        out, err = job.communicate(timeout=60)
+    # Python's KeyboardInterrupt is the usual effect of Ctrl-C after the training.
+    usual = moment == "evaluation" and number == signal.SIGINT
+    assert job.returncode == (130 if usual else 75), err
+    assert "export" not in out
+    if not usual:
+        assert "and the job can be resumed; exit status 75" in out + err
+    newest = {
+        Store(str(tmp_path / f"{name}{rank}")).steps()[-1].step
+        for name in "ab"
+        for rank in range(2)
+    }
+    assert len(newest) == 1
+    with start(tmp_path, "never") as job:
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    a, b = 1, 2
+    for _ in range(8):
+        a = a * 3 + b
+        b = b * 5 + a
+    assert sorted(out.splitlines()) == [f"[{rank}] export {a} {b}" for rank in range(2)]
+
+
+def test_a_job_whose_script_is_complete_ends_with_0(tmp_path):
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None);"
+        "print('POINT', flush=True); time.sleep(0.5)"
+    )
+    with subprocess.Popen(
+        [*(sys.executable, "-m", "hvdkit", "run", "-np", "2"), sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert "POINT" in job.stdout.readline()
+        assert "POINT" in job.stdout.readline()
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert "all ranks have ended with 0: the script is complete" in err
