@@ -67,6 +67,13 @@ def unregister(listener: Listener, parameter: torch.nn.Parameter) -> None:
         del _hooks[parameter]
 
 
+def listener_of(parameter: torch.Tensor) -> Listener | None:
+    """Return the optimizer that the hooks of a parameter call; None if there is none."""
+    reference, *_ = _hooks.get(parameter, (None,))
+    found: Listener | None = reference and reference()
+    return found
+
+
 def remove(listener: Listener) -> None:
     """Remove the hooks of a listener, so that backward passes no longer call it."""
     for parameter in list(_hooks.keys()):
