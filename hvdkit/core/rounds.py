@@ -18,6 +18,7 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.core.same_data import LAST_STEP, PASSES, SameData
 from hvdkit.core.stragglers import StragglerReport
 from hvdkit.core.synchronizer import Synchronizer
 
@@ -184,6 +185,7 @@ class Rounds:
         stragglers: compares the ranks' times before each comparison of `replicas`.
         on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
             The same on all ranks.
+        same_data: compares the gradients of the first steps, together with `replicas`.
 
     Attributes:
         gradients: this rank's gradients.
@@ -206,6 +208,7 @@ class Rounds:
         replicas: ReplicaCheck | None = None,
         stragglers: StragglerReport | None = None,
         on_nonfinite: str = IGNORE,
+        same_data: SameData | None = None,
     ) -> None:
         self.gradients = gradients
         self.on_nonfinite = on_nonfinite
@@ -218,6 +221,7 @@ class Rounds:
         self._compare = compare
         self._replicas = replicas
         self._stragglers = stragglers
+        self._same_data = same_data
         self._compared = False
         self._generation: int | None = None
         self._is_later_generation = False
@@ -421,6 +425,9 @@ class Rounds:
         if self._stragglers is not None:
             self._stragglers.report()
         replicas.compare(self._step)
+        # Only the step, which is the same on all ranks, decides about this collective.
+        if self._same_data is not None and PASSES <= self._step <= LAST_STEP:
+            self._same_data.compare()
 
     @property
     def plans_made(self) -> int:

@@ -105,6 +105,10 @@ from hvdkit.tensorflow.profiling import profile
 from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdkit.tensorflow.unwrapped import noting, register_local
+
+allreduce, grouped_allreduce = noting(allreduce), noting(grouped_allreduce)
+reducescatter, grouped_reducescatter = noting(reducescatter), noting(grouped_reducescatter)
 
 __all__ = [
     "RESUMABLE",
@@ -178,6 +182,7 @@ __all__ = [
     "rank_op",
     "reducescatter",
     "refs_to_vars",
+    "register_local",
     "remove_process_set",
     "rocm_built",
     "shard",

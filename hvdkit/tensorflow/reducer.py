@@ -26,6 +26,7 @@ from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
 from hvdkit.tensorflow.step_times import GraphTimes, TapeStragglers
+from hvdkit.tensorflow.unwrapped import note_handled
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -134,6 +135,7 @@ class GradientReducer:
                 "Horovod's operations: use tf.function without jit_compile"
             )
         retrace_after_init()
+        note_handled(variables)
         if self._collectives.single_rank:
             prepared = list(map(self._prepared, gradients, variables))
             checked = self._checked_alone(prepared, variables)

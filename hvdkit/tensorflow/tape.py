@@ -22,6 +22,7 @@ from hvdkit.tensorflow.reduced_twice import record
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
 from hvdkit.tensorflow.trial import TapeTrial, static_bytes
+from hvdkit.tensorflow.unwrapped import note_handled
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: Reduces gradients; called with the gradients and their sources.
@@ -103,6 +104,7 @@ def DistributedGradientTape(
 
     def reduce(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         if op == mpi_ops.Adasum:
+            note_handled(sources)
             return _adasum(gradients, compression, sparse_as_dense)
         key = (
             compression,
@@ -207,6 +209,7 @@ class _DistributedTape(tf.GradientTape):
     def register_local_source(self, source: Any) -> None:
         """Exclude the variable `source` from the reduction."""
         self._local_sources[_identity(source)] = source
+        note_handled([source])
 
     # No code here depends on tensors, so AutoGraph's conversion would only cost time.
     @tf.autograph.experimental.do_not_convert

@@ -106,6 +106,7 @@ from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.profiling import profile
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
+from hvdkit.torch.unwrapped import register_local
 
 #: The former name of `RankMismatchError`, kept for one release.
 RanksDisagree = RankMismatchError
@@ -195,6 +196,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "register_local",
     "remove_process_set",
     "rocm_built",
     "shutdown",

@@ -98,6 +98,12 @@ def unregister(listener: Listener, parameter: torch.nn.Parameter) -> None:
         hooks.remove()
 
 
+def listener_of(parameter: torch.Tensor) -> Listener | None:
+    """Return the optimizer that the hooks of a parameter call; None if there is none."""
+    hooks = _hooks.get(id(parameter))
+    return None if hooks is None else hooks.listener()
+
+
 def remove(listener: Listener | None) -> None:
     """Remove the hooks of a listener, so that backward passes no longer call it.
 

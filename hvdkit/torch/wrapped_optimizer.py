@@ -35,15 +35,16 @@ from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.coordination import BackwardFailed, Coordinator, entry_lock
 from hvdkit.core.nonfinite import IGNORE, RAISE, SKIP, NonFiniteGradients, names_text
 from hvdkit.core.reduction import Reduction, ReductionState
-from hvdkit.core.replicas import CheckSettings, ReplicaCheck
+from hvdkit.core.replicas import VALUES_ADVICE, CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
+from hvdkit.core.same_data import PASSES, SameData
 from hvdkit.core.stragglers import BACKWARD, FORWARD, UPDATE
 from hvdkit.core.tuning import Tuner
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import dynamo, hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.digests import check_values
+from hvdkit.torch.digests import GradientDigest, check_values
 from hvdkit.torch.gradients import OptimizerGradients
 from hvdkit.torch.plain_tensors import check_has_memory, is_plain
 from hvdkit.torch.replicas import TorchReplicas
@@ -56,6 +57,15 @@ _GRADIENTS_NOT_SAVED = (
     "So the checkpoint lacks these gradients. Call save() and maybe_save() after the steps of all "
     "optimizers. If no step is expected to use the gradients of a pass, call optimizer.zero_grad() "
     "before the next pass"
+)
+
+_STATE_ADVICE = (
+    "If one rank has loaded the optimizer's state, call hvd.broadcast_optimizer_state(optimizer, "
+    "root_rank=0) before the first step."
+)
+_SAME_DATA_ADVICE = (
+    "Give each rank its own part: sampler = hvd.DistributedSampler(dataset), and "
+    "DataLoader(dataset, sampler=sampler, ...). Random data need another seed on each rank"
 )
 
 _count = itertools.count()
@@ -209,12 +219,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         #: Compares parameters, optimizer state and options between ranks; None without
         #: `check_parameters`.
         self.replicas: ReplicaCheck | None = None
+        self._first_gradients = GradientDigest(PASSES)
+        same_data = SameData(self._collectives, self._first_gradients.result, _SAME_DATA_ADVICE)
         if check_parameters:
             self.replicas = ReplicaCheck(
                 self._collectives,
                 replicas,
                 lambda: owner._replicas(),
                 lambda: owner.rounds.steps_made,
+                f"{VALUES_ADVICE} {_STATE_ADVICE}",
             )
         #: The reduction rounds, which `hvdkit.torch.passes` enters when a pass ends.
         self.rounds = Rounds(
@@ -225,6 +238,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.replicas,
             self.coordinator.stragglers,
             on_nonfinite,
+            same_data,
         )
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
@@ -276,6 +290,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if number is None:
             self._gradients.after_unplanned_accumulation(parameter)
             return
+        if self.steps < PASSES and self._check_settings.interval and parameter.grad is not None:
+            self._first_gradients.add(number, parameter.grad)
         ready = not (self._local_pass or self._plan_outdated)
         self._gradients.after_accumulation(number, ready)
 
