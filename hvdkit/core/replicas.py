@@ -54,7 +54,7 @@ _SHOWN = 3
 _OPTIONS_ADVICE = (
     "Ranks with different options train different models. Make the optimizer with the same options "
     "on all ranks. Change learning rates and other options on all ranks alike, or broadcast the "
-    "optimizer's state of one rank."
+    "optimizer's state of one rank (hvd.broadcast_optimizer_state of PyTorch)."
 )
 #: The end of an error about values.
 VALUES_ADVICE = (

@@ -12,7 +12,13 @@ from typing import Any
 import keras
 
 from hvdkit.core.bucketing import without_layer_numbers, without_model_names
-from hvdkit.core.consistency import RankMismatchError, check_consistency, group_by_text
+from hvdkit.core.consistency import (
+    RankMismatchError,
+    check_consistency,
+    digest,
+    group_by_text,
+)
+from hvdkit.core.same_data import PASSES, SameData
 from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -48,6 +54,10 @@ _CHANGED_ADVICE = (
     "reduce the numbers that call computes from a batch, with hvd.allreduce. If ranks should have "
     "different values, pass hvd.callbacks.BroadcastGlobalVariablesCallback(0, "
     "local_variables=[variable]) to fit."
+)
+_SAME_DATA_ADVICE = (
+    "Give each rank its own part: data = hvd.shard(data). Random data need another seed on each "
+    "rank"
 )
 
 _logged: set[str] = set()
@@ -118,6 +128,11 @@ class Coordination:
         self._asks_tapes = False
         self._statistics: StatisticsAverage | None = None
         self._trained: MetricState | None = None
+        # The first losses of this `fit` on this rank.
+        self._first_losses: list[float] = []
+        self._same_data: SameData | None = SameData(
+            self.group, self._digest_of_losses, "losses", _SAME_DATA_ADVICE
+        )
         self._validated: set[str] = set()
         self._averaged: set[str] = set()
 
@@ -435,7 +450,28 @@ class Coordination:
             if distribution.replicas.is_due(distribution.batches, batches):
                 distribution.stragglers.report()
                 distribution.replicas.compare(distribution.batches)
+                self._compare_data()
             distribution.times.end_step()
+
+    def note_logs(self, logs: dict[str, Any] | None) -> None:
+        """Record the loss of a batch, as Keras has computed it. Not a collective."""
+        # A `train_step` of the model may return losses that it has reduced.
+        reads = bool(self.distributions) and not self._has_own_step
+        if reads and len(self._first_losses) < PASSES:
+            loss = float(keras.ops.convert_to_numpy((logs or {}).get("loss", 0.0)))
+            self._first_losses.append(loss)
+
+    def _compare_data(self) -> None:
+        """Compare the first losses, with the first comparison of a `fit`. A collective."""
+        same_data, self._same_data = self._same_data, None
+        if same_data is not None:
+            same_data.compare()
+
+    def _digest_of_losses(self) -> int | None:
+        losses = self._first_losses
+        if len(losses) < PASSES or not all(map(math.isfinite, losses)) or not any(losses):
+            return None
+        return int.from_bytes(digest([repr(loss) for loss in losses])[:8], "little")
 
     def compare_at_end(self, callbacks: Sequence[Any]) -> None:
         """Compare trained variables at the end of a `fit`. A collective.

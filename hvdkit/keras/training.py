@@ -241,6 +241,7 @@ class _CoordinatedList(CountsBatches):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         coordination = self._coordination
         coordination.end_batch(self.executed(batch))
+        coordination.note_logs(logs)
         broken = False
         if coordination.checks_loss:
             logs, broken = coordination.check_loss(logs)

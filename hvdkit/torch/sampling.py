@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import distributed as torch_distributed
 
+from hvdkit.core import same_data
 from hvdkit.core.sampling import Batches, Epochs, Order
 from hvdkit.errors import UsageError
 from hvdkit.torch.unwrapped import steps_made
@@ -59,6 +60,9 @@ class DistributedSampler(torch_distributed.DistributedSampler):
     def __iter__(self) -> Iterator[Any]:
         """Return the numbers of this rank's samples."""
         self._iterated = True
+        if self.shuffle and self.num_replicas == mpi_ops.size():
+            sampler = f"DistributedSampler of {self.total_size} samples"
+            same_data.seeds[sampler] = self.seed
         indices = super().__iter__()
         return self._watched(indices) if self._warns_of_epoch else indices
 

@@ -256,4 +256,5 @@ def _warn(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-register_optimizer_step_pre_hook(_before_step)
+# A compiled hook would be compiled again in each step, because it counts them.
+register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))

@@ -220,7 +220,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         #: `check_parameters`.
         self.replicas: ReplicaCheck | None = None
         self._first_gradients = GradientDigest(PASSES)
-        same_data = SameData(self._collectives, self._first_gradients.result, _SAME_DATA_ADVICE)
+        same_data = SameData(
+            self._collectives, self._first_gradients.result, "gradients", _SAME_DATA_ADVICE
+        )
         if check_parameters:
             self.replicas = ReplicaCheck(
                 self._collectives,
