@@ -81,7 +81,8 @@ class Member:
     def call(self, step: int) -> None:
         """Record a call. A second call in a row with the same step, as of `save`, is the same."""
         self.restored = None
-        if step == self.last.step and self.last.at == self.checkpointers.calls:
+        is_repeated = step == self.last.step and self.last.at == self.checkpointers.calls
+        if is_repeated and self.is_called:
             return
         if step != self.last.step:
             self.before = self.last

@@ -502,6 +502,8 @@ def test_tensors_under_each_other_s_names(store, newest, caplog):
         ("metrics", {"loss": {"$bytes": "AA=="}}),
         ("versions", {"hvdkit": 1}),
         ("sum_order", ["gloo"]),
+        ("beside", "../other"),
+        ("beside", [1]),
         ("files", []),
         ("files", {}),
         ("files", {"state.json": 5}),

@@ -225,6 +225,10 @@ def test_a_signal_between_two_saves(kept, moment):
     check(Script(moment=moment, ranks=(1,)))
 
 
+def test_a_signal_to_a_start_that_has_nothing_left_to_train(kept):
+    check(Script((Use(None),), moment=9, again=1, ranks=(0,)))
+
+
 def test_a_disturbed_script_ends_as_an_undisturbed_one(kept, request):
     @search_settings(600 if request.config.getoption("--long") else 20)
     @given(SCRIPTS)
