@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -346,11 +347,12 @@ class MemoryChannel : public Channel {
     });
   }
 
-  void wait() override {
+  void wait(const std::function<void()>& progress) override {
     for (auto& each : expected_) {
       while (!take(each)) {
         usleep(20);
       }
+      progress();
     }
     expected_.clear();
   }

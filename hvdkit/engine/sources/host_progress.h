@@ -40,6 +40,9 @@ class HostProgress {
     for (size_t i = 0; i < peers_.size(); ++i) {
       await(i);
     }
+    // A rank that has failed after an earlier `await` has made its memory private, and others may have
+    // read zeros there.
+    check_members();
   }
 
   // Waits until another rank has done as many steps as this one.
