@@ -190,7 +190,8 @@ class Window:
             self._check(ended=True)
 
     def _check(self, ended: bool) -> str:
-        count = self._all.before_step
+        # Earlier passes, such as those of a model that exists no more, are not passes of this window.
+        count = min(self._all.before_step, self._all.counted - self._begin)
         if count < self.size:
             return ""
         text = _AMBIGUOUS.format(count=count, size=self.size)

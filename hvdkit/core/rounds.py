@@ -225,8 +225,8 @@ class Rounds:
         self._compared = False
         self._generation: int | None = None
         self._is_later_generation = False
-        # The steps in this generation, and in all.
-        self._step = self._steps_made = 0
+        # The steps in this generation, those of them that `begin_step` has counted, and all steps.
+        self._step = self._dropped = self._steps_made = 0
         self._number = 0
         # For each started synchronizer: waits for the number of ranks that use each parameter.
         self._used: list[Callable[[], list[int]]] = []
@@ -271,7 +271,8 @@ class Rounds:
     def digest(self) -> int:
         """Return 24 bits: equal on two ranks in the same step and round with equal signatures."""
         # With 24 bits the sum of squares over 30,000 ranks fits into 64 bits.
-        position = (self._step, self._number, self._window.position, self.has_late_ranks)
+        steps = self._step, self._dropped
+        position = (*steps, self._number, self._window.position, self.has_late_ranks)
         signature = self.gradients.signature(not self.participated)
         return zlib.crc32(repr((*position, *signature)).encode()) & 0xFFFFFF
 
@@ -307,6 +308,7 @@ class Rounds:
         """
         if self.participated and self._number:
             self._step += 1
+            self._dropped += 1
             self._steps_made += 1
             self._number = 0
         self.participated = self.skips_step = False
@@ -319,7 +321,7 @@ class Rounds:
     def _reset_counters(self) -> None:
         self._used = []
         self._used_here = None
-        self._step = self._number = 0
+        self._step = self._dropped = self._number = 0
         self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
 
     # --- a round --------------------------------------------------------------------------------

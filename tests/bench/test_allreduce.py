@@ -78,7 +78,7 @@ def test_results_of_an_earlier_run_are_compared(tmp_path, mpi):
 
 
 def is_rank(process):
-    return "hvdkit.bench.rank" in process.cmdline()[1:3]
+    return "hvdkit.bench.rank" in process.cmdline()[1:4]
 
 
 def test_a_rank_that_dies_in_the_middle(tmp_path, mpi):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,11 +19,18 @@ from hvdkit.errors import HvdkitError
 from tests.bench.commands import MARK, processes
 
 _SECONDS = 20
+REPOSITORY = Path(__file__).parents[2]
 
 
 def job_of(tmp_path, name="one", size=2, **spec):
     plan = JobPlan(name, "tests.bench.counting_rank", "gloo", size, spec, env={MARK: str(tmp_path)})
     return Job(plan, ThisMachine(size=size), tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _tests_are_found(monkeypatch):
+    # Ranks import nothing from the current folder.
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
 
 @pytest.fixture

@@ -432,6 +432,7 @@ def test_a_job_that_has_saved_can_be_resumed_although_its_processes_do_not_end(t
         "hvd.init()\n"
         "start = multiprocessing.get_context('fork').Process if hvd.rank() else threading.Thread\n"
         "start(target=time.sleep, args=(60,)).start()\n"
+        "torch.manual_seed(0)\n"
         "with hvd.Checkpointer('saved', model=torch.nn.Linear(1, 1)) as checkpointer:\n"
         "    checkpointer.save_and_stop(1)\n"
     )

@@ -105,7 +105,7 @@ def test_agents_on_other_hosts_get_the_search_paths_of_this_process(monkeypatch)
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
     command = agent_command(Host("host1", 1), False, Ssh(), "/opt/python")
     assert command[-1] == (
-        "cd / && exec env 'PYTHONPATH=/modules/my torch' /opt/python -m hvdkit.launch.agent"
+        "cd / && exec env 'PYTHONPATH=/modules/my torch' /opt/python -P -m hvdkit.launch.agent"
     )
 
 

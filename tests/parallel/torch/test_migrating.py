@@ -68,6 +68,24 @@ def test_every_line_of_the_table_is_run():
             assert line in run, f"no test runs {line}"
 
 
+def test_a_loss_of_all_ranks_rows(hvd):
+    """Each rank computes the loss of its own rows with those of all ranks, as in SimCLR."""
+    weight = torch.tensor([1.5, -0.5], dtype=torch.float64, requires_grad=True)
+    rows = torch.arange(4.0 * hvd.size(), dtype=torch.float64).reshape(-1, 2)
+
+    def loss_of_rank(rank, gathered, own):
+        return (own @ gathered.T).square().mean() * (rank + 1)
+
+    x = rows[2 * hvd.rank() :][:2] * weight
+    loss_of_rank(hvd.rank(), hvd.gather_for_loss(x), x).backward()
+    gradient = hvd.allreduce(weight.grad)
+    alone = weight.detach().requires_grad_()
+    parts = (rows * alone).split(2)
+    losses = [loss_of_rank(rank, rows * alone, part) for rank, part in enumerate(parts)]
+    (sum(losses) / hvd.size()).backward()
+    torch.testing.assert_close(gradient, alone.grad)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
