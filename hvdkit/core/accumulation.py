@@ -190,7 +190,7 @@ class Window:
             self._check(ended=True)
 
     def _check(self, ended: bool) -> str:
-        # Earlier passes, such as those of a model that exists no more, are not passes of this window.
+        # Earlier passes, such as those of a model that is gone, are not passes of this window.
         count = min(self._all.before_step, self._all.counted - self._begin)
         if count < self.size:
             return ""
