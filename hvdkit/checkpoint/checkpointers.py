@@ -215,7 +215,7 @@ class Checkpointers:
             if self._may_stop(member, [each for each in self._open if each.last.at >= since]):
                 return True
             self.begin_stop_again()
-        elif others:
+        elif others and not member.is_called:
             # The first call of a checkpointer that the loop calls in some iterations only.
             self.begin_stop_again()
         return False
