@@ -62,6 +62,7 @@ class Member:
         before: its last call with an earlier step than that of `last`.
         saved: the step that it has saved or restored last; None for none.
         restored: the step that it has restored, until the first call after that; None for none.
+        first: the place of its first call in the order of all calls.
         restores: whether it resumes at a step of its folder.
         same_steps: those that the script calls, or has restored, with the same steps.
     """
@@ -76,6 +77,7 @@ class Member:
     before: _Call = field(default=_Call(None, 0))
     saved: int | None = None
     restored: int | None = None
+    first: int = 0
     same_steps: weakref.WeakSet[Member] = field(default_factory=weakref.WeakSet)
 
     def call(self, step: int) -> None:
@@ -87,6 +89,7 @@ class Member:
         if step != self.last.step:
             self.before = self.last
         self.last = _Call(step, self.checkpointers.count())
+        self.first = self.first or self.last.at
         self._note_same_step()
 
     def record_restore(self, step: int | None, from_folder: bool = True) -> None:
@@ -243,9 +246,18 @@ class Checkpointers:
         called = [
             other
             for other in self.others(member)
-            if other.last.at > member.before.at and other.last.step == member.last.step
+            if other.last.at > member.before.at
+            and (
+                other.last.step == member.last.step
+                # With different step numbers, an iteration begins with the one called first.
+                or (
+                    member.before.at > 0
+                    and other.first < member.first
+                    and other not in member.same_steps
+                )
+            )
         ]
-        if any(other.saved != member.last.step for other in called):
+        if any(other.saved != other.last.step for other in called):
             return True
         self._saved.update(dict.fromkeys(called, False))
         return False
