@@ -19,6 +19,7 @@ from hvdkit.core import host_collectives
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import python_command
 
 #: The free bytes that /dev/shm should have. Open MPI and NCCL keep shared buffers there. A
 #: container has 64 MB by default.
@@ -213,7 +214,7 @@ def _extension(framework: frameworks.Framework, built_for: str) -> Diagnostic:
     )
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
+            python_command("-c", code), capture_output=True, text=True, timeout=180, check=False
         )
     except subprocess.TimeoutExpired:
         return Diagnostic(
@@ -246,6 +247,8 @@ def _shared_memory() -> Diagnostic:
         return Diagnostic(
             "/dev/shm", WARNING, str(error), "MPI and NCCL need it: mount a tmpfs there"
         )
+    if not os.access("/dev/shm", os.W_OK | os.X_OK):
+        return Diagnostic("/dev/shm", WARNING, "not writable", "mount a writable tmpfs there")
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free"
     if usage.free < _SHM_BYTES:
         return Diagnostic(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.owned_folders import OwnedFolder
+from hvdkit.owned_folders import OwnedFolder, remove_abandoned
 
 _PARENT = Path("/dev/shm")
 _PREFIX = "hvdkit-mpi-"
@@ -30,6 +30,11 @@ def mpich_files(pid: int) -> set[Path]:
     except OSError:  # it has ended
         return set()
     return {Path(name) for name in _MAPPED.findall(maps)}
+
+
+def remove_abandoned_folders() -> None:
+    """Delete the folders of `SegmentFolder` whose owners were killed."""
+    remove_abandoned(_PARENT, _PREFIX)
 
 
 class SegmentFolder:

@@ -44,7 +44,7 @@ class OwnedFolder:
             (self.path / _LEFT).unlink(missing_ok=True)
         else:
             self.path, self._lock = _make(parent, prefix)
-        _remove_abandoned(parent, prefix)
+        remove_abandoned(parent, prefix)
 
     def leave(self) -> None:
         """Leave the folder to a process that adopts it within a minute."""
@@ -128,22 +128,32 @@ def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
     for _ in range(_TRIES):
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            return (folder, _lock(folder)) if _is_own(folder) else None
+            return (folder, _lock(folder)) if is_own(folder) else None
         except BlockingIOError:
-            # `_remove_abandoned` of another process may only look at the folder.
+            # `remove_abandoned` of another process may only look at the folder.
             time.sleep(_TRY_SECONDS)
         except OSError:
             return None
     return None
 
 
-def _is_own(folder: Path) -> bool:
-    """Return whether the path is a folder of this user. Others may make links in /tmp."""
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+def is_own(folder: Path) -> bool:
+    """Return whether the path is a folder of this user in which no other user can make files.
+
+    Others may make folders and links in /tmp.
+    """
+    try:
+        status = folder.lstat()
+    except OSError:  # the folder was deleted
+        return False
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
+def remove_abandoned(parent: Path, prefix: str) -> None:
     """Delete the folders in `parent` whose processes have ended without deleting them.
 
     A folder without a lock file is deleted, too. Its process was killed before it made the lock
@@ -153,7 +163,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
     for folder in parent.glob(f"{prefix}*"):
         # An OSError: the owner still runs, or the folder was deleted meanwhile.
         with contextlib.suppress(OSError):
-            if _is_own(folder):
+            if is_own(folder):
                 lock = _lock(folder)
                 if not _was_left(folder):
                     _delete(folder)

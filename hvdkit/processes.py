@@ -2,19 +2,22 @@
 
 All processes of a job have the job's id in an environment variable. A process that has left its
 parent and its session (mpirun's ranks, a daemon) is found by this variable. A process without the
-variable is found by its parent, or by its session if the parent has ended.
+variable is found by its parent, or by its session if the parent has ended. The agents of
+`hvdkit run` use `hvdkit.launch.keeper` instead, which needs no variable.
 """
 
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -44,7 +47,32 @@ _CLEAN_SECONDS = 6.0
 # The seconds to wait for one process after SIGKILL.
 _KILLED_SECONDS = 1.0
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class StartedProcess(Protocol):
+    """A process that a group has started, with members of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | Any
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def python_command(*arguments: str) -> list[str]:
+    """Return a command of this Python that does not import modules from the current folder.
+
+    Other users may write there, for example in a shared folder for data.
+    """
+    return [sys.executable, "-P", *arguments]
 
 
 class ProcessGroup:
@@ -52,7 +80,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self._id = uuid.uuid4().hex
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[StartedProcess] = []
         self._owner = os.getpid()
         self._ended: set[int] = set()
         # Processes that were found, because later they may be found neither by parent nor session.
@@ -71,7 +99,7 @@ class ProcessGroup:
         dies_with_us: bool = False,
         cpus: Sequence[int] = (),
         pass_fds: Sequence[int] = (),
-    ) -> subprocess.Popen[bytes]:
+    ) -> StartedProcess:
         """Start `command` in a session of its own, with exactly the environment `env`.
 
         Args:
@@ -123,17 +151,19 @@ class ProcessGroup:
             # A NUL in an argument or a variable.
             raise HvdkitError(f"cannot start {os.fspath(command[0])!r}: {error}") from error
         except OSError as error:
-            reason = error.strerror or error
+            reason = explain_failed_start(error)
             if error.errno == errno.E2BIG:
                 longest = max(env, key=lambda name: len(name) + len(env[name]), default="")
                 if len(env.get(longest, "")) > sum(map(len, command)):
                     reason = f"{reason}; the longest variable of the environment is {longest}"
-            if process_limit.is_reached(error):
-                reason = f"{reason}; {process_limit.describe()}"
             what = error.filename if error.filename == cwd and cwd is not None else command[0]
             raise HvdkitError(f"cannot start {os.fspath(what)!r}: {reason}") from error
         self.started.append(process)
         return process
+
+    def forget(self, process: StartedProcess) -> None:
+        """Remove a process that has ended from the group."""
+        self.started.remove(process)
 
     def running(self) -> bool:
         """Return whether a process that was started here still runs."""
@@ -206,30 +236,68 @@ class ProcessGroup:
 
     def _members(self) -> set[psutil.Process]:
         self.find_orphans()
+        own = self._own()
+        return own | {process for process in self._find_others() - own if _alive(process)}
+
+    def _own(self) -> set[psutil.Process]:
+        """Return the processes that were started here and run."""
         own: set[psutil.Process] = set()
-        others = {process for process in self._found if _alive(process)}
         for started in self.started:
             # Not by status: a process whose first thread has ended looks like a zombie while other
             # threads run. `poll` also reaps the process.
             if started.poll() is None:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     own.add(psutil.Process(started.pid))
-        children: dict[int, list[psutil.Process]] = {}
-        for process in psutil.process_iter():
+        return own
+
+    def _find_others(self) -> set[psutil.Process]:
+        """Return processes that were not started here. Some may have ended."""
+        others = {process for process in self._found if _alive(process)}
+        children = children_of_all()
+        for process in itertools.chain.from_iterable(children.values()):
             # Errors: another user's process, or a process that has ended meanwhile.
             with contextlib.suppress(psutil.Error):
-                children.setdefault(process.ppid(), []).append(process)
                 if self._id in process.environ().get(GROUP_VARIABLE, "").split(":"):
                     others.add(process)
-        # Descendants as well, because sudo and the like clear the environment. Not with
-        # `Process.children`, which reads the parents of all processes in each call.
-        parents = [*own, *others]
-        while parents:
-            new = set(children.get(parents.pop().pid, ())) - own - others
-            others |= new
-            parents += new
+        # Descendants as well, because sudo and the like clear the environment.
+        own = self._own()
+        others |= descendants(children, [process.pid for process in own | others])
         self._found = others - own
-        return own | {process for process in others - own if _alive(process)}
+        return others
+
+
+def children_of_all() -> dict[int, list[psutil.Process]]:
+    """Return the pid of each process that has children -> its children."""
+    # Not with `Process.children`, which reads the parents of all processes in each call.
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    return children
+
+
+def descendants(
+    children: Mapping[int, Sequence[psutil.Process]], roots: Iterable[int]
+) -> set[psutil.Process]:
+    """Return the descendants of processes.
+
+    Args:
+        children: as `children_of_all` returns them.
+        roots: the pids of the processes.
+    """
+    found: set[psutil.Process] = set()
+    parents = list(roots)
+    while parents:
+        new = set(children.get(parents.pop(), ())) - found
+        found |= new
+        parents += [process.pid for process in new]
+    return found
+
+
+def explain_failed_start(error: OSError) -> str:
+    """Return why a process could not be started."""
+    reason = error.strerror or str(error)
+    return f"{reason}; {process_limit.describe()}" if process_limit.is_reached(error) else reason
 
 
 def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -243,7 +311,7 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def wait_for_killed(process: subprocess.Popen[bytes]) -> None:
+def wait_for_killed(process: StartedProcess) -> None:
     """Wait at most a second for a process that got SIGKILL.
 
     SIGKILL does not end a process that waits for a disk or a GPU.
@@ -295,6 +363,11 @@ def _send(process: psutil.Process, number: int) -> bool:
 
 
 _libc = ctypes.CDLL(None)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all its descendants that lose their own parent."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:

@@ -34,7 +34,7 @@ KEY = "HVDKIT_RENDEZVOUS_KEY"
 # The beginning of the path of a request for a mesh: /mesh/size.attempt.rank.scope.
 _MESH_PREFIX = "/mesh/"
 
-#: The limit of one value, in bytes. A rank sends about 140 bytes for every other rank.
+#: The limit of one value, in bytes. A rank sends about 150 bytes for every other rank.
 _LARGEST_VALUE = 64_000_000
 #: The limit of all values together that are stored without the key, in bytes.
 _LARGEST_STORE = 1_000_000_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,5 +75,5 @@ def _is_written_directly(path: Path) -> bool:
 
 
 def _draft(path: Path) -> Path:
-    # Hidden, and different in every process of every host.
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    # Hidden. In a shared folder, another user must not foresee the name, and make a link there.
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")

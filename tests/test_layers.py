@@ -23,6 +23,7 @@ LAYERS = {
     "mpi_segments": 0,
     "mpirun": 0,
     "owned_folders": 0,
+    "plain_files": 0,
     "process_limit": 0,
     "processes": 0,
     "ranks": 0,

@@ -3,6 +3,7 @@ import http.client
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -391,6 +392,27 @@ def test_a_timeout_raises():
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "ValueError"
     assert "rank 1 of 2 did not join the mesh 'global' within" in done.stderr
+
+
+def test_an_address_in_an_error_has_the_right_port():
+    """Rank 1 gives an address at which nobody listens."""
+    needs_the_engine()
+    address = struct.pack("=H", socket.AF_INET) + (256).to_bytes(2, "big") + bytes([127, 0, 0, 1])
+    address += bytes(120) + b"\xff" * 8 + bytes(16)  # no sequence number, and a cookie
+    with RendezvousServer() as server:
+        answer = request(server, "PUT", "/mesh/2.abc.1.global", address, server.key)
+        assert answer == (200, b"")
+        env = without_rank_variables(os.environ)
+        env |= gloo_environment(0, 2, server.address, server.port, key=server.key)
+        done = subprocess.run(
+            [sys.executable, "-c", INIT],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert "connect [127.0.0.1]:256: Connection refused" in done.stderr
 
 
 @pytest.mark.parametrize("key", [None, "of our own job"], ids=["other server", "other key"])

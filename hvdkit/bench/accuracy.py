@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hvdkit.bench.figures import wide_console
+from hvdkit.processes import python_command
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ def _run(optimizer: str, options: argparse.Namespace, folder: Path) -> list[dict
     # With shared memory, ranks of one host would not send the wire format.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HVDKIT_COLLECTIVES": "flat"}
     script = [sys.executable, sys.argv[0], "--rank", json.dumps(spec)]
-    command = [sys.executable, "-m", "hvdkit", "run", "-np", str(options.ranks), *script]
+    command = python_command("-m", "hvdkit", "run", "-np", str(options.ranks), *script)
     subprocess.run(command, env=environment, cwd=_REPOSITORY, timeout=_JOB_SECONDS, check=True)
     results: list[dict[str, Any]] = json.loads(out.read_text())
     return results

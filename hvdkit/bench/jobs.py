@@ -118,7 +118,7 @@ class Job:
             path.append(str(plan.engine.path.parent))
         path += filter(None, [os.environ.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        rank = ["-m", "hvdkit.bench.rank"]
+        rank = ["-P", "-m", "hvdkit.bench.rank"]
         if plan.hvdkit is not None:
             # Start rank.py of this hvdkit: the other hvdkit has another benchmark or none.
             rank = [str(Path(__file__).with_name("rank.py"))]

@@ -13,6 +13,7 @@ from hvdkit.bench import link, namespaces
 from hvdkit.bench.control import TOKEN_VARIABLE
 from hvdkit.errors import UsageError
 from hvdkit.launch import allocation, hosts, network
+from hvdkit.processes import python_command
 from hvdkit.ranks import RankCommand, RankGroup, start_gloo, start_mpi, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
@@ -184,7 +185,7 @@ class ClusterHosts(Place):
         size: int,
     ) -> RankGroup:
         """See `Place`. The only process of the group is `hvdkit run`."""
-        run = [sys.executable, "-m", "hvdkit", "run", "-np", str(size), *self.words]
+        run = python_command("-m", "hvdkit", "run", "-np", str(size), *self.words)
         run += ["-x", TOKEN_VARIABLE]
         if controller == "mpi":
             run += ["--launcher", "mpi", "--mpirun", self.mpirun]

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from hvdkit.bench.namespaces import Cluster, hosts, missing
+from hvdkit.processes import python_command
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
 _SECONDS = 120.0
@@ -54,12 +55,12 @@ def launchers(folder: Path, python: str = sys.executable) -> Mapping[str, Launch
         python: the interpreter of the launchers and ranks.
     """
     programs = Path(python).parent
-    run = [python, "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
+    run = [python, "-P", "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
     found = {
         "hvdkit run": Launcher([*run, python], "hvdkit", spares=True),
         "hvdkit run --no-spares": Launcher([*run, "--no-spares", python], "hvdkit"),
     }
-    torchrun = [python, "-m", "torch.distributed.run"]
+    torchrun = [python, "-P", "-m", "torch.distributed.run"]
     torchrun += [f"--nproc-per-node={_RANKS}", "--max-restarts=100"]
     found["torchrun, hvdkit.torch"] = Launcher(torchrun, "hvdkit")
     found["torchrun, DDP"] = Launcher(torchrun, "ddp")
@@ -142,7 +143,7 @@ def after_host_loss(timeout: float) -> float:
 def _node(cluster: Cluster, node: int, options: Sequence[str]) -> Launcher:
     place = ["--nodes", "2", "--node-rank", str(node), "-np", "2"]
     place += ["--rdzv", f"{cluster.hosts[0].address}:{_PORT}"]
-    run = [sys.executable, "-m", "hvdkit", "run", *place, *options, sys.executable]
+    run = python_command("-m", "hvdkit", "run", *place, *options, sys.executable)
     return Launcher(cluster.hosts[node].command(run), "hvdkit")
 
 

@@ -29,7 +29,8 @@ class BucketMemory(Protocol[Buffer]):
     def in_place(self, factor: float) -> Buffer:
         """Move the gradients, times `factor`, into one buffer of their own dtype.
 
-        The gradients are views of the buffer afterwards, so there is nothing to unpack.
+        The gradients are views of the buffer afterwards, so there is nothing to unpack. The buffer
+        is memory that nobody else uses: the script may hold gradients of earlier rounds.
         """
         ...
 
@@ -58,10 +59,22 @@ class BucketMemory(Protocol[Buffer]):
         ...
 
 
+class RoundMemory(BucketMemory[Buffer], Protocol[Buffer]):
+    """`BucketMemory` in a framework without graphs, which a synchronizer uses in many rounds."""
+
+    def end_round(self, reduced: bool) -> None:
+        """Give each gradient that the script holds its memory back, with its new value.
+
+        Args:
+            reduced: whether the buffers have the reduced gradients; otherwise the round has failed.
+        """
+        ...
+
+
 class Backend(Protocol[Buffer, Handle]):
     """A framework's collectives on buckets. `Handle` is a collective in flight."""
 
-    def memory(self, bucket: Bucket) -> BucketMemory[Buffer]:
+    def memory(self, bucket: Bucket) -> RoundMemory[Buffer]:
         """Return access to the bucket's gradients. Called once per bucket of a plan."""
         ...
 

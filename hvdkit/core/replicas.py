@@ -54,12 +54,13 @@ _SHOWN = 3
 _OPTIONS_ADVICE = (
     "Ranks with different options train different models. Make the optimizer with the same options "
     "on all ranks. Change learning rates and other options on all ranks alike, or broadcast the "
-    "optimizer's state of one rank."
+    "optimizer's state of one rank (hvd.broadcast_optimizer_state of PyTorch)."
 )
 #: The end of an error about values.
 VALUES_ADVICE = (
     "The reduced gradients were the same on all ranks. So memory or a processor of a host has "
-    "failed, or code changes reduced gradients, parameters or optimizer state on some ranks only. "
+    "failed, or code changes reduced gradients, parameters or optimizer state on some ranks only, "
+    "for example in the forward pass (PyTorch: nn.Embedding(max_norm=...)). "
     "Restore a checkpoint of an earlier step. on_mismatch='repair' of hvd.DistributedOptimizer "
     "copies the values of the majority instead. If ranks should differ, pass check_interval=0."
 )
@@ -247,14 +248,6 @@ class ReplicaCheck:
         multiple, rest = divmod(step, _FIRST)
         is_early = step < interval and not rest and multiple.bit_count() == 1
         return is_early or step % interval == 0
-
-    def is_due_at_end(self, steps: int) -> bool:
-        """Return whether to compare at the end of a training, `steps` steps after the last time.
-
-        Many short trainings then compare at most once in as many steps as before the first
-        comparison.
-        """
-        return bool(self._settings.interval) and steps >= _FIRST
 
     def compare(self, step: int, consequence: str = "") -> None:
         """Compare the replicas. A collective.

@@ -18,6 +18,7 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.core.same_data import LAST_STEP, PASSES, SameData
 from hvdkit.core.stragglers import StragglerReport
 from hvdkit.core.synchronizer import Synchronizer
 
@@ -184,6 +185,7 @@ class Rounds:
         stragglers: compares the ranks' times before each comparison of `replicas`.
         on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
             The same on all ranks.
+        same_data: compares the gradients of the first steps, together with `replicas`.
 
     Attributes:
         gradients: this rank's gradients.
@@ -206,6 +208,7 @@ class Rounds:
         replicas: ReplicaCheck | None = None,
         stragglers: StragglerReport | None = None,
         on_nonfinite: str = IGNORE,
+        same_data: SameData | None = None,
     ) -> None:
         self.gradients = gradients
         self.on_nonfinite = on_nonfinite
@@ -218,6 +221,7 @@ class Rounds:
         self._compare = compare
         self._replicas = replicas
         self._stragglers = stragglers
+        self._same_data = same_data
         self._compared = False
         self._generation: int | None = None
         self._is_later_generation = False
@@ -267,7 +271,7 @@ class Rounds:
     def digest(self) -> int:
         """Return 24 bits: equal on two ranks in the same step and round with equal signatures."""
         # With 24 bits the sum of squares over 30,000 ranks fits into 64 bits.
-        position = (self._step, self._number, self._window.passes, self.has_late_ranks)
+        position = (self._step, self._number, self._window.position, self.has_late_ranks)
         signature = self.gradients.signature(not self.participated)
         return zlib.crc32(repr((*position, *signature)).encode()) & 0xFFFFFF
 
@@ -277,7 +281,7 @@ class Rounds:
         Args:
             where: this rank's activity, such as "in a backward pass".
         """
-        passes = self._window.passes
+        passes = self._window.made
         return (
             f"step {self._step + 1}, reduction {self._number + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")
@@ -293,6 +297,24 @@ class Rounds:
         self._steps_made += 1
         self._number = 0
         self.participated = self.has_late_ranks = self.no_sync_used = self.skips_step = False
+
+    def begin_step(self) -> None:
+        """Begin the next step: the script has removed the gradients of the last one.
+
+        If they were reduced, they may have been used by a method of the optimizer other than its
+        step, such as `first_step` of sharpness-aware minimization. Count this as a step, because
+        ranks are compared every few steps.
+        """
+        if self.participated and self._number:
+            self._step += 1
+            self._steps_made += 1
+            self._number = 0
+        self.participated = self.skips_step = False
+
+    @property
+    def steps_made(self) -> int:
+        """The number of steps."""
+        return self._steps_made
 
     def _reset_counters(self) -> None:
         self._used = []
@@ -403,6 +425,9 @@ class Rounds:
         if self._stragglers is not None:
             self._stragglers.report()
         replicas.compare(self._step)
+        # Only the step, which is the same on all ranks, decides about this collective.
+        if self._same_data is not None and PASSES <= self._step <= LAST_STEP:
+            self._same_data.compare()
 
     @property
     def plans_made(self) -> int:

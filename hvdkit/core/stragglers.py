@@ -75,10 +75,12 @@ class StepTimes:
     Attributes:
         clock: returns seconds.
         seconds: section -> seconds since the beginning.
+        forward_began: the seconds of `FORWARD` when this section began last, after another one.
     """
 
     clock: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=dict)
+    forward_began: float = float("-inf")
     _section: str = FORWARD
     _since: float | None = None
     # The thread that trains. A backward pass on a GPU has another one.
@@ -93,6 +95,8 @@ class StepTimes:
         """Record that a section begins, and the current one ends."""
         if section == FORWARD:
             self._thread = threading.get_ident()
+            if self._since is not None and self._section != FORWARD:
+                self.forward_began = self.seconds.get(FORWARD, 0.0)
         self._switch(section)
 
     def begin_wait(self) -> str | None:

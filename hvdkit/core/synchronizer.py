@@ -20,7 +20,7 @@ from typing import Any, Generic
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
-from hvdkit.core.backend import Backend, BucketMemory, Buffer, Handle
+from hvdkit.core.backend import Backend, Buffer, Handle, RoundMemory
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
@@ -123,7 +123,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._planned_generation: int | None = None
         self._plan: BucketPlan | None = None
         self._name = ""
-        self._memory: list[BucketMemory[Buffer]] = []
+        self._memory: list[RoundMemory[Buffer]] = []
         self._codecs: Sequence[WireFormat] = ()
         self._buckets: PlannedBuckets | None = None
         self._resumed: ReductionState | None = None
@@ -262,13 +262,17 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def wait(self) -> None:
         """Start the buckets that `send` has not started. Wait for all buckets and unpack them."""
+        reduced = False
         try:
             self._finish()
+            reduced = True
         except BaseException:
             # Collectives may still write into the buffers. `make_plan` makes new ones.
             self._planned_generation = None
             raise
         finally:
+            for memory in self._memory:
+                memory.end_round(reduced)
             self._begin_round()
 
     def synchronize(self) -> None:
@@ -305,8 +309,11 @@ class Synchronizer(Generic[Buffer, Handle]):
     def _arrived_late(self, i: int) -> str:
         return (
             f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
-            f"one backward pass. This happens if a layer is in several re-entrant activation "
-            f"checkpoints: use checkpoints that are not re-entrant (PyTorch: use_reentrant=False)."
+            f"one backward pass. This happens if a function computes gradients in its own backward "
+            f"pass, such as a re-entrant activation checkpoint or a reversible block, and the "
+            f"first pass used the layer only once. Later passes send all buckets at their end: to "
+            f"continue, call optimizer.zero_grad() on all ranks. Or use checkpoints that are not "
+            f"re-entrant (PyTorch: use_reentrant=False)."
         )
 
     def _common_order(self) -> list[int]:

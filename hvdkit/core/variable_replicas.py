@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdkit.core.bucketing import unique_names
+from hvdkit.core.bucketing import unique_names, without_model_names
 from hvdkit.core.optimizer_slots import slots_of
 from hvdkit.core.replicas import SMALL
 
@@ -65,12 +65,18 @@ class VariableReplicas:
         self._variables = [*scalars, *variables, *slots]
         paths = [access.name_of(variable) for variable in self._variables]
         #: The names of the variables. They contain numbers of layers, which differ between ranks if
-        #: a rank has made other models before.
+        #: a rank has made other models before, and the name of a model, unless a file was loaded.
         self.names: Sequence[str] = [repr(path) for path in paths]
-        #: The names without these numbers.
+        plain = [_NUMBER.sub("", path) for path in paths]
+        for index in self._parameters:
+            plain[index] = without_model_names(plain[index])
+        for index in range(self._parameters.stop, len(plain)):
+            # Such as `adam/sequential_dense_kernel_momentum`; the order says of which variable.
+            plain[index] = plain[index].rsplit("_", 1)[-1]
+        #: The names without the parts that may differ.
         self.settings: Sequence[str] = [
-            f"variable {_NUMBER.sub('', path)}, {access.dtype_of(v)} {list(v.shape)}"
-            for path, v in zip(paths, self._variables, strict=True)
+            f"variable {name}, {access.dtype_of(v)} {list(v.shape)}"
+            for name, v in zip(plain, self._variables, strict=True)
         ]
 
     def digests(self) -> Sequence[int]:

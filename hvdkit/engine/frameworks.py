@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.processes import python_command
 
 #: Framework -> the oldest supported version.
 OLDEST = {"torch": "2.1", "tensorflow": "2.16"}
@@ -97,7 +98,7 @@ def find(names: Sequence[str] | None = None) -> tuple[Framework, ...]:
 def _probe(name: str) -> Framework:
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _PROBES[name]],
+            python_command("-c", _PROBES[name]),
             capture_output=True,
             text=True,
             timeout=_PROBE_SECONDS,

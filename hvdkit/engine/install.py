@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import python_command
 
 _SECONDS = 600
 
@@ -20,7 +21,7 @@ _SECONDS = 600
 def check_pip() -> None:
     """Raise HvdkitError if this environment has no pip."""
     answer = subprocess.run(
-        [sys.executable, "-m", "pip", "--version"], capture_output=True, timeout=60, check=False
+        python_command("-m", "pip", "--version"), capture_output=True, timeout=60, check=False
     )
     if answer.returncode != 0:
         raise HvdkitError(
@@ -72,7 +73,7 @@ def _satisfied(requirement: Requirement) -> bool:
 
 
 def _pip(arguments: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    command = python_command("-m", "pip", "--disable-pip-version-check", "--no-input")
     try:
         answer = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import python_command
 
 _SECONDS = 60
 
@@ -102,7 +103,7 @@ def mpi4py_mismatch(mpi: Mpi) -> str | None:
     """
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _MPI4PY],
+            python_command("-c", _MPI4PY),
             capture_output=True,
             text=True,
             timeout=_SECONDS,

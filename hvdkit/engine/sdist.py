@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 from hvdkit.engine import cache, toolchain
 from hvdkit.engine.patches import HOROVOD_VERSION
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.processes import python_command
 
 NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -74,7 +74,7 @@ def _download(into: Path, tools: Path) -> Path:
     """
     requirements = into / "requirements.txt"
     requirements.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{SHA256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=:all:"]
+    command = python_command("-m", "pip", "download", "--no-deps", "--no-binary=:all:")
     command += ["--no-build-isolation", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--progress-bar=off", "--retries=2", "--require-hashes", "--dest", str(into)]
     try:

@@ -15,6 +15,7 @@ from typing import Any
 from hvdkit import ranks
 from hvdkit.engine import describe, toolchain
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import python_command
 
 SIZE = 2
 
@@ -46,7 +47,7 @@ def run(
     environment = _environment(engine)
     for framework in frameworks:
         for controller in controllers:
-            command = [sys.executable, "-P", "-m", "hvdkit.engine.smoke_test", framework]
+            command = python_command("-m", "hvdkit.engine.smoke_test", framework)
             if controller == "mpi":
                 assert mpirun is not None
                 group = ranks.start_mpi(command, SIZE, mpirun=mpirun, env=environment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import re
 import tempfile
 import time
@@ -28,7 +27,8 @@ from hvdkit.faults.start_folders import ERROR, START, newest
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import late_calls, long_waits
-from hvdkit.owned_folders import has_owner
+from hvdkit.owned_folders import has_owner, is_own
+from hvdkit.plain_files import printable, read_json
 from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes,
@@ -83,7 +83,7 @@ def why(folder: Path, count: int = 20) -> str:
         _age(description, current),
         *_explain(current, verdict, count),
     ]
-    return "\n\n".join(filter(None, paragraphs))
+    return printable("\n\n".join(filter(None, paragraphs)))
 
 
 def inspect_live(count: int = 20, folder: Path | None = None) -> str:
@@ -98,7 +98,8 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     """
     # The folders of each job. Over MPI and in Slurm, each rank has a folder.
     jobs: dict[str, list[Path]] = {}
-    for path in sorted((folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
+    places = (folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")
+    for path in filter(is_own, sorted(places)):
         names = [file.name for file in path.glob(JOB.format("*"))]
         jobs.setdefault(names[0] if names else path.name, []).append(path)
     paragraphs = []
@@ -118,7 +119,7 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
             "there are no ranks of `hvdkit run` on this host: expected a job of this user that has "
             "called hvd.init()"
         )
-    return "\n\n".join(paragraphs)
+    return printable("\n\n".join(paragraphs))
 
 
 def _ask(jobs: Sequence[Sequence[Path]]) -> list[dict[int, Record]]:
@@ -261,9 +262,11 @@ def _waits_after_error(record: Record) -> bool:
 
 
 def _failure(path: Path) -> str | None:
-    """Return a line about the failure that ended the job; None if there was none."""
+    """Return a line about the rank whose failure ended the job; None if there was none."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
+        if content["rank"] is None:
+            return None  # a deadlock or a lost host, for example
         ending = content["signal"] or f"exit status {content['status']}"
         # Earlier versions did not write this field.
         if hint := content.get("hint"):
@@ -295,7 +298,7 @@ def _failure(path: Path) -> str | None:
 def _description(path: Path) -> Any:
     """Return the content of the description of a start; None without a readable file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return None
 
@@ -373,7 +376,7 @@ def _hosts(content: Any) -> list[str]:
 def _texts(path: Path) -> dict[int, str]:
     """Return rank -> a text, such as the state of its process; empty without a readable file."""
     try:
-        return {int(rank): str(text) for rank, text in json.loads(path.read_text()).items()}
+        return {int(rank): str(text) for rank, text in read_json(path).items()}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -381,6 +384,6 @@ def _texts(path: Path) -> dict[int, str]:
 def _silent(path: Path) -> list[str]:
     """Return the sentences about hosts that did not answer; empty without a readable file."""
     try:
-        return [str(sentence) for sentence in json.loads(path.read_text())]
+        return [str(sentence) for sentence in read_json(path)]
     except (OSError, ValueError, TypeError):
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import parse_json, read_text
 from hvdkit.record_files import RECORD
 
 #: The version of the format.
@@ -156,7 +156,7 @@ def parse(text: str) -> Record:
         HvdkitError: it is not a record of this version.
     """
     try:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = parse_json(text)
         if content["version"] != VERSION:
             raise HvdkitError(
                 f"the record has version {content['version']}; expected {VERSION}. Read it with "
@@ -268,7 +268,7 @@ def read(folder: Path) -> dict[int, Record]:
         for path in sorted(folder.iterdir()):
             if match := _FILE.fullmatch(path.name):
                 try:
-                    text = path.read_text(encoding="utf-8", errors="replace")
+                    text = read_text(path)
                     record = found[int(match[1])] = parse(text)
                     if record.rank != int(match[1]):
                         raise HvdkitError(

@@ -22,6 +22,7 @@ from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
 from hvdkit.faults.waits import Wait, find_waits, in_cycles, seconds_waited
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
+_ENDED = "Every rank that still runs waits for a rank that has ended: the job cannot continue."
 _LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _RECEIVE_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _STALL_TIMEOUT = "HVDKIT_STALL_TIMEOUT"
@@ -52,6 +53,7 @@ class Verdict:
         limit: the seconds that a rank may wait for the collective before the job ends; 0 for no
             limit.
         deadlock: whether no rank can continue, because each waits for another one.
+        for_ended: whether a missing rank has ended.
         expired: whether the collective has waited for longer than its limit.
         stopped: whether the process of a missing rank is stopped.
         last_ranks: whether some ranks have ended or shut Horovod down, and no rank waits for a
@@ -65,6 +67,7 @@ class Verdict:
     waited: float = 0.0
     limit: float = 0.0
     deadlock: bool = False
+    for_ended: bool = False
     expired: bool = False
     stopped: bool = False
     last_ranks: bool = False
@@ -78,7 +81,7 @@ class Verdict:
     def whole_text(self) -> str:
         """The paragraph, with a line about why the job must end."""
         if self.deadlock:
-            return f"{self.text}\n{_DEADLOCK}"
+            return f"{self.text}\n{_ENDED if self.for_ended else _DEADLOCK}"
         if self.expired:
             return f"{self.text}\nThe limit of {self.limit:,.0f} s has passed ({_LIMIT})."
         return self.text
@@ -143,7 +146,8 @@ def judge(
     incomplete = [wait for wait in waits if wait.missing]
     # A call that all ranks have made ends, and its ranks continue. In a deadlock, there is none.
     may_be_deadlock = all(wait.missing for wait in waits) and _all_wait(records, states, size)
-    cycles = in_cycles(incomplete) if may_be_deadlock else ()
+    ended = {rank for rank, state in states.items() if state == ENDED}
+    cycles = in_cycles(incomplete, ended) if may_be_deadlock else ()
     deadlock = bool(cycles)
     # A rank in `join` waits for all others, as long as any of them trains or hangs.
     of_training = [wait for wait in incomplete if wait.call.operation != "join"]
@@ -183,6 +187,7 @@ def judge(
         seconds_waited(wait, records),
         0.0 if 0.0 in limits else max(limits, default=0.0),
         deadlock,
+        not ended.isdisjoint(wait.missing),
         stopped=any(states.get(rank) == STOPPED for rank in wait.missing),
     )
 
@@ -330,9 +335,11 @@ def _place(record: Record, raised: Mapping[int, str]) -> str:
 
 def _all_wait(records: Mapping[int, Record], states: Mapping[int, str], size: int) -> bool:
     """Return whether each rank's main thread waits for a collective, and no other thread runs
-    code of the user, which might call one.
+    code of the user, which might call one. Ranks that have ended call none.
     """
     for rank in range(size):
+        if states.get(rank) == ENDED:
+            continue
         record = records.get(rank)
         if rank in states or record is None or not record.open:
             return False

@@ -60,15 +60,23 @@ def find_waits(
     return waits
 
 
-def in_cycles(incomplete: Sequence[Wait]) -> Sequence[Wait]:
+def in_cycles(incomplete: Sequence[Wait], ended: Collection[int] = ()) -> Sequence[Wait]:
     """Return the collectives without those that wait only because others do.
 
     If no rank waits for the ranks that have called a collective, this collective is not part of the
-    deadlock.
+    deadlock, unless it waits for a rank that has ended.
+
+    Args:
+        incomplete: the collectives.
+        ended: the ranks that have ended.
     """
     while True:
         blocking = {rank for wait in incomplete for rank in wait.missing}
-        left = [wait for wait in incomplete if blocking.intersection(wait.waiting)]
+        left = [
+            wait
+            for wait in incomplete
+            if blocking.intersection(wait.waiting) or not set(ended).isdisjoint(wait.missing)
+        ]
         if len(left) == len(incomplete):
             return left
         incomplete = left

@@ -19,6 +19,7 @@ from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
+from hvdkit.keras.batch_check import wrap_train_function
 from hvdkit.keras.data import ResumableSampler
 from hvdkit.keras.functions import (
     allgather,
@@ -26,6 +27,7 @@ from hvdkit.keras.functions import (
     broadcast,
     broadcast_global_variables,
     broadcast_model,
+    gather_for_loss,
     reducescatter,
 )
 from hvdkit.keras.initial_epoch import wrap_fit
@@ -98,6 +100,7 @@ __all__ = [
     "ddl_built",
     "elastic",
     "flush",
+    "gather_for_loss",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -127,4 +130,5 @@ wrap_compile()
 wrap_epochs()
 wrap_fit()
 wrap_callback_lists()
+wrap_train_function()
 wrap_train_step()

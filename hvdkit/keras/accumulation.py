@@ -9,6 +9,15 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 
 
+def overwritten(variable: Any) -> bool:
+    """Return whether the "gradient" of a variable is its new value, as of a scale for float8.
+
+    Keras computes it from the largest absolute values in a batch. One process with the batches of
+    all ranks has their maximum, as `gradient_accumulation_steps` of Keras does for several batches.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 class AccumulationWindow:
     """The sums of gradients since the last update.
 
@@ -62,8 +71,14 @@ class AccumulationWindow:
                 total.assign(keras.ops.zeros_like(total) if gradient is None else gradient)
 
         def extend() -> None:
-            for total, gradient in zip(self._sums, gradients, strict=True):
-                if gradient is not None:
+            for variable, total, gradient in zip(
+                self.variables, self._sums, gradients, strict=True
+            ):
+                if gradient is None:
+                    continue
+                if overwritten(variable):
+                    total.assign(keras.ops.maximum(total, gradient))
+                else:
                     total.assign_add(gradient)
 
         keras.ops.cond(keras.ops.equal(self.passes, 0), begin, extend)
@@ -92,7 +107,11 @@ class AccumulationWindow:
         ]
         for k, gradient in enumerate(ordered):
             if gradient is not None:
-                sums[k] = sums[k] + backend.dense(gradient)
+                more = backend.dense(gradient)
+                if overwritten(self.variables[k]):
+                    sums[k] = keras.ops.maximum(sums[k], more)
+                else:
+                    sums[k] = sums[k] + more
         return sums
 
     def clear(self) -> None:

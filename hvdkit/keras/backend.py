@@ -267,11 +267,37 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
     return list(reducer(gradients, [v.value for v in variables], [v.path for v in variables]))
 
 
+def are_reduced_by_tape(gradients: Sequence[Any], variables: Sequence[Any], group: Any) -> bool:
+    """Return whether a tape of TensorFlow has reduced these gradients over the same ranks."""
+    if NAME == "torch" or group.single_rank:
+        return False
+    return bool(_imported("reduced_twice", "are_reduced")(gradients, variables, group))
+
+
+def maximum(values: Sequence[Any], name: str, process_set: Any) -> list[Any]:
+    """Return the element-wise maximum over the ranks of float tensors, in one allreduce."""
+    flat = keras.ops.concatenate([keras.ops.reshape(value, [-1]) for value in values])
+    largest = hvd.allreduce(flat, op=hvd.Max, name=name, process_set=process_set)
+    sizes = [int(np.prod(value.shape, dtype=np.int64)) for value in values]
+    parts = keras.ops.split(largest, np.cumsum(sizes)[:-1].tolist())
+    return [
+        keras.ops.reshape(part, tuple(value.shape))
+        for part, value in zip(parts, values, strict=True)
+    ]
+
+
 def step_times() -> Any:
     """Return an object that measures the time that a rank spends in each section of its steps."""
     if NAME == "torch":
         return StepTimes()
     return importlib.import_module("hvdkit.tensorflow.step_times").GraphTimes()
+
+
+def batch_check(name: str, process_set: Any, fail: Callable[[], None]) -> Any:
+    """Return a check in graphs of TensorFlow; None on PyTorch. See `hvdkit.keras.batch_check`."""
+    if NAME == "torch":
+        return None
+    return _imported("batch_check", "BatchCheck")(name, process_set, fail)
 
 
 def begin_backward(times: Any) -> None:

@@ -12,10 +12,17 @@ from typing import Any
 import keras
 
 from hvdkit.core.bucketing import without_layer_numbers, without_model_names
-from hvdkit.core.consistency import RankMismatchError, check_consistency, group_by_text
+from hvdkit.core.consistency import (
+    RankMismatchError,
+    check_consistency,
+    digest,
+    group_by_text,
+)
+from hvdkit.core.same_data import PASSES, SameData
 from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.batch_check import batch_check_of
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.initial_epoch import initial_epoch
 from hvdkit.keras.layer_state import compare_layers
@@ -33,6 +40,24 @@ log = logging.getLogger("hvdkit.keras")
 _WAITING_ADVICE = (
     "every rank must call fit, or in a loop of its own, on_train_begin of its CallbackList. To "
     "train on this rank only, do so in `with hvd.local_fit():`."
+)
+
+_UNREDUCED_ADVICE = (
+    "Each rank trains this part of the model separately, because no hvd.DistributedOptimizer "
+    "reduces its gradients. Wrap every optimizer of the model with hvd.DistributedOptimizer. If "
+    "train_step itself reduces the gradients, pass "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit."
+)
+_CHANGED_ADVICE = (
+    "A layer changes this variable in call, from the batches of its own rank, and hvdkit does not "
+    "reduce it. So each rank has another model, and only that of rank 0 is saved. In training, "
+    "reduce the numbers that call computes from a batch, with hvd.allreduce. If ranks should have "
+    "different values, pass hvd.callbacks.BroadcastGlobalVariablesCallback(0, "
+    "local_variables=[variable]) to fit."
+)
+_SAME_DATA_ADVICE = (
+    "Give each rank its own part: data = hvd.shard(data). Random data need another seed on each "
+    "rank"
 )
 
 _logged: set[str] = set()
@@ -59,6 +84,8 @@ class Coordination:
         needs_one_model: whether a callback on this rank cannot work with a separate model on each
             rank.
         collective: the class names of the callbacks whose hooks are collectives, in their order.
+        changing: the class names of Keras's callbacks that change the model or its optimizer, in
+            their order. They are compared unless `check_parameters` is off.
 
     Attributes:
         in_use: whether this rank needs coordination: its model has a wrapped optimizer or a custom
@@ -74,16 +101,19 @@ class Coordination:
         requested: bool,
         needs_one_model: bool = False,
         collective: Sequence[str] = (),
+        changing: Sequence[str] = (),
     ) -> None:
         self.model = model
+        self._batches = batch_check_of(model)
+        self.group = self._batches.group
         self._needs_one_model = needs_one_model
-        self._collective = ", ".join(collective) or "none"
         self.distributions = distributions_of(model)
-        own_step = model.compiled and has_own_step(model)
-        self._trains_together = bool(self.distributions) or own_step
+        self._has_own_step = model.compiled and has_own_step(model)
+        self._trains_together = bool(self.distributions) or self._has_own_step
+        if any(d.check_parameters for d in self.distributions):
+            collective = [*collective, *changing]
+        self._collective = ", ".join(collective) or "none"
         self.in_use = requested or self._trains_together
-        first = self.distributions[0] if self.distributions else None
-        self.group = first.collectives if first else backend.collectives()
         # `begin` sets these two to the same values on all ranks, even if the callbacks differ.
         self.checks_loss = False
         self.stops_at_batches = False
@@ -95,8 +125,14 @@ class Coordination:
         # The id of a variable without gradients -> digest of its value at the beginning.
         self._before: dict[int, int] = {}
         self._trains_one_model = False
+        self._asks_tapes = False
         self._statistics: StatisticsAverage | None = None
         self._trained: MetricState | None = None
+        # The first losses of this `fit` on this rank.
+        self._first_losses: list[float] = []
+        self._same_data: SameData | None = SameData(
+            self.group, self._digest_of_losses, "losses", _SAME_DATA_ADVICE
+        )
         self._validated: set[str] = set()
         self._averaged: set[str] = set()
 
@@ -104,6 +140,11 @@ class Coordination:
     def has_windows(self) -> bool:
         """Whether an optimizer accumulates batches."""
         return any(d.accumulation_steps > 1 for d in self.distributions)
+
+    @property
+    def _steps_per_execution(self) -> int:
+        # A model in a loop of a user may not be compiled.
+        return int(getattr(self.model, "steps_per_execution", None) or 1)
 
     @property
     def is_first(self) -> bool:
@@ -126,11 +167,13 @@ class Coordination:
                 the replicas of a `tf.distribute.Strategy`.
             BackwardFailed: on every rank, if an earlier `fit` has raised on some ranks only.
         """
+        self._batches.turn(False)
         for distribution in self.distributions:
             distribution.end_interrupted()
         steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
         known = steps is not None
         own = [int(steps or 0), epochs, zlib.crc32(self._collective.encode()) & 0xFFFFFF]
+        own.append(self._steps_per_execution)
         unbuilt = restores and not self.model.built
         synchronized = synchronized_by_strategy(self.model) if self._trains_together else []
         values = [1, int(self.in_use), int(self._needs_one_model), int(known), int(unbuilt)]
@@ -138,12 +181,12 @@ class Coordination:
         with warning_while_waiting(log, backend.hvd.rank(), "fit", _WAITING_ADVICE):
             totals = self.group.sum(values, "hvdkit.keras.fit")
         count, in_use, needs, all_known, any_unbuilt, any_synchronized, *sums = totals
-        differ = [not _are_equal(count, sums[k], sums[k + 3]) for k in range(3)]
+        differ = [not _are_equal(count, sums[k], sums[k + 4]) for k in range(4)]
         if differ[2]:
             by_rank = "; ".join(group_by_text(self.group, self._collective, "hvdkit.keras.fit.who"))
             raise UsageError(
-                f"ranks call fit with different callbacks of hvdkit ({by_rank}), whose hooks are "
-                f"collectives: pass the same callbacks of hvdkit on every rank, in the same order"
+                f"ranks call fit with different callbacks ({by_rank}), whose hooks are collectives "
+                f"or change the model: pass these callbacks on every rank, in the same order"
             )
         if not in_use and needs:
             raise UsageError(
@@ -177,8 +220,10 @@ class Coordination:
                 f"its own batch. Use hvdkit.tensorflow.SyncBatchNormalization(), or omit "
                 f"synchronized=True"
             )
-        if (differ[0] and all_known == count) or differ[1]:
+        if (differ[0] and all_known == count) or differ[1] or differ[3]:
             mine = f"{steps} steps in each of {epochs} epochs"
+            if self._steps_per_execution > 1 or differ[3]:
+                mine += f" with steps_per_execution={self._steps_per_execution}"
             by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))
             raise UsageError(
                 f"ranks call fit with different numbers of steps or epochs ({by_rank}), so the job "
@@ -209,11 +254,14 @@ class Coordination:
         batches = reducing[0].batches if reducing else 0
         own = [terminates, acts, restores, restored, compares, bool(reducing), True, left_open]
         own += [batches, batches * batches]
-        own += [all(d.check_parameters for d in self.distributions)]
+        own += [all(d.check_parameters for d in self.distributions), self._has_own_step]
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.checks_loss, self.stops_at_batches = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
         self._compares_unreduced = counts[10] == counts[6]
+        self._batches.turn(self._trains_one_model)
+        own_steps = backend.NAME == "tensorflow" and counts[11] == counts[6]
+        self._asks_tapes = own_steps and not self._trains_one_model
         for distribution in self.distributions:
             if counts[7]:
                 distribution.discard()
@@ -221,7 +269,7 @@ class Coordination:
         if counts[7] or not _are_equal(counts[6], counts[8], counts[9]):
             # The ranks' counts differ after an error, or some ranks are new.
             for distribution in reducing:
-                distribution.batches = distribution.compared = 0
+                distribution.batches = 0
         if counts[2]:
             broadcast_model(self.model, self.group.ranks[0], self.group.process_set)
             if counts[3]:
@@ -275,6 +323,7 @@ class Coordination:
 
     def end(self) -> None:
         """Record that `fit` has ended without an error. Not a collective."""
+        self._batches.turn(False)
         for distribution in self.distributions:
             distribution.in_fit = False
 
@@ -325,15 +374,17 @@ class Coordination:
         ]
         anywhere = self.group.max([int(value) for value in excluded], "hvdkit.keras.local")
         triples = zip(variables, digests, anywhere, strict=True)
-        check_values(self.group, [(v, digest) for v, digest, skip in triples if not skip])
+        compared = [(v, digest) for v, digest, skip in triples if not skip]
+        check_values(self.group, compared, self._unapplied())
         self._before = {}
 
     def compare_unreduced(self, callbacks: Sequence[Any]) -> None:
-        """Warn if ranks train variables separately. A collective in the first call of a `fit`.
+        """Warn if ranks train or change variables separately. A collective in the first call.
 
         Later calls in the same `fit` do nothing. An optimizer in a `train_step` may be plain, so
         that nothing reduces the gradients of its variables. It is not an error, because a
-        `train_step` may reduce gradients itself, or train separate variables on purpose.
+        `train_step` may reduce gradients itself, or train separate variables on purpose. A layer
+        may change a variable in `call`, such as an average of its inputs.
 
         Args:
             callbacks: as for `compare_values`.
@@ -345,13 +396,19 @@ class Coordination:
             id(v) for c in callbacks if isinstance(c, HasLocalVariables) for v in c.local_variables
         }
         known = {id(v) for d in self.distributions for v in d.shared_variables}
-        variables = [
+        trained = [
             variable
             for variable in self.model.trainable_weights
             if id(variable) not in known
             and not any(d.is_local(variable) for d in self.distributions)
             and not backend.is_among(variable, local)
         ]
+        self._warn_of_difference("unreduced", trained, f"{_UNREDUCED_ADVICE}{self._unapplied()}")
+        changed = [v for v in self._untrained_variables() if not backend.is_among(v, local)]
+        self._warn_of_difference("changed", changed, _CHANGED_ADVICE)
+
+    def _warn_of_difference(self, kind: str, variables: Sequence[Any], advice: str) -> None:
+        """Log on the first rank, once, if variables differ between ranks. A collective."""
         try:
             lines = [f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables]
             subject = "the variables that no wrapped optimizer trains"
@@ -363,15 +420,19 @@ class Coordination:
             if found is None:
                 return
             text = f"ranks have different values of {found[0].path!r} ({found[1]})"
-        if self.is_first and "unreduced" not in _logged:
-            log.warning(
-                "after the first epoch, %s. Each rank trains this part of the model separately, "
-                "because no hvd.DistributedOptimizer reduces its gradients. Wrap every optimizer "
-                "of the model with hvd.DistributedOptimizer. If train_step itself reduces the "
-                "gradients, pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit.",
-                text,
-            )
-        _logged.add("unreduced")
+        if self.is_first and kind not in _logged:
+            log.warning(f"after the first epoch, %s. {advice}", text)
+        _logged.add(kind)
+
+    def _unapplied(self) -> str:
+        """Return a sentence if no wrapped optimizer has reduced anything."""
+        kinds = [type(d.optimizer).__name__ for d in self.distributions]
+        if not kinds or any(d.applied for d in self.distributions):
+            return ""
+        return (
+            f" Nothing was reduced by the wrapped {', '.join(kinds)}, because neither its apply "
+            f"nor its apply_gradients was called: call one of them with the gradients."
+        )
 
     def compare_replicas(self, batches: int) -> None:
         """Count batches, and compare times and trained variables if a comparison is due.
@@ -388,27 +449,90 @@ class Coordination:
             distribution.batches += batches
             if distribution.replicas.is_due(distribution.batches, batches):
                 distribution.stragglers.report()
-                self._compare(distribution)
+                distribution.replicas.compare(distribution.batches)
+                self._compare_data()
             distribution.times.end_step()
 
-    def compare_at_end(self) -> None:
+    def note_logs(self, logs: dict[str, Any] | None) -> None:
+        """Record the loss of a batch, as Keras has computed it. Not a collective."""
+        # A `train_step` of the model may return losses that it has reduced.
+        reads = bool(self.distributions) and not self._has_own_step
+        if reads and len(self._first_losses) < PASSES:
+            loss = float(keras.ops.convert_to_numpy((logs or {}).get("loss", 0.0)))
+            self._first_losses.append(loss)
+
+    def _compare_data(self) -> None:
+        """Compare the first losses, with the first comparison of a `fit`. A collective."""
+        same_data, self._same_data = self._same_data, None
+        if same_data is not None:
+            same_data.compare()
+
+    def _digest_of_losses(self) -> int | None:
+        losses = self._first_losses
+        if len(losses) < PASSES or not all(map(math.isfinite, losses)) or not any(losses):
+            return None
+        return int.from_bytes(digest([repr(loss) for loss in losses])[:8], "little")
+
+    def compare_at_end(self, callbacks: Sequence[Any]) -> None:
         """Compare trained variables at the end of a `fit`. A collective.
+
+        Args:
+            callbacks: the callbacks of this rank whose `on_train_end` may have changed weights.
 
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
         for distribution in self._compared:
-            if distribution.replicas.is_due_at_end(distribution.batches - distribution.compared):
-                self._compare(distribution)
-
-    def _compare(self, distribution: Any) -> None:
-        distribution.replicas.compare(distribution.batches)
-        distribution.compared = distribution.batches
+            if not distribution.replicas.settings.interval:
+                continue
+            try:
+                distribution.replicas.compare(distribution.batches)
+            except RankMismatchError as error:
+                mine = ", ".join(type(c).__name__ for c in callbacks if _acts_at_end(c)) or "none"
+                by_rank = group_by_text(distribution.collectives, mine, "hvdkit.keras.end")
+                if len(by_rank) == 1:
+                    raise
+                raise RankMismatchError(
+                    f"{error} This is the comparison at the end of fit. The callbacks with "
+                    f"on_train_end differ between ranks ({'; '.join(by_rank)}): a callback that "
+                    f"changes weights must be on every rank."
+                ) from None
 
     def begin_batch(self) -> None:
-        """Begin to measure the times of a batch. Not a collective."""
+        """Begin to measure the times of a batch. A collective on PyTorch.
+
+        On PyTorch, the batch has been read. On TensorFlow, the graph of the step reads and checks.
+
+        Raises:
+            UsageError: on every rank, if the data of a rank have ended.
+        """
+        if backend.NAME == "torch":
+            self._batches.begins()
         for distribution in self._compared:
             distribution.times.start()
+
+    def end_batch(self, batches: range) -> None:
+        """Count the batches that were trained. A collective in the first call, and with executions.
+
+        The data may have ended within an execution of several batches.
+
+        Args:
+            batches: their numbers in the epoch.
+
+        Raises:
+            UsageError: on every rank, if other ranks have more batches.
+        """
+        self._batches.trained = batches.stop
+        self._batches.together = self._steps_per_execution
+        if self._batches.together > 1:
+            self._batches.ends()
+        if self._asks_tapes:
+            # Tapes reduce the gradients of a `train_step` without a wrapped optimizer.
+            self._asks_tapes = False
+            reduce = backend.tapes_reduce(self.model.trainable_weights, self.group.process_set)
+            count, reducing = self.group.sum([1, int(reduce)], "hvdkit.keras.tapes")
+            self._batches.turn(reducing == count)
+            self._batches.trained = batches.stop
 
     def _end_batches(self) -> None:
         """Stop measuring times until the next batch.
@@ -460,7 +584,12 @@ class Coordination:
 
         Closes the accumulation window, averages moving statistics, and copies the metrics, because
         validation resets them.
+
+        Raises:
+            UsageError: on every rank, if other ranks have more batches.
         """
+        self._batches.ends()
+        self._batches.trained = 0
         self._end_batches()
         for distribution in self.distributions:
             if distribution.accumulation_steps > 1:
@@ -510,6 +639,13 @@ class Coordination:
             )
         self._averaged.update(state.averaged())
         return state
+
+
+def _acts_at_end(callback: Any) -> bool:
+    """Return whether a callback has a hook `on_train_end`."""
+    # A LambdaCallback's hook is a function.
+    hook = callback.on_train_end
+    return getattr(hook, "__func__", hook) is not keras.callbacks.Callback.on_train_end
 
 
 def _acts_on_batches(callback: Any) -> bool:

@@ -1,6 +1,8 @@
 """Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
 
-from collections.abc import Iterator, Sequence
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,10 @@ from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.stragglers import StragglerReport
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.accumulation import AccumulationWindow
+from hvdkit.keras.accumulation import AccumulationWindow, overwritten
 from hvdkit.keras.replicas import keras_replicas, steps_of
+
+log = logging.getLogger("hvdkit.keras")
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -34,7 +38,7 @@ class Distribution:
         times: the time that this rank spends in each section of its steps, in `fit`.
         stragglers: compares `times` between the ranks every few batches.
         batches: the number of batches of distributed `fit` calls since the start.
-        compared: the value of `batches` at the last comparison of `replicas` in a `fit`.
+        applied: whether the optimizer was given gradients, which it reduces.
         in_fit: True during a distributed `fit`, and after a `fit` that ended with an error.
     """
 
@@ -59,7 +63,8 @@ class Distribution:
         self.process_set = process_set
         self.collectives = backend.collectives(process_set)
         self.check_settings = check_settings
-        self.batches = self.compared = 0
+        self.batches = 0
+        self.applied = False
         self.replicas = ReplicaCheck(
             self.collectives,
             check_settings,
@@ -78,11 +83,16 @@ class Distribution:
         self._reducer_state: Any = None
         self._window: AccumulationWindow | None = None
         self._applying = False
+        self._warned_of_tape = False
+        self._update: Callable[..., None] = optimizer.apply
         self._model_in_step: Any = None
         self.hook(optimizer)
 
     def hook(self, optimizer: Any) -> None:
-        """Replace `apply` and `scale_loss` of an optimizer, to reduce gradients in `apply`.
+        """Replace methods of an optimizer, to reduce gradients in `apply`.
+
+        Also in `apply_gradients`, if the optimizer's class has its own, which may change gradients
+        before it calls `apply`, or not call `apply`.
 
         Args:
             optimizer: the wrapped optimizer, or a `LossScaleOptimizer` around it. A
@@ -103,18 +113,37 @@ class Distribution:
             )
         self._optimizer = optimizer
 
+        kind = type(optimizer)
+
         def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            self._apply(optimizer, list(grads), trainable_variables)
+            update = functools.partial(kind.apply, optimizer)
+            self._apply(optimizer, update, list(grads), trainable_variables)
+
+        def apply_gradients(grads_and_vars: Any, **options: Any) -> Any:
+            def update(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+                kind.apply_gradients(optimizer, zip(grads, variables, strict=True), **options)
+
+            grads, variables = zip(*grads_and_vars, strict=True)
+            self._apply(optimizer, update, list(grads), list(variables))
+            return optimizer.iterations
 
         def scale_loss(loss: Any) -> Any:
             self._expect_gradients()
-            return type(optimizer).scale_loss(optimizer, loss)
+            return kind.scale_loss(optimizer, loss)
 
-        for method in (apply, scale_loss):
-            method.__doc__ = getattr(type(optimizer), method.__name__).__doc__
+        methods: list[Callable[..., Any]] = [apply, scale_loss]
+        if kind.apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
+            methods.append(apply_gradients)
+        for method in methods:
+            method.__doc__ = getattr(kind, method.__name__).__doc__
             # Bypass Keras's `__setattr__`, which would search the value for variables.
             object.__setattr__(optimizer, method.__name__, method)
         object.__setattr__(optimizer, _ATTRIBUTE, self)
+
+    @property
+    def optimizer(self) -> Any:
+        """The wrapped optimizer, or the `LossScaleOptimizer` around it."""
+        return self._optimizer
 
     def keep_local(self, item: Any) -> None:
         """Keep a variable or a layer local to each rank.
@@ -155,14 +184,30 @@ class Distribution:
         if self._reducer is not None:
             backend.end_interrupted(self._reducer)
 
-    def _apply(self, optimizer: Any, gradients: list[Any], given: Sequence[Any] | None) -> None:
+    def _apply(
+        self,
+        optimizer: Any,
+        update: Callable[..., None],
+        gradients: list[Any],
+        given: Sequence[Any] | None,
+    ) -> None:
+        """Reduce gradients and pass them to a method of the optimizer's class.
+
+        Args:
+            optimizer: the optimizer.
+            update: the method; called with gradients and variables.
+            gradients: the gradients of this rank.
+            given: the variables; None for those that the optimizer was built with.
+        """
         variables = optimizer._trainable_variables if given is None else list(given)
         if self._applying or not variables or len(gradients) != len(variables):
             # The gradients are reduced already, or there are none, or Keras reports an error.
-            type(optimizer).apply(optimizer, gradients, given)
+            update(gradients, given)
             return
-        self._optimizer = optimizer
+        self._optimizer, self._update = optimizer, update
+        self.applied = True
         backend.check_no_strategy()
+        self._check_reduced_once(gradients, variables)
         if self.accumulation_steps == 1:
             self._apply_reduced(self._reduce(gradients, variables), variables)
             return
@@ -183,13 +228,32 @@ class Distribution:
             lambda: window.add(ordered),
         )
 
+    def _check_reduced_once(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Check that no distributed tape has reduced the gradients.
+
+        Raises:
+            UsageError: on every rank, if a second reduction would change them.
+        """
+        if not backend.are_reduced_by_tape(gradients, variables, self.collectives):
+            return
+        text = (
+            "gradients are reduced twice: by hvd.DistributedGradientTape, and by the optimizer of "
+            "hvd.DistributedOptimizer"
+        )
+        advice = "Use one of them: a plain tf.GradientTape, or the plain optimizer"
+        if not self.reduction.average:
+            count = len(self.collectives.ranks)
+            raise UsageError(
+                f"{text}, which would multiply them by {count}, because its op is hvd.Sum. {advice}"
+            )
+        if not self._warned_of_tape and backend.hvd.rank() == self.collectives.ranks[0]:
+            log.warning("%s. The second mean costs time and changes nothing. %s.", text, advice)
+        self._warned_of_tape = True
+
     def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Update with reduced gradients of `variables`, unless all ranks skip the update."""
         optimizer = self._optimizer
-
-        def update() -> None:
-            type(optimizer).apply(optimizer, gradients, variables)
-
+        update = functools.partial(self._update, gradients, variables)
         self._applying = True
         try:
             if self._on_nonfinite == IGNORE:
@@ -215,7 +279,10 @@ class Distribution:
         with backend.after_assignment(window.passes):
             reduced = self._reduce(sums, window.variables)
         if scale != 1.0:
-            reduced = [backend.scaled(g, scale) for g in reduced]
+            reduced = [
+                g if overwritten(v) else backend.scaled(g, scale)
+                for g, v in zip(reduced, window.variables, strict=True)
+            ]
         self._apply_reduced(reduced, window.variables)
 
     def flush(self) -> bool:
@@ -281,7 +348,8 @@ class Distribution:
             self._reducer.restore_state(state or ())
 
     def _shared(self, variables: Sequence[Any]) -> list[Any]:
-        return [v for v in variables if not self.is_local(v)]
+        """Return the variables whose gradients are averaged or added up."""
+        return [v for v in variables if not self.is_local(v) and not overwritten(v)]
 
     def _get_reducer(self, shared: Sequence[Any]) -> Any:
         """Return the reducer; the first call makes it.
@@ -307,15 +375,31 @@ class Distribution:
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         shared = self._shared(variables)
-        indices = [k for k, v in enumerate(variables) if not self.is_local(v)]
+        known = {id(v) for v in shared}
+        indices = [k for k, v in enumerate(variables) if id(v) in known]
         reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in indices], shared)
         result = list(gradients)
         if self._local and self._scale_local:
             factor = 1.0 / len(self.collectives.ranks)
-            result = [backend.scaled(g, factor) for g in result]
+            result = [
+                g if overwritten(v) else backend.scaled(g, factor)
+                for g, v in zip(result, variables, strict=True)
+            ]
         for k, gradient in zip(indices, reduced, strict=True):
             result[k] = gradient
+        self._maximize(result, variables)
         return result
+
+    def _maximize(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+        """Replace new values of variables, see `overwritten`, by their maximum over the ranks."""
+        indices = [k for k, v in enumerate(variables) if overwritten(v) and not self.is_local(v)]
+        if not indices or self.collectives.single_rank:
+            return
+        # A rank that has not used a layer keeps the values.
+        own = [variables[k].value if gradients[k] is None else gradients[k] for k in indices]
+        largest = backend.maximum(own, "hvdkit.keras.maximum", self.process_set)
+        for k, value in zip(indices, largest, strict=True):
+            gradients[k] = value
 
     def _group_indices(self, shared: Sequence[Any]) -> list[list[int]]:
         if isinstance(self._groups, int):

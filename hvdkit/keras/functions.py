@@ -32,7 +32,8 @@ def allreduce(
         average: True: the mean; False: the sum. Use `op` instead.
         prescale_factor: factor before the reduction.
         postscale_factor: factor after the reduction.
-        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`.
+        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`. The mean of integers is cut
+            to an integer, with a warning: pass floating-point numbers.
         compression: `Compression.fp16` to send 16 bits per number. None: send the value's dtype.
 
     Returns:
@@ -59,9 +60,19 @@ def allreduce(
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return all ranks' values, concatenated along the first dimension.
 
-    The size of the first dimension may differ between ranks.
+    The size of the first dimension may differ between ranks. Scalars become a vector. The gradient
+    is the mean over ranks: for a loss of the gathered values, use `gather_for_loss`.
     """
     return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
+
+
+def gather_for_loss(value: Any, name: str | None = None) -> Any:
+    """Return all ranks' rows for a loss that each rank computes of them, as in SimCLR or CLIP.
+
+    The result is that of `allgather`. The gradient is the sum over ranks, not the mean. After the
+    mean that the optimizer takes, it is the gradient of the mean of the ranks' losses.
+    """
+    return hvd.gather_for_loss(keras.ops.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:

@@ -178,6 +178,10 @@ class _Keras:
         """See `Framework`."""
         return {} if self._times is None else dict(self._times.totals())
 
+    @staticmethod
+    def forward_began() -> None:
+        """See `Framework`."""
+
     def pause(self) -> None:
         """See `Framework`. The coordination of `fit` stops the times itself."""
 

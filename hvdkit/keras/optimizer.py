@@ -63,7 +63,8 @@ def DistributedOptimizer(
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
-        sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
+        sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows,
+            and add up rows of the same index.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
             sum and by size / factor after the sum. 1.0, the default: the wire format chooses the
             factor.
@@ -78,7 +79,7 @@ def DistributedOptimizer(
         backward_passes_per_step: Horovod's name for `accumulation_steps`. The optimizer gets the
             sum over the batches, unless `average_aggregated_gradients`.
         average_aggregated_gradients: see `backward_passes_per_step`.
-        process_set: the ranks to reduce over. On other ranks gradients are unchanged.
+        process_set: the ranks to reduce over. On other ranks gradients are not reduced.
         scale_local_gradients: divide the gradients of local variables by the number of ranks. See
             `PartialDistributedOptimizer`.
         bucket_bytes: the largest size in bytes of a bucket with several gradients.

@@ -6,9 +6,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.consistency import check_consistency
+from hvdkit.core.consistency import RankMismatchError, check_consistency
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.models import distributions_of
+from hvdkit.keras.value_check import digest_of, find_difference
 
 
 def predict(
@@ -31,7 +33,8 @@ def predict(
 
     Raises:
         UsageError: the arrays have different numbers of rows, or no rows.
-        RankMismatchError: on every rank, if ranks have different numbers of rows.
+        RankMismatchError: on every rank, if ranks have different numbers of rows, or if the models'
+            weights differ, except those of `local_layers` (see `PartialDistributedOptimizer`).
         HvdkitError: on every rank, if `model.predict` has raised on one of them.
 
     Example:
@@ -50,17 +53,31 @@ def predict(
         problem = f"the arrays of x have {counts} rows: expected the same number >= 1 in all arrays"
     rows = counts[0] if counts else 0
     group = backend.collectives(process_set)
+    distributions = distributions_of(model)
+    weights = [v for v in model.weights if not any(d.is_local(v) for d in distributions)]
     if not group.single_rank:
         check_consistency(
             group,
-            [problem or "no problem", f"{rows} rows", f"{len(arrays)} arrays"],
-            "the data of predict",
-            "Pass all rows on every rank; predict divides them.",
+            [
+                problem or "no problem",
+                f"{rows} rows",
+                f"{len(arrays)} arrays",
+                *(f"variable {i}, {v.dtype} {list(v.shape)}" for i, v in enumerate(weights)),
+            ],
+            "the data of predict and its model",
+            "Pass all rows on every rank, and equal models; predict divides the rows.",
         )
     if problem:
         raise UsageError(problem)
     if group.single_rank:
         return model.predict(x, batch_size=batch_size, **options)
+    found = find_difference(group, [(v, digest_of(v)) for v in weights])
+    if found is not None:
+        raise RankMismatchError(
+            f"ranks have different values of {found[0].path!r} ({found[1]}), so hvd.predict would "
+            f"mix predictions of different models. Call hvd.broadcast_model(model, root_rank=0) "
+            f"before, or call model.predict on one rank."
+        )
     ranks = list(group.ranks)
     index = ranks.index(group.rank)
     start, end = (rows * k // len(ranks) for k in (index, index + 1))

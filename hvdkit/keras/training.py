@@ -24,10 +24,11 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
   that `BackupAndRestore` restores on the first rank.
 - Raise an error if adapted layers, such as vocabularies, differ between ranks.
 - Raise an error if ranks begin at different epochs.
+- Before each batch, raise an error if the data of some ranks have ended.
 - After the first batch, compare the values of variables between ranks. Every few batches, compare
   the trained variables, the optimizer's variables, and the times that the ranks need.
-- After the first epoch, compare the variables that no wrapped optimizer trains, and warn if they
-  differ.
+- After the first epoch, compare the variables that no wrapped optimizer trains, and those that
+  layers change in `call`, and warn if they differ.
 - With a `TerminateOnNaN`, set the loss of a batch to NaN on every rank if the loss is not finite on
   one rank.
 - If a callback stops training on one rank, stop on every rank. If a user's callback has a hook for
@@ -73,6 +74,21 @@ _WRITERS: tuple[type, ...] = tuple(
     )
     if hasattr(keras.callbacks, name)
 )
+
+# Callbacks that change weights or the learning rate.
+_CHANGING: tuple[type, ...] = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
+
+
+def _changes_model(callback: Any) -> bool:
+    """Return whether a callback is one of Keras that changes the model or its optimizer."""
+    if isinstance(callback, keras.callbacks.EarlyStopping):
+        return bool(callback.restore_best_weights)
+    return isinstance(callback, _CHANGING)
+
 
 _local: ContextVar[bool] = ContextVar("hvdkit_local_fit", default=False)
 
@@ -224,6 +240,8 @@ class _CoordinatedList(CountsBatches):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         coordination = self._coordination
+        coordination.end_batch(self.executed(batch))
+        coordination.note_logs(logs)
         broken = False
         if coordination.checks_loss:
             logs, broken = coordination.check_loss(logs)
@@ -261,10 +279,12 @@ class _CoordinatedList(CountsBatches):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._in_fit = False
-        # Before the hooks of callbacks, which may change weights.
-        self._coordination.compare_at_end()
         self._coordination.end()
         super().on_train_end(logs)  # type: ignore[misc]
+        # After the hooks of callbacks, which may change weights.
+        self._coordination.compare_at_end(
+            [c for c in self.callbacks if not isinstance(c, (*_WRITERS, ProgbarLogger))]
+        )
 
 
 class _LocalList:
@@ -397,7 +417,8 @@ def _coordinate(callback_list: Any, model: Any) -> None:
         for c in callback_list.callbacks
         if isinstance(c, CollectiveCallback) and not isinstance(c, ReducesMetrics)
     ]
-    coordination = Coordination(model, bool(requesting), needs_one_model, collective)
+    changing = [type(c).__name__ for c in callback_list.callbacks if _changes_model(c)]
+    coordination = Coordination(model, bool(requesting), needs_one_model, collective, changing)
     if not (model.compiled or coordination.in_use or needs_one_model):
         return
     if coordination.group.single_rank and not coordination.has_windows:

@@ -22,12 +22,13 @@ _TOLERANCE = 1e-4
 _SHOWN = 3
 
 
-def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
+def check_values(group: Collectives, values: Sequence[tuple[Any, int]], advice: str = "") -> None:
     """Raise if the values of a variable differ between ranks. A collective.
 
     Args:
         group: the collectives of the ranks to compare.
         values: `keras.Variable`s, in the same order on every rank, each with its `digest_of`.
+        advice: the end of an error.
 
     Raises:
         RankMismatchError: on every rank, naming the first variable that differs by more than
@@ -41,7 +42,7 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]]) -> None:
         f"mean gradients never make them equal. Pass "
         f"hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit, or call "
         f"hvd.broadcast_model(model, root_rank=0) before fit. If ranks should have different "
-        f"values, pass check_parameters=False to hvd.DistributedOptimizer."
+        f"values, pass check_parameters=False to hvd.DistributedOptimizer.{advice}"
     )
 
 

@@ -36,12 +36,10 @@ from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.echo import Echo, MakeOutput
 from hvdkit.launch.host_facts import facts
+from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
 from hvdkit.signals import STOP_SIGNALS
-
-#: Seconds between SIGTERM and SIGKILL, where the launcher does not choose them.
-ORPHAN_GRACE = 8.0
 
 _READ_BYTES = 65536
 _ENDING_POLL_SECONDS = 0.05
@@ -94,7 +92,7 @@ class Agent:
         self._unread = 0
         if overrides is None:
             self._unsent += messages.encode("alive")
-        self._ranks = LocalRanks(keep_rank_variables, terminal, ORPHAN_GRACE, job)
+        self._ranks = LocalRanks(keep_rank_variables, terminal, job)
         self._keep_rank_variables = keep_rank_variables
         self._init_state = (0, False, False)
         self._records_at = 0.0
@@ -117,6 +115,7 @@ class Agent:
 
     def run(self) -> None:
         """Handle messages until every process of the job on this host has ended."""
+        adopt_orphans()
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
         # A batch system may send it to all processes, for scripts that handle it.
@@ -459,7 +458,6 @@ class Agent:
             self._drain(rank)
             self._send("ended", **end)
             self._send_pending()
-            self._ranks.find_orphans()
         if self._ranks.all and all(rank.reported for rank in self._ranks.all):
             # The ranks' helper processes may still run.
             self._end(ORPHAN_GRACE)

@@ -301,7 +301,7 @@ def add_host_arguments(verb: argparse.ArgumentParser) -> None:
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="a file with the hosts: lines `host slots=4`",
+        help="a file with the hosts, as for Open MPI, MPICH or PBS: `host slots=4`",
     )
     network = verb.add_argument_group("other hosts")
     network.add_argument("-p", "--ssh-port", type=int, metavar="PORT")

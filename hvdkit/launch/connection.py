@@ -25,7 +25,7 @@ from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import FAILED, NO_ANSWER, Ssh
 from hvdkit.processes import exit_text, wait_for_killed
 
-_AGENT = ["-m", "hvdkit.launch.agent"]
+_AGENT = ["-P", "-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
 # The errors of a connection to a host that does not answer.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.hosts import Host, parse_hosts
+from hvdkit.launch.hosts import Host, parse_lines
 from hvdkit.processes import wait_for_killed
 
 _SCRIPT_SECONDS = 60.0
@@ -72,8 +71,7 @@ def discover(
             f"--host-discovery-script {script} failed with exit status {process.returncode}: "
             f"{errors.strip()[-500:] or 'it wrote no error. Run it by hand'}"
         )
-    words = [w if re.search(r":\d+$", w) else f"{w}:{slots}" for w in out.split()]
-    return parse_hosts(",".join(words), f"--host-discovery-script {script}:") if words else []
+    return parse_lines(out, f"--host-discovery-script {script}", slots)
 
 
 class _ScriptError(Exception):

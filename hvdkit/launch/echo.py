@@ -53,7 +53,9 @@ class Echo:
         self._output = self._make_output(size, *self._streams)
 
     def step(self) -> None:
-        """Write what the readers take now."""
+        """Show the states of progress bars, and write what the readers take now."""
+        if self._output is not None:
+            self._output.show_bars()
         for stream in self._streams:
             stream.step()
 
@@ -87,6 +89,9 @@ class _Stream(io.BytesIO):
         self.pending = bytearray()
         self._failed = False
         self._error: OSError | None = None
+
+    def isatty(self) -> bool:
+        return os.isatty(self.descriptor)
 
     def write(self, data: Any) -> int:
         if self._error is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hvdkit.errors import HOSTS_CHANGED, RESUMABLE
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
-from hvdkit.launch.failures import Failure, Failures, tail_of
+from hvdkit.launch.failures import RAISED_SECONDS, Failure, Failures, end_of, tail_of
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
@@ -20,7 +20,7 @@ from hvdkit.launch.stalls import Stalls
 from hvdkit.processes import exit_text
 from hvdkit.signals import STOP_SIGNALS
 
-#: The most ranks whose last lines are shown if srun has ended all ranks.
+#: The most ranks whose last lines are shown if srun or the launcher has ended them.
 _RAISED_SHOWN = 3
 # Signals with which the launcher, the user or a batch system ends a process.
 _ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGKILL)
@@ -362,7 +362,8 @@ class Endings:
             aborted_by,
             {cause.rank: stalls.failed_collective(cause.rank)[0]},
         )
-        report = _joined(causes, report, stalls.mismatch(), self._remarks, self.problem)
+        earlier = self._raised_before(cause)
+        report = _joined(causes, report, earlier, stalls.mismatch(), self._remarks, self.problem)
         return Outcome(
             code,
             report,
@@ -398,6 +399,26 @@ class Endings:
         rank, (_, exception) = min(self._raised.items(), key=lambda each: each[1])
         named = self._plan.describe([rank])
         return f"R{named[1:]} had written a traceback, but not ended: {exception}"
+
+    def _raised_before(self, cause: Failure) -> str:
+        """Return the last lines of ranks that had raised an error before the first failure.
+
+        The launcher has ended these ranks: their threads and functions of `atexit` took longer than
+        those of the ranks that failed because of them. An older error was probably caught.
+        """
+        earlier = {
+            rank: raised_at
+            for rank, (raised_at, _) in self._raised.items()
+            if 0 < cause.began - raised_at < RAISED_SECONDS
+        }
+        shown = [Failure(rank, 0, self._output.tail(rank)) for rank in sorted(earlier)]
+        return _joined(
+            *(
+                f"Before this, {self._plan.describe([failure.rank])} had written a traceback, and "
+                f"had not ended when the launcher ended it.\n{end_of(failure)}"
+                for failure in sorted(shown, key=lambda each: earlier[each.rank])[:_RAISED_SHOWN]
+            )
+        )
 
     def _ended_by(self, number: signal.Signals) -> Outcome:
         """Return the outcome of a stop signal. Its forwarded signal may be another one."""

@@ -27,7 +27,7 @@ _WAITS = (0.5, 2.0, 2.0, 5.0, 5.0)
 _KILLED_WAIT = 0.1
 #: The most seconds between the traceback of a rank and its end. An earlier traceback may be that of
 #: an error that the script has caught.
-_RAISED_SECONDS = 10.0
+RAISED_SECONDS = 10.0
 
 #: The most failures whose last lines are shown. Failures with the same last line are shown once.
 _SHOWN = 3
@@ -245,7 +245,7 @@ class Failures:
             engine_error: returns that of `Failure`. Only called for a rank without a traceback.
         """
         now = time.monotonic()
-        is_recent = now - raised_at < _RAISED_SECONDS
+        is_recent = now - raised_at < RAISED_SECONDS
         # Status 1: Python's after an exception. Functions of `atexit` may then run for long.
         caught = not is_recent and status != 1 and raised_at > float("-inf")
         began = raised_at if is_recent else now
@@ -268,7 +268,7 @@ class Failures:
             raised_at: when it wrote its last traceback (`time.monotonic`).
         """
         end = Failure(rank, 0, tail)
-        is_recent = time.monotonic() - raised_at < _RAISED_SECONDS
+        is_recent = time.monotonic() - raised_at < RAISED_SECONDS
         if is_recent and end.exception is not None and not end.is_lost_peer:
             self._raised[rank] = end.exception
 
@@ -379,7 +379,7 @@ class Failures:
             lines.append(
                 "If mpirun or srun gets a signal, or loses its daemon on a host, it ends all ranks."
             )
-        lines.append(_end_of(first))
+        lines.append(end_of(first))
         shown = {first.last_line}
         consequences = (_TERMINATED, _LOST_PEER) if first.kind < _TERMINATED else (_LOST_PEER,)
         similar = [f for f in others if f.kind not in consequences or f.kind == first.kind]
@@ -388,7 +388,7 @@ class Failures:
                 shown.add(failure.last_line)
                 rank = _capitalized(self._describe([failure.rank]))
                 lines.append(f"{rank} failed, too: {failure.end}.")
-                lines.append(_end_of(failure))
+                lines.append(end_of(failure))
         same = sum(failure.last_line == first.last_line for failure in similar)
         if same and not all_alike:
             lines.append(
@@ -451,7 +451,7 @@ def _without_cause(
     return " ".join([text, *remarks])
 
 
-def _end_of(failure: Failure) -> str:
+def end_of(failure: Failure) -> str:
     """Return the last lines of a rank that has failed, after its error if they lack it."""
     text, exception = tail_of(failure.rank, failure.tail), failure.exception
     if exception is None or " ".join(exception.split()) in " ".join(text.split()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.reachability import broken_connections
+from hvdkit.processes import python_command
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from hvdkit.signals import begin_to_note, stop_noting
 
@@ -226,7 +226,7 @@ def manual_commands(
         on_host: returns the command that runs the given words on a host.
     """
     port = network.free_port(address)
-    rendezvous = [sys.executable, "-m", "hvdkit.rendezvous", address, str(port)]
+    rendezvous = python_command("-m", "hvdkit.rendezvous", address, str(port))
     lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
     places = place_variables(plan, address, port)
     master = (interfaces[plan.places[0].host].address, network.free_port(address))

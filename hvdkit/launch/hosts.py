@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,12 @@ _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-
 _MOST_SLOTS = 100_000
 # The most characters of a user's text in an error.
 _SHOWN = 200
+
+# The settings of Open MPI's hostfiles for the slots of a host, and for the most ranks on it.
+_SLOTS = ("slots", "cpu", "count")
+_MOST = {f"{unit}-max" for unit in _SLOTS} | {f"max-{unit}" for unit in _SLOTS}
+
+_NAMED_TWICE = "is named twice; name it once, with all its slots"
 
 _NAME_SECONDS = 10.0
 _NAMES_AT_ONCE = 64
@@ -62,41 +68,78 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
         UsageError: a part is not a host, or a host is named twice.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    # A script may print a long text that is no list of hosts.
     where = f"{source} {_shortened(text)}"
     return _checked(
-        (_parse(part, where) for part in parts), where, "HOST:SLOTS, separated by commas"
+        [_parse(part, where) for part in parts], where, "HOST:SLOTS, separated by commas"
     )
 
 
-def read_hostfile(path: Path) -> list[Host]:
-    """Return the hosts of a file with lines `host slots=4` or `host:4`; `#` begins a comment.
+def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
+    """Return the hosts of a text with a line `HOST:SLOTS` or `HOST` for each; may be empty.
 
-    Open MPI's `max_slots=8` is ignored. `host` alone is one slot.
+    Args:
+        text: the lines.
+        source: where they are from, for errors.
+        slots: the slots of a host without a number.
 
     Raises:
-        UsageError: the file cannot be read, or a line is not a host.
+        UsageError: a line is not a host, or a host is named twice.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    found = [_parse(line, f"{source}, line {number}", slots) for number, line in lines if line]
+    return _checked(found, source, "a line HOST:SLOTS for each") if found else []
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Return the hosts of a file. `#` begins a comment, and `host` alone is one slot.
+
+    The lines are those of Open MPI (`host slots=4 max-slots=8`), MPICH and Horovod (`host:4`), or
+    PBS (`host`, a line for each slot). If a host has several lines, their slots are added.
+
+    Raises:
+        UsageError: the file cannot be read, a line is not a host, or a later line of a host has a
+            setting, which Open MPI refuses, too.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig", errors="backslashreplace").splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}") from error
-    found = []
+    found: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if words:
-            where = f"{path}, line {number}"
-            settings = dict(word.split("=", 1) for word in words[1:] if "=" in word)
-            if len(settings) != len(words) - 1 or not settings.keys() <= {"slots", "max_slots"}:
-                raise UsageError(f"{where}: {line.strip()!r} is not `HOST slots=N` or `HOST:N`")
-            slots = settings.get("slots")
-            if slots is not None and not (slots.isascii() and slots.isdigit()):
-                raise UsageError(f"{where}: slots={slots}: expected a number")
-            found.append(_parse(words[0] if slots is None else f"{words[0]}:{slots}", where))
-    return _checked(found, str(path), "one host per line, such as: host0 slots=2")
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        where = f"{path}, line {number}"
+        host, has_setting = _parse_line(text, where)
+        before = found.get(host.name)
+        if before is not None and has_setting:
+            raise UsageError(f"{where}: {host.name} {_NAMED_TWICE}")
+        slots = host.slots + (0 if before is None else before.slots)
+        found[host.name] = Host(host.name, slots)
+    return _checked(list(found.values()), str(path), "one host per line, such as: host0 slots=2")
 
 
-def _parse(text: str, where: str) -> Host:
+def _parse_line(line: str, where: str) -> tuple[Host, bool]:
+    """Return the host of a line of a hostfile, and whether a setting gives its slots."""
+    name, *words = re.sub(r"\s*=\s*", "=", line).split()
+    settings = {}
+    for word in words:
+        setting, _, value = word.partition("=")
+        settings[setting.replace("_", "-")] = value
+        if not (setting in _SLOTS or setting.replace("_", "-") in _MOST):
+            raise UsageError(
+                f"{where}: {_shortened(word)!r} is not expected. A line is `HOST`, `HOST:N` or "
+                f"`HOST slots=N max-slots=N`. A user is part of the host (USER@HOST), and a port "
+                f"belongs to ~/.ssh/config"
+            )
+        if not (value.isascii() and value.isdigit()):
+            raise UsageError(f"{where}: {_shortened(word)!r}: expected a number, as in slots=2")
+    # Open MPI uses the limit if it is the only number.
+    given = [settings[each] for each in (*_SLOTS, *sorted(_MOST)) if each in settings]
+    return _parse(f"{name}:{given[0]}" if given else name, where), bool(given)
+
+
+def _parse(text: str, where: str, default: int = 1) -> Host:
     match = re.fullmatch(rf"({_NAME.pattern})(?::([0-9]+))?", text)
     if match is None:
         # A bare IPv6 address cannot be told from an address with slots.
@@ -104,7 +147,7 @@ def _parse(text: str, where: str) -> Host:
         raise UsageError(
             f"{where}: {_shortened(text)!r} is not a host; expected HOST or HOST:SLOTS{brackets}"
         )
-    digits = (match[2] or "1").lstrip("0") or "0"
+    digits = (match[2] or str(default)).lstrip("0") or "0"
     # Python does not convert thousands of digits.
     slots = int(digits) if len(digits) <= len(str(_MOST_SLOTS)) else _MOST_SLOTS + 1
     if slots > _MOST_SLOTS:
@@ -123,14 +166,11 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _checked(hosts: Iterable[Host], where: str, expected: str) -> list[Host]:
-    found = list(hosts)
+def _checked(found: list[Host], where: str, expected: str) -> list[Host]:
     names = [host.name for host in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(
-            f"{where}: {', '.join(twice)} is named twice; name it once, with all its slots"
-        )
+        raise UsageError(f"{where}: {', '.join(twice)} {_NAMED_TWICE}")
     if not found:
         raise UsageError(f"{where}: no hosts in it; expected {expected}")
     return found

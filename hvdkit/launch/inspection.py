@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import socket
@@ -44,6 +45,7 @@ def examine(directory: str) -> dict[str, Any]:
         "versions": versions,
         "own_name": _own_name(),
         "shared_memory": _free("/dev/shm"),
+        "shared_memory_writable": os.access("/dev/shm", os.W_OK | os.X_OK),
         "disk": _free(directory),
         "memory": psutil.virtual_memory().available,
         "gpus": gpus(),

@@ -14,12 +14,12 @@ import psutil
 from hvdkit.core.recorder import FOLDER_VARIABLE
 from hvdkit.faults.process_states import STOPPED
 from hvdkit.faults.record_folder import RecordFolder
-from hvdkit.launch.guard import Guard
+from hvdkit.launch.keeper import ORPHAN_GRACE, KeptGroup
 from hvdkit.launch.memory_kills import MemoryKills
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool
 from hvdkit.mpi_segments import SegmentFolder, mpich_files
-from hvdkit.processes import ProcessGroup, without_rank_variables
+from hvdkit.processes import StartedProcess, without_rank_variables
 
 _STREAMS = ("stdout", "stderr")
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -41,7 +41,7 @@ class RankProcess:
         memory: tells whether the kernel has killed the process for lack of memory.
     """
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, rank: int, process: StartedProcess) -> None:
         self.rank = rank
         self.process = process
         self.reported = False
@@ -79,8 +79,6 @@ class LocalRanks:
             that MPI needs.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
-        grace: the seconds between SIGTERM and SIGKILL if the launcher is lost. Otherwise the
-            launcher chooses them.
         job: as for `RecordFolder`.
 
     Attributes:
@@ -90,9 +88,7 @@ class LocalRanks:
             its first step.
     """
 
-    def __init__(
-        self, keep_rank_variables: bool, terminal: Sequence[int], grace: float, job: str = ""
-    ) -> None:
+    def __init__(self, keep_rank_variables: bool, terminal: Sequence[int], job: str = "") -> None:
         self.all: list[RankProcess] = []
         self._job = job
         self.records = RecordFolder(job)
@@ -101,9 +97,7 @@ class LocalRanks:
         self._mpich_files: set[Path] = set()
         self._keep_rank_variables = keep_rank_variables
         self._terminal = terminal
-        self._grace = grace
-        self._group = ProcessGroup()
-        self._guard: Guard | None = None
+        self._group = KeptGroup()
         self._spares = SparePool()
 
     def start(
@@ -130,7 +124,6 @@ class LocalRanks:
             for rank in ranks
         ]
         self._group, started = self._spares.claim(slots, report_alive)
-        self._guard = Guard(self._group, self._grace, self._remove_folders)
         for rank, slot in zip(ranks, slots, strict=True):
             process = started.get(slot.rank) or self._start(slot, rank["terminal"], task)
             self.all.append(RankProcess(slot.rank, process))
@@ -138,7 +131,7 @@ class LocalRanks:
         if task.get("spares"):
             self._spares.watch(task["command"], task["directory"], slots)
 
-    def _start(self, slot: Slot, terminal: bool, task: Message) -> subprocess.Popen[bytes]:
+    def _start(self, slot: Slot, terminal: bool, task: Message) -> StartedProcess:
         pipes = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
         stdin, stdout, stderr = self._terminal if terminal else pipes
         # Hydra, the mpirun of MPICH, communicates with ranks over a descriptor that they inherit.
@@ -150,7 +143,6 @@ class LocalRanks:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            dies_with_us=True,
             cpus=slot.cpus,
             pass_fds=[int(os.environ["PMI_FD"])] if hydra else [],
         )
@@ -175,10 +167,6 @@ class LocalRanks:
         for rank in self.all:
             self._mpich_files |= mpich_files(rank.process.pid)
 
-    def find_orphans(self) -> None:
-        """Find the processes that a rank has left. Call it soon after the end of each rank."""
-        self._group.find_orphans()
-
     def states(self) -> dict[int, str]:
         """Return the state of each rank, see `RankProcess.state`."""
         return {rank.rank: rank.state() for rank in self.all}
@@ -195,7 +183,7 @@ class LocalRanks:
         for rank in self.all:
             rank.close()
         self.all = []
-        self._close_guard()
+        self._group.close()
         self._remove_folders()
         self.records = RecordFolder(self._job)
         self.kills_at = float("inf")
@@ -208,10 +196,10 @@ class LocalRanks:
         """
         self._spares.end()
         try:
-            for _ in self.terminate(self._grace):
+            for _ in self.terminate(ORPHAN_GRACE):
                 time.sleep(_POLL_SECONDS)
         finally:
-            self._close_guard()
+            self._group.close()
             self._remove_folders()
 
     def _remove_folders(self) -> None:
@@ -221,8 +209,3 @@ class LocalRanks:
         for file in self._mpich_files:
             with contextlib.suppress(OSError):
                 file.unlink()
-
-    def _close_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None

@@ -31,6 +31,7 @@ _LONGEST_BAR = 65536
 _LONGEST_TAIL_LINE = 4096
 _CLEAR = b"\r\x1b[2K"
 _DRAW_SECONDS = 0.2
+_BARS_SECONDS = 10.0
 
 
 def _ignore(text: str) -> None:
@@ -82,6 +83,9 @@ class Output:
             "stderr": stderr or sys.stderr.buffer,
         }
         self._unfinished: dict[tuple[int, str], bytes] = {}
+        # The states of progress bars that were shown last, and when.
+        self._bars: dict[tuple[int, str], bytes] = {}
+        self._bars_at = time.monotonic()
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
         #: Rank -> when it wrote its last traceback (`time.monotonic`), for ranks that wrote one.
         self.raised: dict[int, float] = {}
@@ -111,8 +115,12 @@ class Output:
         for rank, _ in list(self._unfinished):
             self.finish(rank)
         self._status.clear()
-        for file in filter(None, self._files):
-            file.close()
+        for rank, file in enumerate(self._files):
+            if file is not None:
+                try:
+                    file.close()
+                except OSError as error:  # NFS reports some errors of writes only here
+                    self._drop_file(rank, error)
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Add output that `rank` wrote to `stream` ("stdout" or "stderr")."""
@@ -142,10 +150,31 @@ class Output:
         return self.raised.get(rank, float("-inf"))
 
     def status(self, text: str) -> None:
-        """Draw the state of the job below the ranks' output, on a terminal."""
+        """Draw the state of the job below the ranks' output, on a terminal.
+
+        Elsewhere, such as in a file, show the states of progress bars every few seconds.
+        """
+        self.show_bars()
         progress = self._unfinished.get((0, "stderr")) or self._unfinished.get((0, "stdout"))
         shown = f"{text}  {_decoded(_visible(progress))}" if progress else text
         self._status.draw(shown)
+
+    def show_bars(self) -> None:
+        """Show the present states of progress bars, every few seconds, unless on a terminal.
+
+        A bar is a line that its rank overwrites with carriage returns, and that has no end yet.
+        """
+        now = time.monotonic()
+        if now < self._bars_at + _BARS_SECONDS:
+            return
+        self._bars_at = now
+        before, self._bars = self._bars, {}
+        for (rank, stream), rest in self._unfinished.items():
+            state = _visible(rest)
+            if b"\r" in rest and state.strip() and not self._streams[stream].isatty():
+                self._bars[rank, stream] = state
+                if before.get((rank, stream)) != state:
+                    self._print(rank, stream, state)
 
     def _show(self, rank: int, stream: str, lines: list[bytes]) -> None:
         # A rank may write many short lines: no work for each line.
@@ -157,14 +186,19 @@ class Output:
         self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in last)
         if TRACEBACK.encode() in text:
             self.raised[rank] = time.monotonic()
-        if lines and rank in self._shown:
-            self._status.clear()
-            prefix = b"[%*d] " % (self._width, rank)
-            out = self._streams[stream]
-            try:
-                _write_all(out, prefix + text.replace(b"\n", b"\n" + prefix) + b"\n")
-            except OSError as error:
-                self._drop(stream, error)
+        if lines:
+            self._print(rank, stream, text)
+
+    def _print(self, rank: int, stream: str, text: bytes) -> None:
+        """Show lines of `rank`, if its lines are shown."""
+        if rank not in self._shown:
+            return
+        self._status.clear()
+        prefix = b"[%*d] " % (self._width, rank)
+        try:
+            _write_all(self._streams[stream], prefix + text.replace(b"\n", b"\n" + prefix) + b"\n")
+        except OSError as error:
+            self._drop(stream, error)
 
     def _keep(self, rank: int, data: bytes) -> None:
         """Write output of `rank` to its file."""
@@ -176,15 +210,19 @@ class Output:
             while data := data[file.write(data) :]:
                 pass
         except OSError as error:
-            self._files[rank] = None
+            self._drop_file(rank, error)
             with contextlib.suppress(OSError):
                 file.close()
-            if not self._warned_of_files:
-                self._warned_of_files = True
-                self._say(
-                    f"--output-dir {self.directory}: {error.strerror}. From now on, the output "
-                    f"of rank {rank}, and of other ranks whose files fail, is not kept"
-                )
+
+    def _drop_file(self, rank: int, error: OSError) -> None:
+        """Write no more to the file of `rank`. Warn, but once for all files."""
+        self._files[rank] = None
+        if not self._warned_of_files:
+            self._warned_of_files = True
+            self._say(
+                f"--output-dir {self.directory}: {error.strerror}. From now on, the output of "
+                f"rank {rank}, and of other ranks whose files fail, is not kept"
+            )
 
     def _drop(self, stream: str, error: OSError) -> None:
         """Drop further output to a stream that cannot be written to. Warn of it."""

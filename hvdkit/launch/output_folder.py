@@ -11,13 +11,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from hvdkit.errors import UsageError
 from hvdkit.faults.start_folders import ERROR, LATEST, START
-from hvdkit.launch.failures import Failure
+from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
 from hvdkit.whole_files import replacing
@@ -55,36 +55,34 @@ def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
         say(f"cannot write {folder / START}: {error.strerror}")
 
 
-def write_error(
-    folder: Path,
-    failure: Failure,
-    possible_causes: str,
-    suspects: Sequence[int],
-    plan: Plan,
-    say: Callable[[str], None],
-) -> None:
-    """Write the failure that ended a job to `error.json`.
+def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str], None]) -> None:
+    """Write the failure of a job to `error.json`.
 
-    The keys are `rank`, `host`, `status`, `signal`, `hint`, `suspects`, `possible_causes`,
-    `exception`, `traceback` and `last_lines`. `hint` is the probable cause of the signal, such as
-    full memory, or null. `suspects` has all ranks that raised the same error, see
-    `Failures.suspects`. `possible_causes` is null unless the rank failed because it lost a peer.
-    `status` is null after a signal, and `signal` (its name) is null without one. Without a Python
-    exception, `exception` is null and `traceback` is empty. After a signal, the script may have
-    caught the exception.
+    The keys are `reason`, `rank`, `host`, `status`, `signal`, `hint`, `suspects`,
+    `possible_causes`, `exception`, `traceback` and `last_lines`. `reason` is the whole message for
+    the user. The other keys describe the rank that failed first. If the job ended for another
+    reason, such as a deadlock or a lost host, they are null or empty.
+
+    `hint` is the probable cause of the signal, such as full memory, or null. `suspects` has all
+    ranks that raised the same error, see `Failures.suspects`. `possible_causes` is null unless the
+    rank failed because it lost a peer. `status` is null after a signal, and `signal` (its name) is
+    null without one. Without a Python exception, `exception` is null and `traceback` is empty.
+    After a signal, the script may have caught the exception.
     """
-    by_signal = failure.status < 0
+    failure = outcome.failure
+    signalled = failure is not None and failure.status < 0
     content = {
-        "rank": failure.rank,
-        "host": plan.places[failure.rank].host.name,
-        "status": None if by_signal else failure.status,
-        "signal": _signal_name(-failure.status) if by_signal else None,
-        "hint": failure.hint or None,
-        "suspects": list(suspects),
-        "possible_causes": possible_causes or None,
-        "exception": failure.exception,
-        "traceback": failure.traceback,
-        "last_lines": list(failure.tail),
+        "reason": outcome.report,
+        "rank": failure and failure.rank,
+        "host": failure and plan.places[failure.rank].host.name,
+        "status": None if signalled else failure and failure.status,
+        "signal": _signal_name(-failure.status) if failure and signalled else None,
+        "hint": (failure and failure.hint) or None,
+        "suspects": list(outcome.suspects),
+        "possible_causes": outcome.possible_causes or None,
+        "exception": failure and failure.exception,
+        "traceback": failure.traceback if failure else [],
+        "last_lines": list(failure.tail) if failure else [],
     }
     try:
         with replacing(folder / ERROR) as draft:

@@ -183,7 +183,7 @@ def check(
         *connections,
         _own_names(found, interfaces),
         _clocks(skews),
-        _amount(found, "shared_memory", "/dev/shm", _SHM_BYTES, "mount a larger tmpfs there"),
+        _shared_memory(found),
         _amount(found, "memory", "free memory", _MEMORY_BYTES, "see what else runs there"),
         _amount(found, "disk", "free disk", _DISK_BYTES, f"make room under {plan.directory}"),
         _open_files(found, plan.size),
@@ -356,6 +356,18 @@ def _clocks(skews: Mapping[Host, float]) -> Diagnostic:
         return Diagnostic("clocks", WARNING, f"{text}{more}", "run an NTP client on every host")
     worst = max(map(abs, skews.values()))
     return Diagnostic("clocks", OK, f"within {max(worst, 0.1):.1f} s of the launcher's")
+
+
+def _shared_memory(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
+    name = "/dev/shm"
+    closed = [host for host, facts in found.items() if not facts["shared_memory_writable"]]
+    if closed:
+        advice = (
+            "mount a tmpfs that this user can write to: NCCL, MPI and the workers of a DataLoader "
+            "keep shared buffers there"
+        )
+        return Diagnostic(name, WARNING, f"not writable on {named(closed)}", advice)
+    return _amount(found, "shared_memory", name, _SHM_BYTES, "mount a larger tmpfs there")
 
 
 def _amount(

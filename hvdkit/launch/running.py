@@ -99,10 +99,10 @@ def _show(outcome: Outcome, output: Output) -> None:
 
 def _write(outcome: Outcome, folder: Path, start: Start, plan: Plan) -> None:
     """Write the end of a start to its folder."""
-    output_folder.write_start(folder, start.end(outcome), say)
-    if (failure := outcome.failure) is not None:
-        causes, suspects = outcome.possible_causes, outcome.suspects
-        output_folder.write_error(folder, failure, causes, suspects, plan, say)
+    ended = start.end(outcome)
+    output_folder.write_start(folder, ended, say)
+    if outcome.failure is not None or ended.failed:
+        output_folder.write_error(folder, outcome, plan, say)
 
 
 def say(text: str) -> None:

@@ -21,6 +21,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.faults.records import seconds
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
+from hvdkit.plain_files import parse_json
 
 #: The version of the file. Readers refuse a newer one.
 VERSION = 1
@@ -131,7 +132,7 @@ def parse(text: str) -> Start:
         HvdkitError: it is not a description of this version.
     """
     try:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = parse_json(text)
         if content["version"] > VERSION:
             raise HvdkitError(
                 f"the description of a start (start.json) has version {content['version']}; "

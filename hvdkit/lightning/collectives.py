@@ -60,25 +60,9 @@ def all_gather(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tens
     """
     _check_group(group)
     if sync_grads:
-        return _AllGather.apply(tensor)
+        return hvd.gather_for_loss(tensor.unsqueeze(0), name="lightning.all_gather")
     with torch.no_grad():
         return hvd.allgather(tensor.detach().unsqueeze(0), name="lightning.all_gather")
-
-
-class _AllGather(torch.autograd.Function):
-    # Horovod's function divides the gradient by the number of ranks, and Lightning does not.
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return hvd.allgather(tensor.unsqueeze(0), name="lightning.all_gather")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        (gradient,) = gradients
-        total = hvd.allreduce(
-            gradient.contiguous(), op=hvd.Sum, name="lightning.all_gather.gradient"
-        )
-        return total[hvd.rank()]
 
 
 def _operation(operation: Any) -> int:

@@ -417,6 +417,13 @@ class _Filler(cst.CSTTransformer):
             return new
         return new.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        old = original_node.value
+        new = self._nodes.get(old.value) if isinstance(old, cst.Name) else None
+        # An operation needs no parentheses if it is a whole argument.
+        plain = isinstance(new, cst.BinaryOperation | cst.UnaryOperation)
+        return updated_node.with_changes(value=new) if plain else updated_node
+
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
     """Return an argument of a call, by its keyword or its position."""

@@ -30,7 +30,6 @@ Readers ignore unknown keys, unknown types, and lines that are not JSON: the las
 was killed may be cut.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -40,6 +39,7 @@ from typing import Any
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.jsonl import VERSION
 from hvdkit.monitor.records import Record, Run, Slowest, Statistic
+from hvdkit.plain_files import parse_json
 
 
 @dataclass
@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str]) -> History:
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                _add(history, json.loads(line), path)
+                _add(history, parse_json(line), path)
             except (ValueError, KeyError, TypeError, AttributeError):
                 history.skipped += bool(line.strip())
     return history

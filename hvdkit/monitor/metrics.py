@@ -14,6 +14,7 @@ BACKWARD = "time/backward"
 COMMUNICATION = "time/communication"
 UPDATE = "time/update"
 CHECKPOINT = "time/checkpoint"
+OTHER = "time/other"
 
 #: The other metrics, with the units of `_METRICS`.
 SAMPLES = "throughput/samples_per_sec"
@@ -30,7 +31,7 @@ GRAD_NORM = "grad_norm"
 LOSS_SCALE = "loss_scale"
 
 #: The sections of a step, in order.
-SECTIONS = (DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, CHECKPOINT)
+SECTIONS = (DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, CHECKPOINT, OTHER)
 
 #: Prefixes of names that only `Monitor` itself may use.
 RESERVED = ("time/", "throughput/", "communication/", "memory/", "gpu/")
@@ -60,7 +61,8 @@ _METRICS = (
     Metric(
         FORWARD,
         "s",
-        "from the end of a step to the backward pass, without `time/data` and `time/checkpoint`",
+        "from the end of a step to the backward pass, without `time/data`, `time/checkpoint` and "
+        "`time/other`",
         "section_duration_seconds",
     ),
     Metric(
@@ -82,6 +84,13 @@ _METRICS = (
         CHECKPOINT,
         "s",
         "in a checkpointer; with PyTorch, without waiting there for other ranks",
+        "section_duration_seconds",
+    ),
+    Metric(
+        OTHER,
+        "s",
+        "from the end of a step to the next call of `monitor.batches` for a batch, without "
+        "`time/checkpoint`",
         "section_duration_seconds",
     ),
     Metric(SAMPLES, "1/s", "samples per second of all ranks", "samples_per_second"),

@@ -95,6 +95,13 @@ class Framework(Protocol):
         """Return section of `hvdkit.core.stragglers` -> seconds spent in it so far."""
         ...
 
+    def forward_began(self) -> float | None:
+        """Return the seconds of the section `FORWARD` when a step or a backward pass ended last.
+
+        It is -inf if there was none, and None if the framework cannot tell.
+        """
+        ...
+
     def pause(self) -> None:
         """Stop counting sections."""
         ...
@@ -128,6 +135,8 @@ class _Interval:
         samples: the number of samples.
         values: name -> the logged values.
         data_seconds: the seconds that `batches` waited for data.
+        other_seconds: the seconds between a step and the next call of `batches`, such as in a
+            validation, with checkpoints.
         paused_seconds: the seconds in `paused`.
     """
 
@@ -138,6 +147,7 @@ class _Interval:
     samples: int
     values: dict[str, list[Any]]
     data_seconds: float = 0.0
+    other_seconds: float = 0.0
     paused_seconds: float = 0.0
 
 
@@ -195,6 +205,9 @@ class BaseMonitor:
         self._pending: _Pending | None = None
         self._written: int | None = None
         self._closed = False
+        # The seconds of the section `FORWARD` at the last batch of `batches` (infinite before the
+        # first one), and those up to which the sections of the last step are counted.
+        self._batch_at, self._counted = float("inf"), 0.0
         self._open_loggers()
         self._interval = self._new_interval()
         _open.add(self)
@@ -219,6 +232,7 @@ class BaseMonitor:
         """Iterate over `data`, and measure the time spent waiting for each batch: `time/data`."""
         iterator = iter(data)
         while True:
+            self._count_other()
             began = time.perf_counter()
             try:
                 batch = next(iterator)
@@ -226,6 +240,9 @@ class BaseMonitor:
                 return
             finally:
                 self._interval.data_seconds += time.perf_counter() - began
+                if self._framework.forward_began() is not None:
+                    self._counted = self._forward_seconds()
+            self._batch_at = self._counted
             yield batch
 
     def log(self, values: Mapping[str, Any], samples: int = 0) -> None:
@@ -461,6 +478,7 @@ class BaseMonitor:
     def _start(self) -> None:
         """Start a record of the steps since the last record."""
         # `_measure` may wait for the device. The time of this wait belongs to the next interval.
+        self._count_other()
         ended, self._interval = self._interval, self._new_interval()
         own = Contribution(self.steps, ended.steps, ended.samples, self._measure(ended))
         place, ranks = self._place, len(self._collectives.ranks)
@@ -539,6 +557,17 @@ class BaseMonitor:
 
     # --- measurements -----------------------------------------------------------------------------
 
+    def _forward_seconds(self) -> float:
+        return self._framework.section_seconds().get(stragglers.FORWARD, 0.0)
+
+    def _count_other(self) -> None:
+        """Count the time from the end of the last step until now, if it was that of a batch."""
+        began = self._framework.forward_began()
+        if began is not None and began >= self._batch_at:
+            now = self._forward_seconds()
+            self._interval.other_seconds += now - max(began, self._counted)
+            self._counted = now
+
     def _new_interval(self) -> _Interval:
         sections = self._framework.section_seconds()
         return _Interval(time.perf_counter(), sections, self._totals(), 0, 0, {})
@@ -592,9 +621,12 @@ class BaseMonitor:
                 values[name] = max(spent_in, 0.0) / steps
         if metrics.FORWARD in values:
             # The forward section begins at the end of a step, so it contains the times in which the
-            # loop reads data and saves a checkpoint.
-            other = values[metrics.DATA] + values[metrics.CHECKPOINT]
-            values[metrics.FORWARD] = max(values[metrics.FORWARD] - other, 0.0)
+            # loop reads data, saves a checkpoint, and does other things.
+            forward, data = values[metrics.FORWARD], values[metrics.DATA]
+            other = max(interval.other_seconds / steps, values[metrics.CHECKPOINT])
+            values[metrics.FORWARD] = max(forward - data - other, 0.0)
+            if interval.other_seconds:
+                values[metrics.OTHER] = other - values[metrics.CHECKPOINT]
         return values
 
     def _warning_while_waiting(self, call: str) -> contextlib.AbstractContextManager[None]:

@@ -6,11 +6,11 @@ for each tensor. Times are microseconds since the start time, which the first ev
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import parse_json
 from hvdkit.profiling.events import (
     OWN,
     TIMELINE,
@@ -57,9 +57,9 @@ def read(path: Path, rank: int, begin: int, end: int, offset: int) -> list[Event
 def _parse(text: str) -> list[dict[str, Any]]:
     """Return the events; without the last one if Horovod has not written all of it."""
     try:
-        return list(json.loads(text))
+        return list(parse_json(text))
     except ValueError:
-        return list(json.loads(text[: text.rindex("},") + 1] + "]"))
+        return list(parse_json(text[: text.rindex("},") + 1] + "]"))
 
 
 def _convert(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -19,6 +18,7 @@ from hvdkit.faults import command as faults
 from hvdkit.faults import start_folders
 from hvdkit.launch import starts
 from hvdkit.monitor import History, read
+from hvdkit.plain_files import parse_json, read_text
 from hvdkit.report.numbers import count
 from hvdkit.report.training_run import StartFolder, TrainingRun
 
@@ -150,7 +150,7 @@ def _is_metrics(path: Path) -> bool:
     """Return whether the first line is that of a `JSONLLogger`."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            line = json.loads(file.readline(_LONGEST_LINE))
+            line = parse_json(file.readline(_LONGEST_LINE))
     except (OSError, ValueError):
         return False
     return isinstance(line, dict) and line.get("type") == "start" and "version" in line
@@ -219,7 +219,7 @@ def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
     for folder in folders:
         start = None
         try:
-            text = (folder / start_folders.START).read_text(encoding="utf-8", errors="replace")
+            text = read_text(folder / start_folders.START)
             start = starts.parse(text)
         except FileNotFoundError:
             pass

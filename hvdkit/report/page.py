@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import hvdkit
+from hvdkit.plain_files import printable
 from hvdkit.report import theme
 from hvdkit.report.document import Cell, Document, Section, Table, Value
 from hvdkit.report.style import STYLE
@@ -37,7 +38,7 @@ def join(content: Iterable[str], separator: str = "") -> Markup:
     """Return texts as one. Text that is not `Markup` is escaped."""
     return Markup(
         separator.join(
-            each if isinstance(each, Markup) else html.escape(_printable(each)) for each in content
+            each if isinstance(each, Markup) else html.escape(printable(each)) for each in content
         )
     )
 
@@ -106,7 +107,7 @@ def _section(section: Section, number: int) -> Markup:
 
 
 def _labelled(title: str) -> str:
-    return f'<svg role="img" aria-label="{html.escape(_printable(title))}"'
+    return f'<svg role="img" aria-label="{html.escape(printable(title))}"'
 
 
 def _table(table: Table, kind: str = "") -> Markup:
@@ -133,9 +134,3 @@ def _cells(row: Sequence[Cell]) -> list[Markup]:
         else:
             cells.append(element("td", cell, class_="long" if len(cell) > _LONG else ""))
     return cells
-
-
-def _printable(text: str) -> str:
-    """Return a text without control characters, which HTML does not allow."""
-    shown = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return "".join(shown)

@@ -27,6 +27,7 @@ SECTION_NAMES = {
     metrics.COMMUNICATION: "exposed communication",
     metrics.UPDATE: "update",
     metrics.CHECKPOINT: "checkpoint",
+    metrics.OTHER: "other",
 }
 #: Metric -> the title of its chart.
 TITLES = {

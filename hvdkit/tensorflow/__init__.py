@@ -96,6 +96,7 @@ from hvdkit.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from hvdkit.tensorflow.gathering import gather_for_loss
 from hvdkit.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.optimizer import DistributedOptimizer
@@ -104,6 +105,10 @@ from hvdkit.tensorflow.profiling import profile
 from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdkit.tensorflow.unwrapped import noting, register_local
+
+allreduce, grouped_allreduce = noting(allreduce), noting(grouped_allreduce)
+reducescatter, grouped_reducescatter = noting(reducescatter), noting(grouped_reducescatter)
 
 __all__ = [
     "RESUMABLE",
@@ -150,6 +155,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "gather_for_loss",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -176,6 +182,7 @@ __all__ = [
     "rank_op",
     "reducescatter",
     "refs_to_vars",
+    "register_local",
     "remove_process_set",
     "rocm_built",
     "shard",

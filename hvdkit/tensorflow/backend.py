@@ -128,15 +128,16 @@ class GraphMemory:
         self.content = _scaled(buffer.tensor, factor, tf.as_dtype(self.dtype))
 
     def rows(self, factor: float) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return indices and values; repeated indices are sent unchanged."""
+        """Return indices and values."""
         assert self._sparse is not None
         values = self._sparse.values
         return self._sparse.indices, values * scalar(factor, values.dtype)
 
     def set_rows(self, rows: tuple[tf.Tensor, tf.Tensor]) -> None:
-        """Replace the sparse gradient. Keras and `tf.Variable` add up rows of repeated indices."""
+        """Replace the sparse gradient. Ranks may have sent rows of the same indices."""
         indices, values = rows
-        self._sparse = tf.IndexedSlices(values, indices, tf.constant(self._shapes[0], tf.int64))
+        shape = tf.constant(self._shapes[0], tf.int64)
+        self._sparse = merged(tf.IndexedSlices(values, indices, shape))
 
 
 def scalar(value: Scalar, dtype: tf.DType) -> tf.Tensor:
@@ -152,6 +153,17 @@ def multiply(gradient: Any, factor: float) -> Any:
         values = gradient.values * scalar(factor, gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * scalar(factor, gradient.dtype)
+
+
+def merged(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Return a sparse gradient whose rows with equal indices are added up.
+
+    Keras 3 squares and clips a sparse gradient row by row. The result is that of the dense gradient
+    only if no index is repeated.
+    """
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _scaled(flat: tf.Tensor, factor: Scalar, dtype: tf.DType) -> tf.Tensor:

@@ -48,6 +48,14 @@ def trace_position(key: Hashable) -> str:
     return "/".join(reversed(names))
 
 
+def root_graph() -> tf.Graph:
+    """Return the graph of the outermost function that is being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    while _is_function(outer := getattr(graph, "outer_graph", None)):
+        graph = outer
+    return graph
+
+
 def new_variable(value: Any) -> tf.Variable:
     """Return a new int32 variable that outlives the graph that is being traced, if any.
 

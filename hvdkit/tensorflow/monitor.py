@@ -95,6 +95,10 @@ class _TensorFlow:
         """See `Framework`."""
         return dict(self._times.totals())
 
+    @staticmethod
+    def forward_began() -> None:
+        """See `Framework`."""
+
     def pause(self) -> None:
         """See `Framework`."""
         self._times.stop()

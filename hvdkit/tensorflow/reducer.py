@@ -19,13 +19,14 @@ from hvdkit.core.reduction import ABSENT, PlannedBuckets, Reduction, plan_bucket
 from hvdkit.core.stragglers import StragglerReport
 from hvdkit.core.wire_format import Scaling
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.tensorflow.backend import multiply
+from hvdkit.tensorflow.backend import merged, multiply
 from hvdkit.tensorflow.bucket_reduction import engine_sends_int8
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
 from hvdkit.tensorflow.step_times import GraphTimes, TapeStragglers
+from hvdkit.tensorflow.unwrapped import note_handled
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -42,7 +43,7 @@ class GradientReducer:
 
     Args:
         reduction: the settings.
-        process_set: the ranks to reduce over. On other ranks gradients are unchanged.
+        process_set: the ranks to reduce over. On other ranks gradients are not reduced.
         context: further lines that must be the same on every rank; errors show them first.
         passes: the number of backward passes in each gradient; the result is their mean.
         on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
@@ -134,8 +135,10 @@ class GradientReducer:
                 "Horovod's operations: use tf.function without jit_compile"
             )
         retrace_after_init()
+        note_handled(variables)
         if self._collectives.single_rank:
-            checked = self._checked_alone(gradients, variables)
+            prepared = list(map(self._prepared, gradients, variables))
+            checked = self._checked_alone(prepared, variables)
             return [multiply(gradient, 1.0 / self._passes) for gradient in checked]
         indices = [
             k
@@ -180,9 +183,15 @@ class GradientReducer:
             return None
         if not isinstance(gradient, tf.IndexedSlices):
             return tf.convert_to_tensor(gradient)
-        shape = tf.convert_to_tensor(variable.shape, tf.int64)
-        gradient = tf.IndexedSlices(gradient.values, tf.cast(gradient.indices, tf.int64), shape)
-        return tf.convert_to_tensor(gradient) if self.reduction.sparse_as_dense else gradient
+        static = tf.TensorShape(variable.shape)
+        shape = static.as_list() if static.is_fully_defined() else tf.shape(variable, tf.int64)
+        gradient = tf.IndexedSlices(
+            gradient.values, tf.cast(gradient.indices, tf.int64), tf.cast(shape, tf.int64)
+        )
+        if self.reduction.sparse_as_dense:
+            return tf.convert_to_tensor(gradient)
+        # Each index is then sent once. On a single rank, the result is that of several ranks.
+        return merged(gradient)
 
     def _plan_of(self, specs: Sequence[ParameterSpec], gradients: Sequence[Any]) -> Plan:
         """Return the plan for these gradients. Making a new one is a collective."""

@@ -15,14 +15,16 @@ from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.core.variable_replicas import VariableReplicas, state_of
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import VariableTensor
+from hvdkit.tensorflow.unwrapped import is_handled
 from hvdkit.tensorflow.variables import tf_variable, tf_variable_or_none
 
 _ADVICE = (
-    "The reduced gradients were the same on all ranks. So memory or a processor of a host has "
+    "Reduced gradients are the same on all ranks. So memory or a processor of a host has "
     "failed, or code changes reduced gradients or variables on some ranks only, or the script has "
-    "not called hvd.broadcast_variables(model.variables, root_rank=0). Restore a checkpoint of an "
+    "not called hvd.broadcast_variables(model.variables, root_rank=0), or nothing reduces the "
+    "gradients because hvd.DistributedGradientTape(tape) was forgotten. Restore a checkpoint of an "
     "earlier step. If ranks should differ, pass check_parameters=False to "
-    "hvd.DistributedGradientTape."
+    "hvd.DistributedGradientTape, or call hvd.register_local(variables)."
 )
 
 #: The variables whose gradients tapes have reduced with `check_parameters`, by ranks and id.
@@ -79,7 +81,7 @@ def tape_check(
     models: Callable[[], Mapping[str, Mapping[str, Any]]],
     optimizers: Sequence[Any],
 ) -> ReplicaCheck:
-    """Return the comparison of the variables whose gradients tapes reduce.
+    """Return the comparison of the variables whose gradients tapes reduce, or nothing reduces.
 
     Args:
         collectives: the collectives of the ranks.
@@ -96,6 +98,8 @@ def tape_check(
             for model, variables in named.items()
             for name, variable in variables.items()
             if (ranks, id(tf_variable(variable))) in _reduced
+            # Nothing has reduced the gradients of these: a tape may have been forgotten.
+            or (getattr(variable, "trainable", False) and not is_handled(variable))
         }
 
     def replicas() -> VariableReplicas:

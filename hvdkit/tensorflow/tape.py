@@ -18,9 +18,11 @@ from hvdkit.core.trial import TrialPlan, with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
 from hvdkit.tensorflow.graphs import trace_position
+from hvdkit.tensorflow.reduced_twice import record
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
 from hvdkit.tensorflow.trial import TapeTrial, static_bytes
+from hvdkit.tensorflow.unwrapped import note_handled
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: Reduces gradients; called with the gradients and their sources.
@@ -57,7 +59,8 @@ def DistributedGradientTape(
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
-        sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows.
+        sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows,
+            and add up rows of the same index.
         op: `Average` or `Sum` over the ranks, or Horovod's `Adasum`, which reduces gradients one by
             one.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
@@ -65,7 +68,7 @@ def DistributedGradientTape(
         num_groups: older name for an integer `groups`; used if `groups` is None.
         groups: the number of buckets, or one list of variables for each bucket. None or 0: only
             `bucket_bytes` divides the gradients into buckets.
-        process_set: the ranks to reduce over. On other ranks gradients are unchanged.
+        process_set: the ranks to reduce over. On other ranks gradients are not reduced.
         scale_local_gradients: divide the gradients of local sources by the number of ranks, which
             keeps their ratio to averaged gradients.
         bucket_bytes: the largest size in bytes of a bucket with several gradients.
@@ -101,6 +104,7 @@ def DistributedGradientTape(
 
     def reduce(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         if op == mpi_ops.Adasum:
+            note_handled(sources)
             return _adasum(gradients, compression, sparse_as_dense)
         key = (
             compression,
@@ -205,6 +209,7 @@ class _DistributedTape(tf.GradientTape):
     def register_local_source(self, source: Any) -> None:
         """Exclude the variable `source` from the reduction."""
         self._local_sources[_identity(source)] = source
+        note_handled([source])
 
     # No code here depends on tensors, so AutoGraph's conversion would only cost time.
     @tf.autograph.experimental.do_not_convert
@@ -237,6 +242,7 @@ class _DistributedTape(tf.GradientTape):
         if indices:
             with tf.device(self._device):
                 reduced = self._reduce([gradients[k] for k in indices], [flat[k] for k in indices])
+            record([flat[k] for k in indices], self.process_set)
             by_source = dict(zip(shared, reduced, strict=True))
             for k, source in enumerate(flat):
                 gradients[k] = by_source.get(_identity(source), gradients[k])

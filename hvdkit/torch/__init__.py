@@ -97,6 +97,7 @@ from hvdkit.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from hvdkit.torch.gathering import gather_for_loss
 from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.noise_scale import GradientNoiseScale
@@ -105,6 +106,7 @@ from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.profiling import profile
 from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
+from hvdkit.torch.unwrapped import register_local
 
 #: The former name of `RankMismatchError`, kept for one release.
 RanksDisagree = RankMismatchError
@@ -167,6 +169,7 @@ __all__ = [
     "ddl_built",
     "elastic",
     "equal_batches",
+    "gather_for_loss",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -193,6 +196,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "register_local",
     "remove_process_set",
     "rocm_built",
     "shutdown",

@@ -83,7 +83,7 @@ class GradScaler(_TorchGradScaler):
         optimizer.reset_stepped()
         if not optimizer.reduce():
             self._in_window = True
-            return None
+            return optimizer.step()  # counts the call
         self._stepped = True
         return super().step(optimizer, *args, **kwargs)
 

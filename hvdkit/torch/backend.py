@@ -10,7 +10,7 @@ from horovod.torch import mpi_ops
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.host_collectives import int8_name
 from hvdkit.errors import UsageError
-from hvdkit.torch import runtime, shared_memory
+from hvdkit.torch import holders, runtime, shared_memory
 from hvdkit.torch.block_sums import BlockSum
 from hvdkit.torch.collectives import TorchCollectives
 
@@ -68,6 +68,7 @@ class TorchMemory:
         parameters: the bucket's parameters.
         on_sparse: called when a sparse gradient is packed as a dense one, with the parameter's
             index in the plan and the number of sparse dimensions.
+        keeps_memory: whether a gradient that somebody holds keeps its memory.
     """
 
     def __init__(
@@ -75,12 +76,23 @@ class TorchMemory:
         bucket: Bucket,
         parameters: Sequence[torch.Tensor],
         on_sparse: Callable[[int, int], None] = lambda *_: None,
+        keeps_memory: bool = True,
     ) -> None:
         self._bucket = bucket
+        self._keeps_memory = keeps_memory
         self._parameters = parameters
         self._on_sparse = on_sparse
-        self._strides = [_dense_strides(p) for p in parameters]
+        # For each parameter: the shape, strides and offset of its part of a buffer.
+        self._places = [
+            (p.shape, _dense_strides(p) or _row_major(p.shape), offset)
+            for p, offset in zip(parameters, bucket.offsets, strict=True)
+        ]
+        # Buffers that no gradient uses, and their views.
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        # Buffers whose views are or were gradients, the newest first.
+        self._lent: list[torch.Tensor] = []
+        # Parameters whose gradients somebody else holds, with the gradient and its new value.
+        self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         # The views of the last packed buffer.
         self._views: list[torch.Tensor] = []
 
@@ -89,14 +101,16 @@ class TorchMemory:
         """The name of the gradients' dtype, without `torch.`."""
         return self._bucket.dtype
 
+    def _empty(self, dtype: torch.dtype, shared: bool) -> torch.Tensor:
+        device = torch.device(self._bucket.device)
+        if shared and device.type == "cpu":
+            return shared_memory.empty(self._bucket.elements, dtype)
+        return torch.empty(self._bucket.elements, dtype=dtype, device=device)
+
     def _buffer(self, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if dtype in self._kept:
             return self._kept[dtype]
-        device = torch.device(self._bucket.device)
-        if keep and device.type == "cpu":
-            flat = shared_memory.empty(self._bucket.elements, dtype)
-        else:
-            flat = torch.empty(self._bucket.elements, dtype=dtype, device=device)
+        flat = self._empty(dtype, shared=keep)
         views = [self._view(flat, k) for k in range(len(self._parameters))]
         if keep:
             self._kept[dtype] = flat, views
@@ -104,10 +118,44 @@ class TorchMemory:
 
     def _view(self, flat: torch.Tensor, k: int) -> torch.Tensor:
         """Return the part of a buffer that belongs to parameter `k` of the bucket."""
-        p, offset, strides = self._parameters[k], self._bucket.offsets[k], self._strides[k]
-        part = flat[offset : offset + p.numel()]
+        shape, strides, offset = self._places[k]
         # `.data`, because `p.grad.detach_()` raises for a view.
-        return (part.as_strided(p.shape, strides) if strides else part.view(p.shape)).data
+        return flat.as_strided(shape, strides, offset).data
+
+    def _lend(self) -> tuple[torch.Tensor, set[int]]:
+        """Return a buffer for `in_place`, which nobody uses but the gradients of this round.
+
+        Memory that somebody else holds is left to the holder. All ranks get the same results,
+        whatever memory they use.
+
+        Returns:
+            The buffer, and the parameters whose gradients are in it, each at its place.
+        """
+        for n, flat in enumerate(self._lent):
+            tensors = holders.tensors_in(flat)
+            inside = {k for k in range(len(self._places)) if tensors and self._is_in(flat, k)}
+            if tensors == len(inside):
+                self._lent.insert(0, self._lent.pop(n))
+                return flat, inside
+        flat = self._empty(getattr(torch, self._bucket.dtype), shared=True)
+        # Gradients often alternate between two buffers, and a CPU needs long to allocate memory. An
+        # accelerator's allocator keeps it.
+        two = flat.device.type == "cpu" and holders.tensors_in(flat) is not None
+        self._lent = [flat, *self._lent[:two]]
+        return flat, set()
+
+    def _is_in(self, flat: torch.Tensor, k: int) -> bool:
+        """Return whether the gradient of parameter `k` is in a buffer, at its place."""
+        shape, strides, offset = self._places[k]
+        gradient = self._parameters[k].grad
+        return (
+            gradient is not None
+            and not gradient.is_sparse
+            and gradient.dtype == flat.dtype
+            and gradient.data_ptr() == flat.data_ptr() + offset * flat.element_size()
+            and gradient.shape == shape
+            and gradient.stride() == strides
+        )
 
     def _dense(self, k: int, gradient: torch.Tensor) -> torch.Tensor:
         if not gradient.is_sparse:
@@ -115,43 +163,53 @@ class TorchMemory:
         self._on_sparse(self._bucket.parameters[k], gradient.sparse_dim())
         return gradient.to_dense()
 
+    def _is_held(self, parameter: torch.Tensor) -> bool:
+        """Return whether somebody holds the gradient of a parameter, which it must keep."""
+        dense = parameter.grad is not None and not parameter.grad.is_sparse
+        return self._keeps_memory and dense and holders.is_held(parameter)
+
     @torch.no_grad()
     def in_place(self, factor: float) -> torch.Tensor:
         """See `BucketMemory`. Does not touch gradients in the buffer if the factor is 1."""
-        flat, views = self._buffer(getattr(torch, self._bucket.dtype), keep=True)
-        start, itemsize = flat.data_ptr(), flat.element_size()
-        end = start + flat.numel() * itemsize
-        inside, outside, targets, missing = [], [], [], []
-        for k, (p, offset) in enumerate(zip(self._parameters, self._bucket.offsets, strict=True)):
-            view = views[k]
-            # `Module._apply` and `p.grad.data = ...` can make the view refer to other memory.
-            if view.data_ptr() != start + offset * itemsize or view.dtype != flat.dtype:
-                view = views[k] = self._view(flat, k)
-            gradient = p.grad
-            if gradient is view:
-                inside.append(view)
+        flat, inside = self._lend()
+        outside, targets, missing = [], [], []
+        for k, p in enumerate(self._parameters):
+            if k in inside:
                 continue
+            view = self._view(flat, k)
+            held = self._is_held(p)
+            gradient = p.grad
             if gradient is None or gradient.shape != view.shape:
                 missing.append(view)
             else:
-                dense = self._dense(k, gradient)
-                # A script may have moved it here from another parameter.
-                outside.append(dense.clone() if start <= dense.data_ptr() < end else dense)
+                outside.append(self._dense(k, gradient))
                 targets.append(view)
+                if held and is_writable(gradient):
+                    self._held.append((p, gradient, view))
             # A frozen parameter gets no gradient, so that the optimizer skips it. If a parameter
             # has another dtype, device or shape than before, the result of this round is not used.
-            if (gradient is not None or p.requires_grad) and _fits(p, view):
+            if (gradient is not None or p.requires_grad) and fits(p, view):
                 p.grad = view
         _cast_scaled_all(outside, targets, factor)
         for view in missing:
             view.zero_()
         if factor != 1.0 and inside:
-            if len(inside) == len(views):
+            if len(inside) == len(self._places):
                 flat.mul_(factor)
             else:
-                for view in inside:
-                    view.mul_(factor)
+                for k in inside:
+                    self._view(flat, k).mul_(factor)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+    @torch.no_grad()
+    def end_round(self, reduced: bool) -> None:
+        """See `BucketMemory`."""
+        held, self._held = self._held, []
+        for p, gradient, view in held:
+            if p.grad is view:
+                if reduced:
+                    gradient.copy_(view)
+                p.grad = gradient
 
     @torch.no_grad()
     def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
@@ -227,11 +285,28 @@ class TorchMemory:
     def set_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set the gradients."""
         for p, gradient in zip(self._parameters, gradients, strict=True):
-            if p.grad is not None or p.requires_grad:
-                p.grad = gradient.to(dtype_of_gradient(p)).view(p.shape)
+            if p.grad is None and not p.requires_grad:
+                continue
+            held = self._is_held(p)
+            new = gradient.to(dtype_of_gradient(p)).view(p.shape)
+            if held and p.grad is not None and is_writable(p.grad):
+                p.grad.copy_(new)
+            else:
+                p.grad = new
 
 
-def _fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def is_writable(gradient: torch.Tensor) -> bool:
+    """Return whether a dense gradient can be written in place."""
+    places = zip(gradient.shape, gradient.stride(), strict=True)
+    return not gradient.is_inference() and all(stride or size < 2 for size, stride in places)
+
+
+def fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Return whether PyTorch accepts `gradient` as the parameter's `grad`."""
     return (
         gradient.dtype == dtype_of_gradient(parameter)
@@ -404,10 +479,17 @@ class TorchBackend:
     Args:
         parameters: the parameters, in the order of the synchronizer's specs.
         collectives: the collectives of the ranks to reduce over.
+        keeps_memory: see `TorchMemory`.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], collectives: TorchCollectives) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        collectives: TorchCollectives,
+        keeps_memory: bool = True,
+    ) -> None:
         self._parameters = parameters
+        self._keeps_memory = keeps_memory
         self._collectives = collectives
         self._on_accelerator = any(p.device.type != "cpu" for p in parameters)
         #: For each parameter, the largest number of sparse dimensions of its gradients until now.
@@ -416,7 +498,7 @@ class TorchBackend:
     def memory(self, bucket: Bucket) -> TorchMemory:
         """See `Backend`. Buffers are allocated on first use."""
         parameters = [self._parameters[i] for i in bucket.parameters]
-        return TorchMemory(bucket, parameters, self._record_sparse)
+        return TorchMemory(bucket, parameters, self._record_sparse, self._keeps_memory)
 
     @torch.no_grad()
     def sum(self, buffer: torch.Tensor, name: str, factor: float) -> Any:

@@ -35,6 +35,7 @@ from hvdkit.torch.items.state_dict import StateDictItem
 from hvdkit.torch.items.statistics import Statistics
 from hvdkit.torch.items.tensors import identity, writable
 from hvdkit.torch.items.trees import on_host, without_tensors
+from hvdkit.torch.unwrapped import replica_checks
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
 
@@ -49,9 +50,9 @@ class Checkpointer(Manager):
     resumed ends with the same bytes as an uninterrupted run, if the rest of the program is
     reproducible.
 
-    Each save compares the parameters and the state of wrapped optimizers between the ranks first.
-    If they differ, nothing is saved, and all ranks raise an error (see `on_mismatch` of
-    `hvd.DistributedOptimizer`).
+    Each save compares the parameters of the models and the state of the optimizers between the
+    ranks first. If they differ, nothing is saved, and all ranks raise an error (see `on_mismatch`
+    of `hvd.DistributedOptimizer`). Parameters of `hvd.register_local` are not compared.
 
     Only the first rank reads and writes the folder. See `Manager` for the methods: `restore`,
     `maybe_save`, `save`, `save_and_stop`, `wait` and `close`.
@@ -156,6 +157,7 @@ class Checkpointer(Manager):
             for name, each in several(argument, given).items():
                 parts[name] = StateDictItem(each, name)
         collectives = TorchCollectives(process_set)
+        checks = replica_checks(collectives, models, optimizers)
         shared, own = data_parts(data)
         parts |= shared
         if sharded is not None:
@@ -194,7 +196,7 @@ class Checkpointer(Manager):
             overwrite=overwrite,
             stop_signals=stop_signals,
             gradients=_WaitingGradients(wrapped),
-            replicas=lambda: [each.replicas for each in wrapped],
+            replicas=lambda: checks,
             allocate=host_memory,
         )
 

@@ -5,6 +5,7 @@ different. Without this comparison, a script without `broadcast_parameters` woul
 model on each rank, and no error would show it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,8 +34,11 @@ def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.T
         "the values of the parameters",
         "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
         "pass. After last = hvd.join(), call it with root_rank=last, and also "
-        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If ranks should have different "
-        "values, pass check_parameters=False to hvd.DistributedOptimizer.",
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If the forward pass changes "
+        "parameters, as nn.Embedding(max_norm=...) does with the rows of a rank's batch, change "
+        "them in the same way on all ranks instead, for example after the step: "
+        "weight.data.renorm_(2, 0, max_norm). If ranks should have different values, pass "
+        "check_parameters=False to hvd.DistributedOptimizer.",
     )
 
 
@@ -69,6 +73,42 @@ def digests(tensors: list[torch.Tensor]) -> list[int]:
         (next(values) if isinstance(each, torch.Tensor) else each) & 0xFFFFFFFFFFFFFFFF
         for each in found
     ]
+
+
+class GradientDigest:
+    """A digest of the gradients of a rank's first backward passes.
+
+    The order in which the gradients of a pass are added does not matter.
+
+    Args:
+        most: the number of gradients of each parameter; later ones are ignored.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sum = 0
+        self._passes: Counter[int] = Counter()
+
+    def add(self, number: int, gradient: torch.Tensor) -> None:
+        """Add a gradient, unless it is zero.
+
+        Args:
+            number: the number of its parameter.
+            gradient: the gradient, dense or sparse.
+        """
+        if self._passes[number] == self._most:
+            return
+        self._passes[number] += 1
+        parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
+        # Usually the first elements suffice, and `any` of a large tensor takes long.
+        elements = parts[-1].reshape(-1)
+        if bool(elements[:1024].any()) or bool(elements.any()):
+            text = f"{number} {self._passes[number]} {digests(parts)}"
+            self._sum = (self._sum + xxhash.xxh64_intdigest(text.encode())) % (1 << 64)
+
+    def result(self) -> int | None:
+        """Return the digest, of 64 bits; None without gradients that are not zero."""
+        return self._sum or None
 
 
 def _digest_on_device(content: torch.Tensor) -> torch.Tensor:

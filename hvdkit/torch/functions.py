@@ -15,6 +15,7 @@ from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
+from hvdkit.torch.unwrapped import note_shared
 
 # Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
 _CHUNK_BYTES = 1 << 30
@@ -50,6 +51,7 @@ def broadcast_parameters(
         ]
 
     own = prepare_on_all_ranks(collectives, prepare, "the parameters to broadcast")
+    note_shared(own)
     _broadcast_tensors(own, root_rank, process_set)
 
 

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import Window
@@ -23,7 +22,8 @@ from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError
-from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, spec
+from hvdkit.torch import hooks
+from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, fits, is_writable, spec
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
 from hvdkit.torch.nonfinite import NonFiniteNames
@@ -154,8 +154,12 @@ class OptimizerGradients:
         # In the current pass: parameters about to get a gradient, and parameters that got one.
         self._expected: set[int] = set()
         self._arrived: set[int] = set()
+        # Parameters that have got gradients several times in an earlier pass, and in the current
+        # one. Their buckets wait for the end of the pass.
+        self._repeated: set[int] = set()
+        self._repeated_now: set[int] = set()
         # Parameters without a plan, such as frozen ones, that have hooks.
-        self._unplanned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unplanned: dict[torch.nn.Parameter, None] = {}
         self._unplanned_arrived = False
         # Whether a base differs from the gradient that the last round left.
         self._changed = False
@@ -197,18 +201,25 @@ class OptimizerGradients:
                 self._check_finite(p)
         return True
 
-    def hook_unplanned_parameters(self) -> None:
-        """Register hooks for parameters without a plan.
+    def hook_unplanned_parameters(self) -> bool:
+        """Register hooks for parameters without a plan, and those that PyTorch has lost.
 
         A frozen parameter may be unfrozen, and the script may add parameters to the optimizer
         (`add_param_group`).
+
+        Returns:
+            Whether hooks were lost. The optimizer was then not called in the last pass.
         """
+        any_lost = False
         for p in self._owner._all_parameters():
             if p in self._numbers or p in self._unplanned:
-                continue
-            if p.dtype.is_floating_point or p.dtype.is_complex:
-                self._unplanned[p] = True
+                if hooks.are_lost(p):
+                    any_lost = True
+                    self._owner._register_hooks(p, self._numbers.get(p))
+            elif p.dtype.is_floating_point or p.dtype.is_complex:
+                self._unplanned[p] = None
                 self._owner._register_hooks(p, None)
+        return any_lost
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
@@ -271,6 +282,8 @@ class OptimizerGradients:
         numbers = {old: new for new, old in enumerate(kept)}
         self._after_round = [self._after_round[old] for old in kept]
         self._unreduced = {numbers[old] for old in self._unreduced if old in numbers}
+        self._repeated = {numbers[old] for old in self._repeated if old in numbers}
+        self._repeated_now.clear()
         self._bases = {numbers[old]: base for old, base in self._bases.items() if old in numbers}
         self._groups = [[p for p in group if id(p) in present] for group in self._groups]
         parts = [[p for p in part if id(p) in present] for part in parts]
@@ -356,7 +369,7 @@ class OptimizerGradients:
         gradient = self._parameters[number].grad
         if gradient is None:
             self._bases.pop(number, None)
-            if number in self._unreduced and self._window.passes:
+            if number in self._unreduced and self._window.made:
                 name = self._owner._name_of(self._parameters[number])
                 advice = (
                     "Inside a window, call optimizer.zero_grad(), which does nothing there, "
@@ -366,7 +379,7 @@ class OptimizerGradients:
                     "optimizer.step()"
                 )
                 raise HvdkitError(
-                    f"the gradient of {name!r} was removed after {self._window.passes} of "
+                    f"the gradient of {name!r} was removed after {self._window.made} of "
                     f"{self._window.size} backward passes of an accumulation window. {advice}."
                 )
         elif number not in self._unreduced and self._is_reduced(number, gradient, assigned):
@@ -381,15 +394,19 @@ class OptimizerGradients:
             number: the parameter's number.
             ready: whether the parameter's bucket may be sent when it is full.
         """
-        if number in self._bases and number not in self._unreduced:
-            # The base may be a view of the bucket that the unreduced part will be packed into.
-            self._bases[number] = self._bases[number].detach().clone()
+        if number in self._arrived:
+            self._repeated_now.add(number)
         self._arrived.add(number)
         self._unreduced.add(number)
         self.check_finite(number)
-        if ready:
+        if ready and number not in self._repeated:
             part, index = self._locations[number]
-            self.synchronizers[part].mark_ready(index)
+            try:
+                self.synchronizers[part].mark_ready(index)
+            except HvdkitError:
+                # The pass ends here, so it does not show which other gradients arrive again.
+                self._repeated_now.update(range(len(self._parameters)))
+                raise
 
     def check_finite(self, number: int) -> None:
         """Look for NaN and infinity in the unreduced gradient of a parameter, if requested."""
@@ -469,6 +486,8 @@ class OptimizerGradients:
         for number in self._unreduced - self._arrived:
             self._check_if_changed(self._parameters[number])
         any_arrived = self.any_arrived
+        self._repeated |= self._repeated_now
+        self._repeated_now.clear()
         self._expected.clear()
         self._arrived.clear()
         self._unplanned_arrived = False
@@ -633,7 +652,7 @@ class OptimizerGradients:
                 continue
             if self._is_reduced(number, gradient, assigned):
                 self._record_change(number, gradient)
-                self._bases[number] = gradient.detach().clone()
+                self._bases[number] = gradient
                 p.grad = None
             else:
                 self._unreduced.add(number)
@@ -643,15 +662,18 @@ class OptimizerGradients:
 
     @torch.no_grad()
     def _add_bases(self) -> None:
-        """Add the bases to the gradients."""
+        """Add the unreduced parts to the bases, which become the gradients again.
+
+        So a gradient keeps its memory as in one process, where a pass adds to it in place.
+        """
         for number, base in self._bases.items():
             p = self._parameters[number]
             if p.grad is None:
                 p.grad = base
-            elif p.grad.is_sparse or base.is_sparse:
+            elif base.is_sparse or p.grad.is_sparse or not is_writable(base) or not fits(p, base):
                 p.grad = p.grad + base
             else:
-                p.grad.add_(base)
+                p.grad = base.add_(p.grad)
         self._bases.clear()
 
     @torch.no_grad()

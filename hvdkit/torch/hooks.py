@@ -6,10 +6,12 @@ alive.
 
 import functools
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
 
 class Listener(Protocol):
@@ -27,50 +29,91 @@ class Listener(Protocol):
         ...
 
 
-# Parameter -> its listener and hooks.
-_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+@dataclass(frozen=True)
+class _Hooks:
+    """The hooks of a parameter.
+
+    Attributes:
+        listener: refers to the listener, which keeps the parameter alive.
+        content: the address of the parameter's content when the hooks were registered.
+        handles: remove the hooks.
+    """
+
+    listener: weakref.ref[Listener]
+    content: int
+    handles: Sequence[RemovableHandle]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+# The id of a parameter -> its hooks. No weak references to parameters: with
+# `torch.__future__.set_swap_module_params_on_conversion`, PyTorch refuses to convert such tensors.
+_hooks: dict[int, _Hooks] = {}
 
 
 def register(listener: Listener, parameter: torch.nn.Parameter, number: int | None) -> None:
     """Register hooks on a parameter, and remove those of earlier calls.
 
     Args:
-        listener: the optimizer.
+        listener: the optimizer. It must keep the parameter alive until `unregister`.
         parameter: the parameter.
         number: the parameter's number, which is passed to the listener; None if it is in no plan.
     """
     reference = weakref.ref(listener)
-    previous, *handles = _hooks.get(parameter, (reference,))
-    other = previous()
-    if other is not None and other is not listener:
-        other._wrapped_again = True
-    for handle in handles:
-        handle.remove()
+    previous = _hooks.pop(id(parameter), None)
+    if previous is not None:
+        other = previous.listener()
+        if other is not None and other is not listener:
+            other._wrapped_again = True
+        previous.remove()
     # PyTorch accepts hooks only while the parameter needs gradients.
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    _hooks[parameter] = (
-        reference,
+    handles = (
         parameter.register_hook(functools.partial(_before, reference, number)),
         parameter.register_post_accumulate_grad_hook(functools.partial(_after, reference, number)),
     )
+    _hooks[id(parameter)] = _Hooks(reference, parameter._cdata, handles)
+    if previous is not None and previous.content != parameter._cdata:
+        # After `swap_tensors`, PyTorch does not know the hooks of the new content.
+        parameter._backward_hooks = parameter._backward_hooks
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     if frozen:
         parameter.requires_grad_(False)
 
 
+def are_lost(parameter: torch.nn.Parameter) -> bool:
+    """Return whether PyTorch has lost the hooks of a parameter, in `torch.utils.swap_tensors`."""
+    hooks = _hooks.get(id(parameter))
+    return hooks is not None and hooks.content != parameter._cdata
+
+
 def unregister(listener: Listener, parameter: torch.nn.Parameter) -> None:
     """Remove the hooks of a parameter, unless it belongs to another listener now."""
-    reference, *handles = _hooks.get(parameter, (None,))
-    if reference is not None and reference() is listener:
-        for handle in handles:
-            handle.remove()
-        del _hooks[parameter]
+    hooks = _hooks.get(id(parameter))
+    if hooks is not None and hooks.listener() is listener:
+        del _hooks[id(parameter)]
+        hooks.remove()
 
 
-def remove(listener: Listener) -> None:
-    """Remove the hooks of a listener, so that backward passes no longer call it."""
-    for parameter in list(_hooks.keys()):
-        unregister(listener, parameter)
+def listener_of(parameter: torch.Tensor) -> Listener | None:
+    """Return the optimizer that the hooks of a parameter call; None if there is none."""
+    hooks = _hooks.get(id(parameter))
+    return None if hooks is None else hooks.listener()
+
+
+def remove(listener: Listener | None) -> None:
+    """Remove the hooks of a listener, so that backward passes no longer call it.
+
+    Args:
+        listener: None for all listeners that do not exist any more.
+    """
+    for key, hooks in list(_hooks.items()):
+        if hooks.listener() is listener:
+            del _hooks[key]
+            hooks.remove()
 
 
 def _before(reference: weakref.ref[Listener], number: int | None, _: torch.Tensor) -> None:

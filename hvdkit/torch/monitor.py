@@ -130,6 +130,10 @@ class _Torch:
         """See `Framework`."""
         return self._times.totals()
 
+    def forward_began(self) -> float:
+        """See `Framework`."""
+        return self._times.forward_began
+
     def pause(self) -> None:
         """See `Framework`."""
         self._times.stop()

@@ -48,8 +48,9 @@ def DistributedOptimizer(
     The result is an instance of the optimizer's class. It shares state, options and hooks with
     `optimizer`, so LR schedulers may hold either. During the backward pass gradients are packed
     into buckets, and each bucket is reduced as soon as it is full. When `backward()` returns,
-    `p.grad` is the reduced gradient. With `compression="none"` it is a view of a bucket. Another
-    pass before `step()` adds its reduced gradients to those of the first pass.
+    `p.grad` is the reduced gradient. With `compression="none"` it may be a view of a bucket, which
+    belongs to those who keep it. Another pass before `step()` adds its reduced gradients to those
+    of the first pass.
 
     Args:
         optimizer: any optimizer of torch.optim except LBFGS.
@@ -67,9 +68,10 @@ def DistributedOptimizer(
             fill buckets of `bucket_bytes`.
         sparse_as_dense: reduce sparse gradients as dense ones. Otherwise their rows are gathered.
         process_set: the ranks to reduce over; other ranks step with their own gradients.
-        accumulation_steps: backward passes per step, whose gradients are averaged. `step()`,
-            `zero_grad()`, `hvd.clip_grad_norm_` and `hvd.GradScaler` may be called after every
-            pass; they do nothing before the last pass. `optimizer.stepped` is whether the last
+        accumulation_steps: calls of `step()` for one step, each after a backward pass whose
+            gradients are averaged. `zero_grad()`, `hvd.clip_grad_norm_` and `hvd.GradScaler` do
+            nothing before the last pass. A script may also call all of them only after the last
+            pass, if all passes reach the optimizer. `optimizer.stepped` is whether the last
             `step()` changed the parameters. `optimizer.flush()` ends a window early.
         find_unused_parameters: leave `.grad` None for parameters that no rank has used in a step,
             as in one process. It costs a small allreduce per pass. With False, these parameters get

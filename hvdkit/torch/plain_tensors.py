@@ -89,8 +89,23 @@ def _problem(tensor: torch.Tensor) -> str:
     return "is nested" if tensor.is_nested else ""
 
 
+class Traffic:
+    """The tensors of this rank's collectives since the process began.
+
+    Attributes:
+        bytes: their size.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+#: The traffic of this process.
+traffic = Traffic()
+
+
 def check_collectives(mpi_ops: Any) -> None:
-    """Make the collectives of `horovod.torch.mpi_ops` check their tensors.
+    """Make the collectives of `horovod.torch.mpi_ops` check and count their tensors.
 
     Each of them calls `_check_function` before it passes a tensor to the engine. The collectives on
     several tensors call it for the first one only.
@@ -99,6 +114,7 @@ def check_collectives(mpi_ops: Any) -> None:
 
     def check_function(factory: Any, tensor: torch.Tensor) -> Any:
         check_has_memory(tensor, "the tensor of a collective")
+        traffic.bytes += tensor.nbytes
         return original(factory, tensor)
 
     mpi_ops._check_function = check_function
@@ -111,6 +127,7 @@ def _checking_all(function: Any) -> Any:
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         for k, tensor in enumerate(tensors):
             check_has_memory(tensor, f"tensor {k} of a collective")
+            traffic.bytes += tensor.nbytes
         return function(tensors, *args, **kwargs)
 
     return checked

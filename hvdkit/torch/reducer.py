@@ -306,7 +306,8 @@ class GradientReducer:
             own = list(parameters)
             synchronizer = Synchronizer(
                 specs,
-                TorchBackend(own, self._collectives),
+                # The caller holds the given gradients, but uses the returned ones.
+                TorchBackend(own, self._collectives, keeps_memory=False),
                 self._collectives,
                 self._reduction,
                 self._window,

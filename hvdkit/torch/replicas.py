@@ -43,18 +43,20 @@ class TorchReplicas:
 
     Args:
         parameters: name -> parameter.
-        optimizer: the optimizer. It need not have all `parameters`: some may be frozen.
+        optimizer: the optimizer. It need not have all `parameters`: some may be frozen. None: there
+            are only parameters.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+        self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
     ) -> None:
-        compared = list(_compared(parameters, optimizer.state))
+        # An optimizer around another one may have no state of its own.
+        compared = list(_compared(parameters, getattr(optimizer, "state", {})))
         #: The names of the tensors.
         self.names: Sequence[str] = [each.name for each in compared]
         #: The options of the parameter groups and the names, as text.
         self.settings: Sequence[str] = [
-            *_options(optimizer),
+            *(_options(optimizer) if optimizer is not None else ()),
             *(
                 f"the optimizer has {each.name}, {str(each.tensor.dtype).removeprefix('torch.')} "
                 f"{list(each.tensor.shape)}"

@@ -1,6 +1,7 @@
 """Resumable samplers: the samples of this rank, and the position of all ranks."""
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -20,9 +21,13 @@ from torch.utils.data import (
 )
 from torch.utils.data import distributed as torch_distributed
 
+from hvdkit.core import same_data
 from hvdkit.core.sampling import Batches, Epochs, Order
 from hvdkit.errors import UsageError
+from hvdkit.torch.unwrapped import steps_made
 from hvdkit.torch.workers import shield_workers
+
+log = logging.getLogger("hvdkit.torch")
 
 
 class DistributedSampler(torch_distributed.DistributedSampler):
@@ -45,6 +50,52 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         size = mpi_ops.size() if num_replicas is None else num_replicas
         own = mpi_ops.rank() if rank is None else rank
         super().__init__(dataset, size, own, *args, **kwargs)
+        # The state of the warnings, which only the first rank logs.
+        self._iterated = own > 0
+        self._steps_at_epoch: int | None = None
+        # The epoch whose samples were all given while an optimizer made steps.
+        self._trained_epoch: int | None = None
+        self._warns_of_epoch = own == 0 and self.shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the numbers of this rank's samples."""
+        self._iterated = True
+        if self.shuffle and self.num_replicas == mpi_ops.size():
+            sampler = f"DistributedSampler of {self.total_size} samples"
+            same_data.seeds[sampler] = self.seed
+        indices = super().__iter__()
+        return self._watched(indices) if self._warns_of_epoch else indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch. Call it before each epoch, on all ranks."""
+        super().set_epoch(epoch)
+        made = steps_made()
+        if not self._iterated and self._steps_at_epoch not in (None, made):
+            self._iterated = True
+            log.warning(
+                "set_epoch was called for a second epoch, but nothing has iterated over this "
+                "DistributedSampler, so each rank may train all data. Pass it to the loader: "
+                "DataLoader(dataset, sampler=sampler, ...)"
+            )
+        self._steps_at_epoch = made
+
+    def _watched(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Yield `indices`; warn if an epoch is trained for a second time.
+
+        Without steps in between, it is a validation, whose order does not matter.
+        """
+        epoch, before = self.epoch, steps_made()
+        yield from indices
+        if steps_made() == before:
+            return
+        if self._trained_epoch == epoch and self._warns_of_epoch:
+            self._warns_of_epoch = False
+            log.warning(
+                "DistributedSampler has given epoch %d twice, in the same order. Call "
+                "sampler.set_epoch(epoch) before each epoch, on all ranks",
+                epoch,
+            )
+        self._trained_epoch = epoch
 
 
 class ResumableSampler(Epochs, Sampler[int]):

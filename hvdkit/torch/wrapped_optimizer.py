@@ -35,15 +35,16 @@ from hvdkit.core.accumulation import PassesDiffer, Window
 from hvdkit.core.coordination import BackwardFailed, Coordinator, entry_lock
 from hvdkit.core.nonfinite import IGNORE, RAISE, SKIP, NonFiniteGradients, names_text
 from hvdkit.core.reduction import Reduction, ReductionState
-from hvdkit.core.replicas import CheckSettings, ReplicaCheck
+from hvdkit.core.replicas import VALUES_ADVICE, CheckSettings, ReplicaCheck
 from hvdkit.core.rounds import Rounds
+from hvdkit.core.same_data import PASSES, SameData
 from hvdkit.core.stragglers import BACKWARD, FORWARD, UPDATE
 from hvdkit.core.tuning import Tuner
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch import dynamo, hooks, passes
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.digests import check_values
+from hvdkit.torch.digests import GradientDigest, check_values
 from hvdkit.torch.gradients import OptimizerGradients
 from hvdkit.torch.plain_tensors import check_has_memory, is_plain
 from hvdkit.torch.replicas import TorchReplicas
@@ -51,20 +52,20 @@ from hvdkit.torch.wrapped_modules import check_not_reduced
 
 log = logging.getLogger("hvdkit.torch")
 
-#: After this number of complete accumulation windows in a row without a step, a warning follows.
-_MOST_DROPPED_WINDOWS = 3
-_DROPPED_WINDOWS = (
-    "zero_grad() has dropped {count} complete accumulation windows in a row, and the optimizer has "
-    "made no step. Each backward pass that reaches the optimizer's parameters counts as a pass of "
-    "its window, also the pass of another loss. Freeze the parameters during such a pass "
-    "(model.requires_grad_(False)), or call step() after each window"
-)
-
 _GRADIENTS_NOT_SAVED = (
     "step {step} was saved between a backward pass and the optimizer step that used its gradients. "
     "So the checkpoint lacks these gradients. Call save() and maybe_save() after the steps of all "
     "optimizers. If no step is expected to use the gradients of a pass, call optimizer.zero_grad() "
     "before the next pass"
+)
+
+_STATE_ADVICE = (
+    "If one rank has loaded the optimizer's state, call hvd.broadcast_optimizer_state(optimizer, "
+    "root_rank=0) before the first step."
+)
+_SAME_DATA_ADVICE = (
+    "Give each rank its own part: sampler = hvd.DistributedSampler(dataset), and "
+    "DataLoader(dataset, sampler=sampler, ...). Random data need another seed on each rank"
 )
 
 _count = itertools.count()
@@ -149,6 +150,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         frozen: dict[str, torch.nn.Parameter],
     ) -> None:
         dynamo.exclude_hvdkit()
+        hooks.remove(None)
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
         # scheduler sets an attribute `step` to count steps. Its copy would hide our method.
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")
@@ -190,6 +192,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The current backward pass.
         self._task_id: int | None = None  # PyTorch's graph task
         self._nothing_to_reduce = False  # there is one rank and one pass per step
+        self._pass_too_many = False  # it must not add to the gradients of a whole window
         self._local_pass = False  # it ends without a reduction
         self._plan_outdated = False  # buckets must wait for a new plan
         self._generation = 0  # the generation of the collectives when the pass began
@@ -200,8 +203,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # The step of a checkpoint that was saved while the current gradients waited for a step.
         self._saved_step: int | None = None
         self._warned_of_save = False
-        # The number of complete accumulation windows in a row that the script has dropped.
-        self._dropped_windows = 0
         # Not a strong reference: a cycle would keep the optimizer until a garbage collection.
         owner = weakref.proxy(self)
         self._gradients = OptimizerGradients(
@@ -214,12 +215,21 @@ class WrappedOptimizer(torch.optim.Optimizer):
             finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = coordinator_of(process_set)
+        window.begin(self.coordinator.passes)
         #: Compares parameters, optimizer state and options between ranks; None without
         #: `check_parameters`.
         self.replicas: ReplicaCheck | None = None
+        self._first_gradients = GradientDigest(PASSES)
+        same_data = SameData(
+            self._collectives, self._first_gradients.result, "gradients", _SAME_DATA_ADVICE
+        )
         if check_parameters:
             self.replicas = ReplicaCheck(
-                self._collectives, replicas, lambda: owner._replicas(), lambda: owner.steps
+                self._collectives,
+                replicas,
+                lambda: owner._replicas(),
+                lambda: owner.rounds.steps_made,
+                f"{VALUES_ADVICE} {_STATE_ADVICE}",
             )
         #: The reduction rounds, which `hvdkit.torch.passes` enters when a pass ends.
         self.rounds = Rounds(
@@ -230,6 +240,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.replicas,
             self.coordinator.stragglers,
             on_nonfinite,
+            same_data,
         )
         self.coordinator.add(self)
         _wrapped_optimizers.add(self)
@@ -262,6 +273,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "create_graph=True) for the inner derivative, and loss.backward() for the "
                 "gradients of the step."
             )
+        if self._pass_too_many:
+            size = self._window.size
+            setting = "accumulation_steps" if self._window.mean else "backward_passes_per_step"
+            raise HvdkitError(
+                f"backward pass {size + 1} began before optimizer.step(), but {setting} is {size}. "
+                f"Call optimizer.step() after every {size} passes, or make additional passes "
+                f"inside hvd.no_sync(optimizer)."
+            )
         if self._nothing_to_reduce:
             self._added_locally = self._no_sync
             self._arrived_locally = True
@@ -273,6 +292,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if number is None:
             self._gradients.after_unplanned_accumulation(parameter)
             return
+        if self.steps < PASSES and self._check_settings.interval and parameter.grad is not None:
+            self._first_gradients.add(number, parameter.grad)
         ready = not (self._local_pass or self._plan_outdated)
         self._gradients.after_accumulation(number, ready)
 
@@ -290,21 +311,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
             check_not_reduced((self._name_of(p), p) for p in self._all_parameters())
             self._modules_checked = True
         window = self._window
-        full = window.size > 1 and window.passes >= window.size
-        if full and window.resumed and self._gradients.exist():
+        whole = window.size > 1 and (window.ends_by_passes or self.rounds.participated)
+        if whole and not self._gradients.exist():
+            # The script has dropped the gradients of the window: `model.zero_grad()`.
+            self._begin_without_gradients()
+        elif window.ends_by_passes and window.resumed:
             # The script does not continue the window of the checkpoint.
             window.make_whole()
-            full = False
-        if full and not self._gradients.exist():
-            # A GradScaler has skipped the step, and the script has called `model.zero_grad()`.
-            self._begin_without_gradients()
-        elif full and not self._no_sync:
-            setting = "accumulation_steps" if window.mean else "backward_passes_per_step"
-            raise HvdkitError(
-                f"backward pass {window.size + 1} began before optimizer.step(), but {setting} is "
-                f"{window.size}. Call optimizer.step() after every {window.size} passes, or make "
-                f"additional passes inside hvd.no_sync(optimizer)."
-            )
+        self._pass_too_many = window.ends_by_passes and not self._no_sync
         self._note_removed_gradients()
         if self.rounds.skips_step and not self._gradients.any_nonzero():
             # The script has removed the gradients that are not finite, or has set them to 0.
@@ -317,7 +331,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     @property
     def _adds_locally(self) -> bool:
         """Whether the next pass only adds to the gradients of this rank."""
-        return self._no_sync or self._window.passes < self._window.size - 1
+        return self._no_sync or not self._window.next_pass_reduces
 
     @property
     def pass_dropped(self) -> bool:
@@ -339,16 +353,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.coordinator.times.enter(UPDATE)
         if arrived and self._nothing_to_reduce and not self._no_sync:
             self._gradients.unused = True  # on several ranks, the round does
+        if arrived:
+            self._count_pass()
         if not arrived or self._nothing_to_reduce:
             return False
-        self._count_pass()
         if self._local_pass:
             self.coordinator.times.enter(FORWARD)
         return not self._local_pass
 
     def _count_pass(self) -> None:
+        self.coordinator.passes.add(counted=not self._no_sync)
         if self._window.size > 1 and not self._no_sync:
-            self._window.passes += 1
+            self._window.count_pass()
 
     def _report_nonfinite(self, assigned: bool) -> None:
         """Raise or skip the step on a single rank, as `Coordinator` does on several.
@@ -473,6 +489,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._complete_earlier_passes()
         if self._window.open:
             return False
+        self._window.final = True
         self._check_usable()
         self._fail_if_pass_dropped()
         if not self.rounds.participated:  # otherwise, the gradients are those of this step
@@ -500,10 +517,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce all gradients and make the plain optimizer's step.
 
-        Do nothing inside a window of `accumulation_steps`; `stepped` is False then.
+        Only count the call inside a window of `accumulation_steps`; `stepped` is False then.
 
         Raises:
             UsageError: a closure was passed with `accumulation_steps` or `on_nonfinite="skip"`.
+            HvdkitError: several passes were made before this call, and it is not clear whether
+                their window has ended.
         """
         self._stepped = False
         if closure is not None and self._window.mean and self._window.size > 1:
@@ -518,8 +537,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "computes them within it. Use on_nonfinite='raise', or step() without a closure."
             )
         self._complete_earlier_passes()
+        self.coordinator.passes.begin_step()
         if self._window.open:
+            if self._gradients.hook_unplanned_parameters():
+                self._count_pass()
+            if warning := self._window.count_call():
+                self._warn(warning)
             return None
+        self._window.check_step()
         if closure is None:
             if self._should_synchronize:
                 self.reduce()
@@ -563,7 +588,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
         self._stepped = self._added_locally = False
-        self._dropped_windows = 0
         self._forget_gradients()
         self._gradients.hook_unplanned_parameters()
         self.rounds.end_step()
@@ -589,6 +613,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._complete_earlier_passes()
         if self._window.size == 1:
             self._window.passes = int(self.accumulated)
+        self._window.end_early()  # the ranks compare the numbers of passes
         self._check_usable()
         try:
             self._fail_if_pass_dropped()
@@ -610,8 +635,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         Takes the arguments of the plain optimizer's `zero_grad`.
         """
         self._drop_earlier_passes()
-        window, dropped = self._window, self._window.dropped
-        if window.open and window.passes and not (dropped or self._gradients.invalid_reason):
+        dropped = self._window.dropped
+        if self._window.keeps_gradients and not (dropped or self._gradients.invalid_reason):
             return
         self._gradients.invalid_reason = ""
         super().zero_grad(*args, **kwargs)
@@ -636,13 +661,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
             True: all ranks have dropped the step, so continue with the next batch. False: the other
             ranks continue this window, so this rank must call what they call.
         """
-        earlier_passes, local = self._window.passes, self._adds_locally
+        earlier, local = (self._window.calls, self._window.passes), self._adds_locally
         dropped = True
         if self._pass_raised or not self._gradients.invalid_reason:
             self._drop_earlier_passes()
             if local or not self._gradients.invalid_reason:
                 self._gradients.invalid_reason = ""
-                self._window.passes = earlier_passes
+                self._window.calls, self._window.passes = earlier
                 self._count_pass()
                 self._window.dropped = True
                 if local:
@@ -674,15 +699,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _begin_without_gradients(self) -> None:
         """Begin the next window, after the script has reset the gradients."""
-        if self._window.size > 1 and self._window.passes >= self._window.size:
-            self._dropped_windows += 1
-            if self._dropped_windows == _MOST_DROPPED_WINDOWS:
-                self._warn(_DROPPED_WINDOWS.format(count=self._dropped_windows))
         self._added_locally = False
         self._forget_gradients()
         self._window.close()
         self._gradients.discard()
-        self.rounds.participated = self.rounds.skips_step = False
+        self.rounds.begin_step()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes per step, and begin a new window.
@@ -749,7 +770,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     @property
     def passes(self) -> int:
         """The number of passes that the current accumulation window has."""
-        return self._window.passes
+        return self._window.made
 
     def resume_window(self, passes: int, size: int) -> None:
         """Continue an accumulation window whose gradients are lost, after `discard_accumulated`.
@@ -790,7 +811,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def accumulated(self) -> bool:
         """Whether this rank has gradients that are not reduced."""
         return (
-            bool(self._window.passes)
+            bool(self._window.made)
             or self._added_locally
             or self._gradients.has_unreduced(assigned=False)
         )

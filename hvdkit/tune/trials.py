@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import start_folders
 from hvdkit.owned_folders import OwnedFolder
-from hvdkit.processes import ProcessGroup
+from hvdkit.processes import ProcessGroup, python_command
 
 #: In a command, it stands for the batch size.
 PLACEHOLDER = "{batch_size}"
@@ -119,7 +118,7 @@ class Runner:
         if batch_size is not None:
             command = [word.replace(PLACEHOLDER, str(batch_size)) for word in command]
             env[trial.BATCH_VARIABLE] = str(batch_size)
-        limited = [self._python, "-m", "hvdkit.tune.limited", str(self._memory), *command]
+        limited = [self._python, "-P", "-m", "hvdkit.tune.limited", str(self._memory), *command]
         began = time.monotonic()
         owned = OwnedFolder(Path(tempfile.gettempdir()), "hvdkit-tune-")
         try:
@@ -149,7 +148,7 @@ class Runner:
         try:
             with messages.open("wb") as stderr, open(os.devnull, "wb") as stdout:
                 process = group.start(
-                    [sys.executable, "-m", "hvdkit", "run", *words],
+                    python_command("-m", "hvdkit", "run", *words),
                     env,
                     stdout=stdout,
                     stderr=stderr,

@@ -209,9 +209,9 @@ class Job:
         return {start.rank: start for start in self.starts() if _runs(start.pid)}
 
     def agent_of(self, start: Start) -> psutil.Process | None:
-        """Return the agent of a rank: its parent."""
+        """Return the agent of a rank: the parent of its keeper."""
         with contextlib.suppress(psutil.Error):
-            parent = psutil.Process(start.pid).parent()
+            parent = psutil.Process(psutil.Process(start.pid).ppid()).parent()
             words = parent.cmdline() if parent is not None else []
             if "hvdkit.launch.agent" in words or "--node-rank" in words:
                 return parent

@@ -18,6 +18,9 @@ _RANK = (
     "import os, signal, subprocess, sys, time;"
     "names = ('HOROVOD_RANK', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK');"
     "rank = next(int(os.environ[name]) for name in names if name in os.environ);"
+    # The parent of a rank is its keeper, and the parent of that is the agent.
+    "keeper = open(f'/proc/{os.getppid()}/stat').read();"
+    "agent = int(keeper.rpartition(')')[2].split()[1]);"
 )
 
 
@@ -98,7 +101,7 @@ def describe(pid):
 
 
 def python(code):
-    """Return the command of a rank that runs `code`, which may use `rank` and some modules."""
+    """Return the command of a rank with `code`, which may use `rank`, `agent` and some modules."""
     return (sys.executable, "-c", _RANK + code)
 
 

@@ -2,7 +2,9 @@
 
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,9 +34,12 @@ hvd.shutdown()
 """
 
 
-def start_on_hosts(cluster, command, sizes=(2, 2), **env):
-    """Start `command` as the ranks of one job over Gloo; `sizes` are the ranks of each host."""
-    server = RendezvousServer(cluster.address)
+def start_on_hosts(cluster, command, sizes=(2, 2), key=None, **env):
+    """Start `command` as the ranks of one job over Gloo; `sizes` are the ranks of each host.
+
+    Without a key, ranks exchange their addresses as those of `horovodrun` do.
+    """
+    server = RendezvousServer(cluster.address, key=key)
     places = [(host, local) for host, size in enumerate(sizes) for local in range(size)]
     return start_ranks(
         [
@@ -54,6 +59,7 @@ def start_on_hosts(cluster, command, sizes=(2, 2), **env):
                     local_size=sizes[host],
                     cross_rank=sum(size > local_rank for size in sizes[:host]),
                     cross_size=sum(size > local_rank for size in sizes),
+                    key=key,
                 ),
             )
             for rank, (host, local_rank) in enumerate(places)
@@ -70,6 +76,47 @@ def test_process_sets_use_the_chosen_interface(make_hosts):
         group = start_on_hosts(cluster, [sys.executable, "-c", PROCESS_SETS])
         results = group.wait(timeout=90)
     assert [result.output for result in results] == ["reduced over 4 ranks\n"] * 4
+
+
+SCANNED = """
+import torch
+import horovod.torch as hvd
+
+for start in range(2):
+    hvd.init()
+    pair = hvd.add_process_set([0, 2])
+    for members in (hvd.global_process_set, pair):
+        if members.included():
+            own = torch.full((1000,), 10.0 ** hvd.rank())
+            total = hvd.allreduce(own, op=hvd.Sum, name=str(members.ranks), process_set=members)
+            assert total.eq(sum(10.0**rank for rank in members.ranks)).all(), total
+    hvd.remove_process_set(pair)
+    hvd.shutdown()
+print("reduced", flush=True)
+"""
+
+
+@pytest.mark.parametrize("key", ["a key", None])
+def test_strangers_that_connect_to_each_port_do_not_keep_ranks_from_starting(make_hosts, key):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    scanner = str(Path(__file__).with_name("port_scanner.py"))
+    with make_hosts(1) as cluster:
+        command = cluster.hosts[0].command([sys.executable, scanner, "60"])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as scan:
+            try:
+                assert scan.stdout.readline() == "scans\n"
+                group = start_on_hosts(
+                    cluster,
+                    [sys.executable, "-c", SCANNED],
+                    sizes=(3,),
+                    key=key,
+                    HOROVOD_DYNAMIC_PROCESS_SETS="1",
+                    HOROVOD_GLOO_TIMEOUT_SECONDS="5",
+                )
+                results = group.wait(timeout=60)
+            finally:
+                scan.kill()
+    assert [result.output for result in results] == ["reduced\n"] * 3
 
 
 #: Bytes per number: a block of 256 numbers has a scale of 4 bytes.
@@ -217,6 +264,59 @@ def test_int8_between_hosts_with_one_rank(make_hosts):
     with make_hosts(2) as cluster:
         results = start_on_hosts(cluster, [sys.executable, "-c", INT8], (1, 1)).wait(timeout=120)
     check_sent([result.output for result in results], 2, INT8_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "draws", "largest", "rate"),
+    [
+        ((1, 1), 40, 8 << 20, "1gbit"),
+        *[
+            pytest.param(sizes, 700, 64 << 20, None, marks=pytest.mark.long)
+            for sizes in [(1, 1), (1, 1, 1), (2, 2), (1, 2)]
+        ],
+    ],
+    ids=str,
+)
+def test_drawn_collectives(make_hosts, sizes, draws, largest, rate):
+    skip_where_unsupported(Configuration("torch", "gloo", 4))
+    command = [sys.executable, "-m", "tests.parallel.torch.drawn_collectives"]
+    arguments = [str(sum(sizes)), str(draws), str(largest)]
+    with make_hosts(len(sizes)) as cluster:
+        for host in cluster.hosts if rate else ():
+            limit_rate(host, rate)
+        group = start_on_hosts(
+            cluster, [*command, *arguments], sizes, HOROVOD_DYNAMIC_PROCESS_SETS="1"
+        )
+        results = group.wait(timeout=90 + 4 * draws)
+    assert {result.output for result in results} == {f"{draws} draws are right\n"}
+
+
+SCATTERS = """
+import torch
+import hvdkit.torch as hvd
+hvd.init()
+part = 3_000_000
+wrong = 0
+for number in range(60):
+    own = torch.full((2 * part,), float(number + hvd.rank()))
+    result = hvd.reducescatter(own, op=hvd.Sum, name="part")
+    wrong += not result.eq(2.0 * number + 1).all()
+print("wrong results:", wrong, flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_reducescatter_with_a_slow_network(make_hosts):
+    """The result of Gloo's own algorithm is written over data that are not yet sent."""
+    skip_where_unsupported(Configuration("torch", "gloo", 2))
+    with make_hosts(2) as cluster:
+        for host in cluster.hosts:
+            limit_rate(host, "1gbit")
+        results = start_on_hosts(cluster, [sys.executable, "-c", SCATTERS], (1, 1)).wait(
+            timeout=120
+        )
+    assert {result.output for result in results} == {"wrong results: 0\n"}
 
 
 DIES = """

@@ -364,7 +364,7 @@ def test_a_rank_that_never_registers_is_named(launches):
 
 
 def test_an_agent_that_is_killed_is_noticed(launches, start):
-    job = start(*BOTH, *python("print('up'); print('agent', os.getppid()); time.sleep(60)"))
+    job = start(*BOTH, *python("print('up'); print('agent', agent); time.sleep(60)"))
     pids = {}
     while len(pids) < 2:
         rank, word, *pid = job.stdout.readline().split()
@@ -378,10 +378,7 @@ def test_an_agent_that_is_killed_is_noticed(launches, start):
 
 def test_a_job_is_restarted_when_an_agent_is_lost(launches, start, tmp_path):
     marker = tmp_path / "second"
-    code = (
-        f"again = os.path.exists({str(marker)!r}); print('up', os.getppid()); "
-        "again or time.sleep(60)"
-    )
+    code = f"again = os.path.exists({str(marker)!r}); print('up', agent); again or time.sleep(60)"
     job = start(*BOTH, "--restarts", "1", "--min-np", "1", *python(code))
     pids = {}
     while len(pids) < 2:

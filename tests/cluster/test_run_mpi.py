@@ -64,7 +64,7 @@ def test_sums_between_hosts(launches, slots, code, sent):
 def test_each_host_has_its_rank_and_the_environment(launches, mpi):
     # The agents, which are the parents of the ranks, need the paths of environment modules.
     code = (
-        "agent = open(f'/proc/{os.getppid()}/environ').read();"
+        "agent = open(f'/proc/{agent}/environ').read();"
         "print(os.uname().nodename, os.environ.get('MINE'), os.environ['HOROVOD_CONTROLLER'],"
         "'PYTHONPATH=/modules' in agent.split(chr(0)))"
     )

@@ -116,6 +116,9 @@ class NumpyMemory:
             self.gradients[i] = buffer[place].reshape(self.specs[i].shape)
         return buffer
 
+    def end_round(self, reduced: bool) -> None:
+        pass
+
     def pack(self, dtype: str, factor: float, keep: bool = True) -> np.ndarray:
         self.packed.append((dtype, factor, keep))
         buffer = self._buffer(dtype, keep)

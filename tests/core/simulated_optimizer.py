@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.core.accumulation import Window
+from hvdkit.core.accumulation import PassCount, Window
 from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.compression import NoCompression
 from hvdkit.core.coordination import Coordinator
@@ -359,6 +359,8 @@ class SimulatedOptimizer:
         self.collectives = collectives
         self.parameters = list(parameters or [Parameter(f"p{i}") for i in range(count)])
         self.window = window or Window(1)
+        self.passes = PassCount()
+        self.window.begin(self.passes)
         reduction = replace(Reduction(NoCompression(), bucket_bytes=32), **how)
         self.gradients = SimulatedGradients(self.parameters, collectives, reduction, self.window)
         self.rounds = Rounds(collectives, self.gradients, self.window, compare)
@@ -391,17 +393,19 @@ class SimulatedOptimizer:
         Takes the arguments of `backward`.
         """
         window = self.window
-        if not no_sync and window.size > 1 and window.passes >= window.size:
+        if not no_sync and window.ends_by_passes:
             raise HvdkitError("a pass too many")
-        local = no_sync or (window.size > 1 and window.passes < window.size - 1)
+        local = no_sync or not window.next_pass_reduces
         plan_outdated = not local and self.rounds.plan_outdated
         if not isinstance(values, Mapping):
             values = dict.fromkeys(range(len(self.parameters)), values)
         arriving = sorted((i for i in values if self.parameters[i].requires_grad), reverse=True)
         for i in arriving[: len(arriving) // 2] if fails else arriving:
             self._accumulate(self.parameters[i], values[i], ready=not local and not plan_outdated)
+        if not fails:
+            self.passes.add(counted=not no_sync)
         if window.size > 1 and not no_sync and not fails:
-            window.passes += 1
+            window.count_pass()
         return not local
 
     def _accumulate(self, p: Parameter, value: Any, ready: bool) -> None:
@@ -424,7 +428,9 @@ class SimulatedOptimizer:
 
     def step(self) -> None:
         """Reduce all gradients and record them as a step, unless more passes must come."""
+        self.passes.begin_step()
         if self.window.open:
+            self.window.count_call()
             return
         self.synchronize()
         self.stepped.append(self.dense)
@@ -433,6 +439,7 @@ class SimulatedOptimizer:
 
     def flush(self) -> bool:
         """End a window early; return whether that made a step."""
+        self.window.end_early()
         self.coordinator.enter_rounds_of_others(self.rounds)
         ended = self.window.end_early()
         if ended:

@@ -1,6 +1,6 @@
 import pytest
 
-from hvdkit.core.accumulation import PassesDiffer, Window, check_passes, window_of
+from hvdkit.core.accumulation import PassCount, PassesDiffer, Window, check_passes, window_of
 from hvdkit.errors import UsageError
 from tests.core.simulated_ranks import on_every_rank
 
@@ -8,11 +8,31 @@ from tests.core.simulated_ranks import on_every_rank
 def test_a_window_is_open_until_it_has_all_its_passes():
     window = Window(3)
     for _ in range(2):
-        for passes in (1, 2, 3):
+        for reduces in (False, False, True):
             assert window.open
             assert window.divisor == 3
-            window.passes = passes
+            assert window.next_pass_reduces == reduces
+            window.count_pass()
         assert not window.open
+        window.close()
+
+
+@pytest.mark.parametrize("reached", [0, 1, 2])
+def test_a_window_is_open_until_the_last_call(reached):
+    window, everyone = Window(3), PassCount()
+    window.begin(everyone)
+    for _ in range(2):
+        for call in range(3):
+            assert window.next_pass_reduces == (call == 2)
+            everyone.add(counted=True)
+            for _ in range(reached):
+                window.count_pass()
+            everyone.begin_step()
+            assert window.open == (call < 2)
+            if window.open:
+                assert not window.count_call()
+                assert not window.count_call()  # no pass was made in between
+                assert window.made == call + 1
         window.close()
 
 
@@ -59,7 +79,7 @@ def test_a_window_that_ends_early_has_the_mean_of_its_passes():
     assert window.end_early()
     assert (window.open, window.divisor) == (False, 3)
     window.close()
-    assert (window.open, window.divisor, window.passes) == (True, 4, 0)
+    assert (window.open, window.divisor, window.made) == (True, 4, 0)
 
 
 def test_a_window_without_passes_does_not_end_early():

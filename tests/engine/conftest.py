@@ -35,6 +35,33 @@ def compile_header(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def build_driver(tmp_path_factory):
+    """Build a program of tests with the headers of shared memory; warnings are errors."""
+
+    def build(name, *flags, compiler=None):
+        folder = tmp_path_factory.mktemp(name)
+        (patch,) = (each for each in patches.series() if each.name == "shared-memory")
+        for path, content in patch.adds.items():
+            (folder / Path(path).name).write_text(content)
+        sources = resources.files("hvdkit.engine").joinpath("sources")
+        built = folder / name
+        source = Path(__file__).with_name(f"{name}.cc")
+        paths = [f"-I{folder}", f"-I{sources}", str(source), "-o", str(built)]
+        strict = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"]
+        done = subprocess.run(
+            [compiler or find_compiler().path, *strict, *flags, *paths, "-pthread"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return built
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def sdist_file(tmp_path_factory):
     tools = tmp_path_factory.mktemp("tools")
     install.install_tools(["setuptools>=61,<81", "wheel"], tools)

@@ -7,6 +7,8 @@ import pytest
 
 BLOCK = 256
 
+LARGEST = np.array([np.finfo("f4").max] * 40 + [1.0] * 40, np.float32)
+
 # The inputs have infinities and NaNs on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -44,6 +46,8 @@ def expected(numbers):
         scale = np.float32(largest / np.float32(127))
         if scale * np.float32(127) < largest:
             scale = np.nextafter(scale, np.float32(np.inf))
+        if np.isinf(scale * np.float32(127)) and np.isfinite(largest):
+            scale = np.nextafter(scale, np.float32(0))
         if not np.isfinite(largest):
             scale = np.uint32(0x7FC00000).view(np.float32)
         codes = np.zeros(len(block), np.int8)
@@ -65,7 +69,7 @@ def inputs():
     yield "negative zeros", -np.zeros(300, np.float32)
     yield "magnitudes of all sizes", (normal * 10.0 ** random.integers(-45, 38, 5003)).astype("f4")
     yield "subnormal numbers", random.integers(0, 500, 5003, dtype=np.uint32).view(np.float32)
-    yield "the largest number", np.array([np.finfo("f4").max] * 40 + [1.0] * 40, np.float32)
+    yield "the largest number", LARGEST
     yield "ties", np.array([127.0, *(np.arange(-126, 126) + 0.5)], np.float32)
     for name, value in (("infinity", np.inf), ("NaN", np.nan)):
         block = normal[:600].copy()
@@ -92,6 +96,17 @@ def test_the_scalar_path_has_the_bits_of_the_vector_path(library, count):
         decode(library, encode(library, np.array([1.5, x], np.float32)), 2)[1] for x in numbers
     ]
     np.testing.assert_array_equal(found, np.array(alone, np.float32))
+
+
+@pytest.mark.parametrize("count", [1, 64, 256])
+def test_finite_numbers_remain_finite(library, count):
+    """Near the largest float32, the last bits decide whether 127 x scale is still finite."""
+    for below in range(300):
+        bits = LARGEST[:1].view(np.uint32) - np.uint32(below)
+        numbers = np.resize(np.array([bits.view(np.float32)[0], 1.0], np.float32), count)
+        found = decode(library, encode(library, numbers), count)
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found[0], numbers[0], rtol=1e-6)
 
 
 def test_the_error_is_at_most_half_of_a_code(library):

@@ -176,7 +176,7 @@ def uses(launcher: psutil.Process) -> dict[str, Use]:
             environment = process.environ()
             if "HOROVOD_RANK" in environment and "train.py" in process.cmdline():
                 found[f"rank {environment['HOROVOD_RANK']}"] = _use(process)
-            elif "hvdkit.launch.agent" in process.cmdline():
+            elif "hvdkit.launch.agent" in process.cmdline() and process.ppid() == launcher.pid:
                 found["agent"] = _use(process)
     return dict(sorted(found.items()))
 

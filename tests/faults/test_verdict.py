@@ -154,7 +154,20 @@ def test_a_rank_without_a_record(state, text):
     verdict = judge(records, {2: state}, 3)
     assert verdict.missing == [2]
     assert text in verdict.text
-    assert not verdict.deadlock
+    assert verdict.deadlock == verdict.is_final == (state == ENDED)
+
+
+def test_ranks_that_wait_for_a_rank_that_has_ended():
+    """Over MPI, they get no error. If one of them can still do something, the job waits."""
+    records = simulate(4, ["bucket"], {3: 0})
+    verdict = judge(records, {3: ENDED}, 4)
+    assert verdict.is_final
+    assert verdict.whole_text.endswith(
+        "Every rank that still runs waits for a rank that has ended: the job cannot continue."
+    )
+    assert not judge(records, {2: STOPPED, 3: ENDED}, 4).deadlock
+    working = records | {2: replace(records[2], open=[], stacks=WAITING.replace("waits", "works"))}
+    assert not judge(working, {3: ENDED}, 4).deadlock
 
 
 def test_a_rank_of_which_nothing_is_known_is_missing():

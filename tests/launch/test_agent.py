@@ -15,8 +15,6 @@ import psutil
 import pytest
 
 from hvdkit.launch import messages
-from hvdkit.launch.agent import Agent
-from hvdkit.launch.memory_kills import MemoryKills
 from hvdkit.record_files import SCRIPT_ENDED
 
 RANK = [sys.executable, "-c"]
@@ -193,28 +191,6 @@ def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
             assert process.wait(timeout=20) == 0
 
 
-def test_the_end_of_a_rank_is_sent_before_the_search_for_its_processes(monkeypatch):
-    """If a rank over MPI is killed, Slurm kills its agent milliseconds later."""
-    ends = [*os.pipe(), *os.pipe()]
-    agent = Agent(ends[0], ends[3])
-    sent = []
-    process = SimpleNamespace(poll=lambda: -9, returncode=-9)
-    rank = SimpleNamespace(rank=5, reported=False, pipes={}, process=process, memory=MemoryKills(0))
-    ranks = SimpleNamespace(
-        all=[rank],
-        find_orphans=lambda: sent.append(os.read(ends[2], 10_000)),
-        terminate=lambda _: iter(()),
-    )
-    monkeypatch.setattr(agent, "_ranks", ranks)
-    monkeypatch.setattr(agent, "_send_news", lambda **_: None)
-    agent._report_ends()
-    agent._selector.close()
-    for end in (*ends, agent._signals, agent._wakeup):
-        os.close(end)
-    end = {"rank": 5, "status": -9}
-    assert sent[0].endswith(messages.encode("exited", **end) + messages.encode("ended", **end))
-
-
 #: An agent on a host whose memory was full a moment ago.
 FULL = """
 from hvdkit.launch.agent import main
@@ -381,7 +357,7 @@ def test_a_rank_that_ends_leaves_no_child_with_its_own_environment(agent):
 
 
 def test_nothing_is_left_of_an_agent_that_is_killed(agent):
-    """The kernel ends its ranks. Its guard ends their child processes and removes its folder."""
+    """The keepers of its ranks end all processes, and remove its folder."""
     agent.start(WITH_CHILD.replace("os.getpid()", "os.environ['HVDKIT_RECORD_DIR'], os.getpid()"))
     folder, *pids = agent.line().split()
     assert Path(folder).exists()
@@ -427,17 +403,16 @@ def test_further_requests_do_not_extend_the_grace(agent):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_an_agent_that_has_ended_has_no_guard(agent, stopped):
+def test_an_agent_that_has_ended_has_no_keeper(agent, stopped):
     agent.start("import time; print('up', flush=True); time.sleep(0.2)")
     agent.line()
-    (guard,) = (
-        c for c in psutil.Process(agent.process.pid).children() if "time" not in c.cmdline()[-1]
-    )
+    (keeper,) = psutil.Process(agent.process.pid).children()
     if stopped:
-        guard.suspend()
+        agent.receive("ended")
+        keeper.suspend()
     agent.receive("done")
     agent.process.wait(timeout=10)
-    wait_until_gone(guard.pid)
+    wait_until_gone(keeper.pid)
 
 
 def bytes_until(agent, end):

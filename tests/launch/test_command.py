@@ -156,12 +156,16 @@ def test_ranks_reduce_with_horovod_and_torch_distributed(launcher):
     ], done.stderr
 
 
-@pytest.mark.parametrize("killed", ["os.getpid()", "os.getppid()"], ids=["rank", "agent"])
+# The parent of a rank is its keeper, and the parent of that is the agent.
+AGENT = "psutil.Process(os.getppid()).ppid()"
+
+
+@pytest.mark.parametrize("killed", ["os.getpid()", AGENT], ids=["rank", "agent"])
 @pytest.mark.parametrize("init", ["", pytest.param("hvd.init();", marks=pytest.mark.long)])
 def test_a_killed_rank_over_mpi_leaves_no_shared_memory(init, killed):
     skip_where_unsupported(Configuration("torch", "mpi", 2))
     code = (
-        "import os, time; rank = int(os.environ['OMPI_COMM_WORLD_RANK']);"
+        "import os, time, psutil; rank = int(os.environ['OMPI_COMM_WORLD_RANK']);"
         "folder = os.environ['OMPI_MCA_btl_sm_backing_directory']; print(folder, flush=True);"
         f"open(folder + '/file', 'w').close(); {init} time.sleep(1);"
         f"rank == 0 and os.kill({killed}, 9); time.sleep(60)"
@@ -173,7 +177,30 @@ def test_a_killed_rank_over_mpi_leaves_no_shared_memory(init, killed):
     assert all(folder.startswith("/dev/shm/hvdkit-mpi-") for folder in folders)
     assert not any(os.path.exists(folder) for folder in folders)
     # What mpirun says about a failed rank blames the program for a missing call.
-    assert ("hvdkit run: mpirun: " in done.stderr) == (killed == "os.getppid()"), done.stderr
+    assert ("hvdkit run: mpirun: " in done.stderr) == (killed == AGENT), done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_ranks_that_wait_for_a_rank_that_has_ended_do_not_wait_for_long(launcher):
+    skip_where_unsupported(Configuration("torch", launcher, 2))
+    code = (
+        "import os, torch, hvdkit.torch as hvd\n"
+        "hvd.init()\n"
+        "hvd.allreduce(torch.ones(1), name='a')\n"
+        "if hvd.rank() == 1: os._exit(0)\n"
+        "hvd.allreduce(torch.ones(1), name='b')"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HVDKIT_STALL_TIMEOUT": "3"}
+    done = run("--launcher", launcher, "-np", "3", sys.executable, "-c", code, env=env)
+    assert done.returncode == 1
+    expected = {
+        "gloo": "Rank 1 on localhost had ended without an error",
+        "mpi": (
+            "Rank 1 on localhost has not called it: the process has ended.\nEvery rank that still "
+            "runs waits for a rank that has ended: the job cannot continue."
+        ),
+    }
+    assert expected[launcher] in done.stderr
 
 
 def test_a_killed_mpirun_is_named(tmp_path):
@@ -181,7 +208,7 @@ def test_a_killed_mpirun_is_named(tmp_path):
     code = (
         "import os, signal, time, psutil, hvdkit.torch as hvd\n"
         "hvd.init()\n"
-        "if hvd.rank() == 1: os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)\n"
+        f"if hvd.rank() == 1: os.kill(psutil.Process({AGENT}).ppid(), signal.SIGKILL)\n"
         "time.sleep(60)"
     )
     # Open MPI's folder, which a killed mpirun leaves.

@@ -1,10 +1,15 @@
+import random
+import re
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
+from hvdkit.engine.toolchain import which
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, are_local, is_local, parse_hosts, read_hostfile
+from hvdkit.mpirun import identify_mpirun
 
 
 def test_hosts_with_and_without_slots():
@@ -42,18 +47,90 @@ def test_invalid_hosts(text, expected):
         parse_hosts(text)
 
 
-def test_a_hostfile_of_horovod_or_open_mpi(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        # Horovod and MPICH.
+        ("# ours\na slots=2\n\nb:4   # the big one\nc\n", [("a", 2), ("b", 4), ("c", 1)]),
+        ("a:2\nb:1\na:1\n", [("a", 3), ("b", 1)]),
+        # Open MPI. Without slots, it uses their limit.
+        ("a slots=1 max_slots=8\nb cpu=3\nc count=2\n", [("a", 1), ("b", 3), ("c", 2)]),
+        ("a slots = 2 max-slots=4\nb max-slots=4\n", [("a", 2), ("b", 4)]),
+        ("a slots=2\na\n", [("a", 3)]),
+        ("b slots-max=4 cpu=2\nc cpu_max=3\n", [("b", 2), ("c", 3)]),
+        # PBS: a line for each slot.
+        ("n1\nn1\nn2\nn1\nn2\n", [("n1", 3), ("n2", 2)]),
+        ("me@n1.example.org\nme@n1.example.org\n", [("me@n1.example.org", 2)]),
+    ],
+)
+def test_a_hostfile_of_another_program(tmp_path, content, expected):
     path = tmp_path / "hosts"
-    path.write_text("# ours\na slots=2\n\nb:4   # the big one\nc\nd slots=1 max_slots=8\n")
-    assert read_hostfile(path) == [Host("a", 2), Host("b", 4), Host("c", 1), Host("d", 1)]
+    path.write_text(content)
+    assert [(host.name, host.slots) for host in read_hostfile(path)] == expected
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 100), marks=pytest.mark.long)])
+def test_open_mpi_reads_the_same_from_a_hostfile(tmp_path, seed):
+    mpirun = which("mpirun")
+    if mpirun is None or identify_mpirun(mpirun).major < 5:
+        pytest.skip("no Open MPI 5 here")
+    for number in [seed] if isinstance(seed, int) else seed:
+        path = tmp_path / "hosts"
+        path.write_text(drawn_hostfile(random.Random(number)))
+        try:
+            own = [(host.name, host.slots) for host in read_hostfile(path)]
+        except UsageError:
+            own = []
+        arguments = ["--allow-run-as-root", "--do-not-launch", "--display", "allocation"]
+        found = subprocess.run(
+            [mpirun, *arguments, "--hostfile", str(path), "-np", "1", "true"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        nodes = re.findall(r"^    (\S+): slots=(\d+) ", found.stdout, re.MULTILINE)
+        # Once for the daemons, and once for the job.
+        theirs = [(name, int(slots)) for name, slots in nodes[: len(nodes) // 2]]
+        assert own == theirs, f"{path.read_text()}\n{found.stdout}{found.stderr}"
+
+
+def drawn_hostfile(draw):
+    """Return a hostfile of Open MPI, in which the lines of a host may contradict each other."""
+    lines = []
+    for name in ("a", "b-1", "c", "10.1.2.3"):
+        kind = draw.choice(["slots", "limit", "plain", "twice", "absent"])
+        unit, joint = draw.choice(["slots", "cpu", "count"]), draw.choice("-_")
+        slots = draw.randint(1, 9)
+        limit = draw.choice([f"{unit}{joint}max", f"max{joint}{unit}"])
+        equals = draw.choice(["=", " = "])
+        if kind == "slots":
+            words = [f"{unit}{equals}{slots}"]
+            words += draw.choice([[], [f"{limit}{equals}{slots + draw.randint(0, 3)}"]])
+            lines.append(" ".join([name, *words]) + draw.choice(["", "  # comment"]))
+        elif kind == "limit":
+            lines.append(f"{name} {limit}{equals}{slots + 1}")
+        elif kind == "twice":
+            lines += [name, f"{name} slots={slots}"]
+        elif kind == "plain":
+            # Open MPI gives a host without any number as many slots as it has cores.
+            lines += [name] * (slots + 1)
+    draw.shuffle(lines)
+    return "\n".join([*lines, "last slots=1", draw.choice(["", "# end"]), ""])
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("a\nb cores=4\n", "line 2: 'b cores=4' is not `HOST slots=N`"),
-        ("a slots=two\n", "line 1: slots=two: expected a number"),
-        ("a 4\n", "line 1: 'a 4' is not"),
+        ("a\nb cores=4\n", "line 2: 'cores=4' is not expected. A line is `HOST`, `HOST:N`"),
+        ("a slots=two\n", "line 1: 'slots=two': expected a number"),
+        ("a slots=\n", "line 1: 'slots=': expected a number"),
+        ("a 4\n", "line 1: '4' is not expected"),
+        ("a username=me\n", r"'username=me' is not expected.*(USER@HOST)"),
+        ("a slots=2\nb\na slots=2\n", "line 3: a is named twice; name it once, with all its"),
+        ("a\na slots=2\n", "line 2: a is named twice"),
+        ("a:2 slots=2\n", "line 1: 'a:2:2' is not a host"),
+        ("rank 0=a slot=1\n", "line 1: '0=a' is not expected"),
         ("# none\n", "no hosts in it; expected one host per line, such as: host0 slots=2"),
     ],
 )

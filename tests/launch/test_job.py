@@ -519,6 +519,36 @@ def test_the_exception_of_a_rank_that_does_not_end_is_named(outcome):
     )
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(1.0, True), (60.0, False)])
+def test_the_error_before_the_first_failure_is_shown_although_its_rank_has_not_ended(
+    outcome, seconds, shown
+):
+    """The rank needs a second to end. The other one hides that it has lost a connection."""
+
+    def traceback(rank, text):
+        lines = f"Traceback (most recent call last):\n  File a.py\n{text}\n"
+        return rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": lines}
+
+    found = outcome(
+        traceback(1, "ValueError: bad sample"),
+        seconds,
+        traceback(0, "RuntimeError: the training failed"),
+        ended(0, 1),
+        END,
+        ended(1, -signal.SIGTERM),
+        (0, {"kind": "done"}),
+        (1, {"kind": "done"}),
+    )
+    assert found.status == 1
+    assert found.report.startswith("rank 0 on host0 failed: exit status 1")
+    text = (
+        "Before this, rank 1 on host1 had written a traceback, and had not ended when the launcher "
+        "ended it.\nRank 1's last lines:\n  Traceback (most recent call last):\n    File a.py\n"
+        "  ValueError: bad sample"
+    )
+    assert (text in found.report) == shown, found.report
+
+
 def test_a_job_that_succeeds_although_its_collectives_have_failed(outcome):
     content = json.loads(record(0, "x", "error")) | {"error": "failed: shut down. This", "open": []}
     said = []

@@ -27,10 +27,10 @@ CHILD = f"import subprocess; print(subprocess.Popen({SLEEP}, user={OTHER}, stdou
 GROUP = """
 import os, pathlib, sys, time
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.guard import Guard
-from hvdkit.processes import ProcessGroup
+from hvdkit.launch import keeper
 
-group = ProcessGroup()
+keeper.ORPHAN_GRACE = 0.2
+group = keeper.KeptGroup()
 """
 
 
@@ -116,13 +116,16 @@ print(*(host.name for host in discover(pathlib.Path({str(script)!r}))))
         pass
 
 
-def test_the_guard_ends_the_other_processes_and_deletes_the_folders(tmp_path):
+def test_the_keepers_end_the_other_processes_and_delete_the_folders(tmp_path):
     output = run(
         f"""
+from hvdkit.faults.record_folder import RecordFolder
+import tempfile
+tempfile.tempdir = {str(tmp_path)!r}
+folder = RecordFolder().path
 other = group.start({SLEEP}, os.environ, stderr=None)
 rank = group.start([sys.executable, "-c", {CHILD!r}], os.environ, stdout=-1)
 print(other.pid, rank.stdout.readline().decode(), flush=True)
-Guard(group, 0.2, pathlib.Path({str(tmp_path / "deleted")!r}).touch)
 os._exit(0)
 """
     )
@@ -130,6 +133,6 @@ os._exit(0)
     with killed_at_the_end(left):
         wait_until_gone(other)
         deadline = time.monotonic() + 20
-        while not (tmp_path / "deleted").exists():
+        while any(tmp_path.iterdir()):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -1,12 +1,14 @@
 import errno
 import io
 import os
+import random
 import threading
 import time
 
 import pytest
 
 from hvdkit.errors import UsageError
+from hvdkit.launch import output as output_module
 from hvdkit.launch.output import Output
 from hvdkit.launch.running import say
 
@@ -51,6 +53,74 @@ def test_only_the_last_state_of_a_progress_bar_is_shown(streams):
             output.write(0, "stderr", b"\r%3d %%" % percent)
         output.write(0, "stderr", b"\r\n")
     assert streams["stderr"].getvalue() == b"[0] 100 %\n"
+
+
+def test_a_progress_bar_is_shown_before_it_ends(streams, monkeypatch):
+    """In a file, or in the log of a batch system."""
+    monkeypatch.setattr(output_module, "_BARS_SECONDS", 0.0)
+    with Output(2, **streams) as output:
+        for percent in (10, 10, 20):
+            output.write(1, "stderr", b"\r%3d %%" % percent)
+            output.write(0, "stdout", b"\r      \rhalf of a bar, and" if percent == 10 else b"")
+            output.status("running")
+        output.write(1, "stderr", b"\r 30 %\nhalf of a line")
+        output.status("running")
+        assert output.tail(1) == [" 30 %"]
+        monkeypatch.setattr(output_module, "_BARS_SECONDS", 60.0)
+        output.write(1, "stderr", b"\n\r  1 %")
+        output.status("running")
+    assert streams["stderr"].getvalue().splitlines() == [
+        *(b"[1]  10 %", b"[1]  20 %", b"[1]  30 %"),
+        *(b"[1] half of a line", b"[1]   1 %"),
+    ]
+    assert streams["stdout"].getvalue().splitlines()[0] == b"[0] half of a bar, and"
+
+
+def test_bars_add_lines_and_change_none(monkeypatch):
+    """The output is drawn, with lines, bars and bytes that are no text, in pieces of any size."""
+    monkeypatch.setattr(output_module, "_BARS_SECONDS", 0.0)
+    parts = (b"\n", b"\r", b"\r\n", b"line", "█".encode(), b"\xff\0", b"  ", b"x" * 70_000)
+    for seed in range(200):
+        draw = random.Random(seed)
+        text = b"".join(draw.choices(parts, [6, 6, 1, 4, 4, 2, 2, 0.2], k=draw.randint(0, 60)))
+        stdout, at = io.BytesIO(), 0
+        with Output(1, stdout=stdout, stderr=io.BytesIO()) as output:
+            while at < len(text):
+                size = draw.choice([1, 3, 10, 100_000])
+                output.write(0, "stdout", text[at : at + size])
+                at += size
+                if draw.random() < 0.5:
+                    output.status("running")
+        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in text.split(b"\n")]
+        shown = iter(stdout.getvalue().split(b"\n"))
+        # In this order, with others between them.
+        assert all(b"[0] " + line in shown for line in lines if line), seed
+
+
+def test_no_bar_is_printed_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(output_module, "_BARS_SECONDS", 0.0)
+    stderr = Terminal()
+    with Output(1, stdout=io.BytesIO(), stderr=stderr) as output:
+        output.write(0, "stderr", b"\r 10 %")
+        output.status("running")
+        assert b"[0]" not in stderr.getvalue()
+
+
+def test_an_error_that_a_file_reports_at_its_end(streams, tmp_path):
+    """NFS reports a full disk or a quota when a file is closed."""
+
+    class Full(io.FileIO):
+        def close(self):
+            super().close()
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    said = []
+    with Output(2, directory=tmp_path, say=said.append, **streams) as output:
+        output._files = [Full(tmp_path / f"rank.{rank}.log", "ab") for rank in range(2)]
+        output.write(1, "stdout", b"one\n")
+    assert [text.partition(". ")[0] for text in said] == [
+        f"--output-dir {tmp_path}: Disk quota exceeded"
+    ]
 
 
 def test_a_progress_bar_without_line_ends_does_not_fill_the_memory(streams):

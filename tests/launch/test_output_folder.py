@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
+from hvdkit.faults.command import why
 from hvdkit.launch import output_folder, starts
 from hvdkit.launch.failures import Failure
 from hvdkit.launch.hosts import Host
@@ -97,6 +98,24 @@ def test_the_failure_is_written(tmp_path):
     assert "ValueError: shard 17" in start.reason
 
 
+def test_a_failure_of_no_rank_is_written(tmp_path):
+    """A deadlock or a lost host, for example: here, the agent is killed."""
+    code = (
+        "import psutil, time; "
+        "agents = [p for p in psutil.Process().parents() if 'hvdkit.launch.agent' in p.cmdline()]; "
+        "agents[-1].kill(); time.sleep(60)"
+    )
+    assert run(tmp_path, code).returncode == 1
+    folder = tmp_path / "logs" / "latest"
+    error = json.loads((folder / "error.json").read_text())
+    reason = error.pop("reason")
+    assert reason.startswith("lost localhost: its agent was killed by signal 9")
+    empty = {"suspects": [], "traceback": [], "last_lines": []}
+    names = ("rank", "host", "status", "signal", "hint", "possible_causes", "exception")
+    assert error == dict.fromkeys(names) | empty
+    assert why(folder).startswith("The job failed: lost localhost: its agent was killed")
+
+
 def test_a_signal_is_named(tmp_path):
     code = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSEGV)"
     run(tmp_path, code)
@@ -123,14 +142,15 @@ def test_the_end_of_a_start_that_a_signal_stopped_early_is_written(tmp_path):
 
 def test_a_signal_without_a_name_in_python(tmp_path):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    output_folder.write_error(tmp_path, Failure(0, -40, []), "", [0], plan, print)
+    output_folder.write_error(tmp_path, Outcome(168, failure=Failure(0, -40, [])), plan, print)
     assert json.loads((tmp_path / "error.json").read_text())["signal"] == "SIGRTMIN+6"
 
 
 @pytest.mark.parametrize(("hint", "written"), [("", None), ("probably by the kernel",) * 2])
 def test_the_probable_cause_of_a_signal_is_written(tmp_path, hint, written):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    output_folder.write_error(tmp_path, Failure(0, -9, [], hint=hint), "", [0], plan, print)
+    failure = Failure(0, -9, [], hint=hint)
+    output_folder.write_error(tmp_path, Outcome(137, failure=failure), plan, print)
     assert json.loads((tmp_path / "error.json").read_text())["hint"] == written
 
 

@@ -24,6 +24,7 @@ def facts(**changed):
         "versions": {"Python": "3.11.7"},
         "own_name": {"name": "x", "address": "10.0.0.1"},
         "shared_memory": 8e9,
+        "shared_memory_writable": True,
         "memory": 8e9,
         "disk": 8e9,
         "gpus": ["H100, 570.1"] * 8,
@@ -113,6 +114,26 @@ def test_hosts_with_too_little_memory_are_named():
     diagnostic = preflight._amount(found, "shared_memory", "/dev/shm", 10**9, "more")
     assert diagnostic.status == WARNING
     assert diagnostic.found == "at least 0.1 GB (node01); less than 1 GB on node01"
+
+
+READ_ONLY = """
+mount -t tmpfs -o size=4g tmpfs /dev/shm && mount -o remount,ro /dev/shm
+exec "$0" -c "from hvdkit import doctor; from hvdkit.launch import inspection, preflight
+from hvdkit.launch.hosts import Host
+print(preflight._shared_memory({Host('a', 1): inspection.examine('/')}))
+print(doctor._shared_memory())"
+"""
+
+
+def test_shared_memory_that_is_read_only(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    command = ["unshare", "--mount", "sh", "-c", READ_ONLY, sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    of_hosts, of_doctor = done.stdout.splitlines()
+    assert "'warning'" in of_hosts.lower(), done.stderr
+    assert "not writable on a" in of_hosts
+    assert "not writable" in of_doctor
 
 
 def test_gpus_are_counted_by_kind():

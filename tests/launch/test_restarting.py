@@ -179,7 +179,10 @@ def test_a_hostfile_that_is_being_written_does_not_end_the_job(tmp_path):
     outcome, plans, texts, _ = supervise([FAILED, Outcome(0)], hosts=lambda: read_hostfile(file))
     assert outcome.status == 0
     assert plans == [["host0:2", "host1:2"]] * 2
-    assert texts[1] == f"the hosts stay the same: {file}, line 1: slots=: expected a number"
+    assert (
+        texts[1]
+        == f"the hosts stay the same: {file}, line 1: 'slots=': expected a number, as in slots=2"
+    )
 
 
 def test_too_few_hosts_use_up_the_restarts():

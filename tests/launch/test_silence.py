@@ -35,7 +35,7 @@ def launcher():
         job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         jobs.append(job)
         rank = psutil.Process(int(job.stdout.readline().split()[-1]))
-        return job, rank.parent(), rank
+        return job, rank.parent().parent(), rank
 
     yield start
     for job in jobs:

@@ -442,3 +442,82 @@ def test_a_library_alone_is_left_with_advice():
     assert {"use hvd.rank()", "use hvd.is_initialized()"} <= {
         each.text.partition(": ")[2] for each in outcome.advice
     }
+
+
+@pytest.mark.parametrize(
+    ("imports", "before", "after"),
+    [
+        (
+            "import torch.distributed.nn",
+            "z = torch.cat(torch.distributed.nn.all_gather(model(x)), dim=0)",
+            "z = hvd.gather_for_loss(model(x))",
+        ),
+        (
+            "from torch.distributed.nn.functional import all_gather",
+            "z = torch.cat(all_gather(a + b))",
+            "z = hvd.gather_for_loss(a + b)",
+        ),
+        (
+            "from torch.distributed.nn import all_gather",
+            "z = torch.stack(all_gather(a + b), dim=1)",
+            "z = torch.stack(hvd.gather_for_loss((a + b)[None]).unbind(), dim=1)",
+        ),
+        (
+            "import torch.distributed.nn.functional as nnf",
+            "z = torch.cat(nnf.all_gather(a), 1)",
+            "z = torch.cat(hvd.gather_for_loss(a[None]).unbind(), 1)",
+        ),
+        (
+            "import torch.distributed.nn as nnd",
+            "total = nnd.all_reduce(loss)",
+            "total = hvd.allreduce(loss, op=hvd.Sum)",
+        ),
+    ],
+)
+def test_differentiable_collectives(imports, before, after):
+    outcome = migrated(f"{imports}\n{SETUP}{before}\n")
+    assert not outcome.advice
+    assert after in outcome.after
+
+
+def test_differentiable_collectives_that_are_left():
+    script = (
+        f"import torch.distributed.nn as nnd\n{SETUP}"
+        "y = nnd.broadcast(x, 0)\nz = nnd.all_gather(x, group)\n"
+    )
+    advice = [each.text for each in migrated(script).advice]
+    assert any("nn.broadcast is left" in text and "mean over ranks" in text for text in advice)
+    assert any("hvd.gather_for_loss(tensor)" in text for text in advice)
+
+
+def test_a_layer_that_gathers():
+    script = (
+        f"{SETUP}class GatherLayer(torch.autograd.Function):\n    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]\n"
+        "        dist.all_gather(rows, x)\n        return tuple(rows)\n\n    @staticmethod\n"
+        "    def backward(ctx, *gradients):\n        total = torch.stack(gradients)\n"
+        "        dist.all_reduce(total)\n        return total[dist.get_rank()]\n"
+    )
+    outcome = migrated(script)
+    assert not outcome.advice
+    assert any(
+        "hvd.gather_for_loss(tensor) can replace GatherLayer" in n.text for n in outcome.notes
+    )
+    assert "rows[:] = hvd.allgather(x.detach()[None]).unbind()" in outcome.after
+    assert "hvd.allreduce_(total, op=hvd.Sum)" in outcome.after
+
+
+def test_advice_quotes_the_code_that_it_is_about():
+    script = (
+        "import torch\nimport torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n\n\nclass Trainer:\n"
+        "    def __init__(self):\n        dist.init_process_group()\n"
+        "        self.model = DDP(torch.nn.Linear(1, 1))\n"
+        "        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)\n\n\n"
+        "def train(trainer):\n    with trainer.model.no_sync():\n        loss.backward()\n"
+        "    dist.all_reduce(loss, async_op=True)\n"
+    )
+    advice = [each.text for each in migrated(script).advice]
+    assert "replace trainer.model.no_sync() by hvd.no_sync(optimizer)" in advice
+    assert any(text.startswith("replace dist.all_reduce by hvd.allreduce_(") for text in advice)

@@ -529,3 +529,26 @@ def test_the_standard_library_is_untouched():
 def test_all_of_the_standard_library_is_untouched():
     for path in standard_library(2_000, seed=2):
         assert_untouched(path)
+
+
+def test_an_h5_file_loses_the_momentum():
+    script = (
+        "import keras\nimport horovod.keras as hvd\n"
+        'keras.callbacks.ModelCheckpoint("best-{epoch}.h5")\n'
+        'keras.callbacks.ModelCheckpoint("best.weights.h5", save_weights_only=True)\n'
+        'keras.callbacks.ModelCheckpoint("best.keras")\n'
+    )
+    (note,) = project.migrate({SCRIPT: script})[SCRIPT].notes
+    assert note.line == 3
+    assert "momentum" in note.text
+    assert ".keras" in note.text
+
+
+def test_advice_does_not_reduce_gradients_twice():
+    script = (
+        "import keras\nimport hvdkit.keras as hvd\n"
+        "opt = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))\nopt.minimize(loss, variables)\n"
+    )
+    (advice,) = project.migrate({SCRIPT: script})[SCRIPT].advice
+    assert "minimize: compute gradients with tf.GradientTape" in advice.text
+    assert "never use both" in advice.text

@@ -43,6 +43,7 @@ class Simulated:
     def __init__(self):
         self.seconds = {}
         self.counted = {}
+        self.began = float("-inf")
 
     def scalar(self, value):
         if not isinstance(value, int | float):
@@ -54,6 +55,9 @@ class Simulated:
 
     def section_seconds(self):
         return dict(self.seconds)
+
+    def forward_began(self):
+        return self.began
 
     def pause(self):
         pass
@@ -75,6 +79,7 @@ class Simulated:
         spent = {FORWARD: forward, BACKWARD: backward, WAIT: wait, UPDATE: update}
         for section, seconds in spent.items():
             self.seconds[section] = self.seconds.get(section, 0.0) + seconds
+        self.began = self.seconds[FORWARD]
 
 
 def monitor(collectives, logger, every=1):

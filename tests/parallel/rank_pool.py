@@ -45,10 +45,12 @@ _ONE_JOB = (
     "test_details",
     "test_equal_batches",
     "test_final_gradients",
+    "test_forgotten",
     "test_inference_mode",
     "test_lightning",
     "test_migrating",
     "test_torchmetrics",
+    "test_unwrapped",
     "test_uses",
     "test_wrapped_modules",
 )

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from hvdkit.bench.step.variants import FLAT, SINGLE, TORCH, Variant
 from hvdkit.bench.turns import in_turns
 from hvdkit.engine import describe
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import python_command
 
 #: The gradients: layers of a MB of float32, in buckets of four.
 ELEMENTS = (250_000,) * 24
@@ -171,7 +171,7 @@ def fit_machine(rate: str, folder: Path) -> Fitted:
     files = []
     for place in ((), ("--two-hosts", rate)):
         path = folder / f"allreduce{len(place)}.json"
-        command = [sys.executable, "-m", "hvdkit", "bench", "allreduce", "-np", "2"]
+        command = python_command("-m", "hvdkit", "bench", "allreduce", "-np", "2")
         command += [*place, *sizes, "--variants", "hvdkit-gloo"]
         command += ["--wires", "none,fp16", "--json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

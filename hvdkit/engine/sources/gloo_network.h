@@ -4,6 +4,7 @@
 #define HVDKIT_GLOO_NETWORK_H
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <set>
 
@@ -35,13 +36,15 @@ class GlooChannel : public Channel {
     });
   }
 
-  void wait() override {
+  void wait(const std::function<void()>& progress) override {
     // Each message has the whole timeout.
     for (; sends_; --sends_) {
       named([&] { buffer_->waitSend(timeout_); });
+      progress();
     }
     for (; receives_; --receives_) {
       named([&] { buffer_->waitRecv(timeout_); });
+      progress();
     }
     ranks_.clear();
   }

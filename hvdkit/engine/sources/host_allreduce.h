@@ -44,7 +44,7 @@ class GroupAllreduce {
   bool run(const void* input, void* output, size_t count, Element element, double factor,
            Wire wire) {
     const size_t bytes = count * size_of(element);
-    if (bytes <= kMaxBoardBytes) {
+    if (peers_.hosts() == 1 && bytes <= kMaxBoardBytes) {
       small(input, output, count, element, factor);
       return true;
     }
@@ -186,7 +186,7 @@ class GroupAllreduce {
   };
 
   void reduce_between_hosts(const Job& job, Slice own) {
-    const size_t chunk = (job.wire == Wire::kInt8 ? kInt8Chunk : kNetworkChunk) / job.size;
+    const size_t chunk = chunk_bytes(job) / job.size;
     const size_t chunks = (own.count + chunk - 1) / chunk;
     // Keep several chunks in flight: the thread of another rank may have to wait for a core.
     constexpr size_t kLag = 2;
@@ -260,9 +260,9 @@ class GroupAllreduce {
 
   // Adds this host's part of the chunk over all hosts, and sends the result to all.
   void send_results(const Job& job, Flight& flight) {
-    flight.parts->wait();
+    group_.wait(*flight.parts);
     // The results of the other hosts will overwrite the memory that is being sent.
-    flight.sums->wait();
+    group_.wait(*flight.sums);
     progress_.check();
     const Slice own = part_of(job, flight, peers_.host());
     const size_t bytes = job.wire_bytes(own.count);
@@ -309,7 +309,7 @@ class GroupAllreduce {
 
   // Copies the chunk to the other ranks of this host.
   void receive_results(const Job& job, Flight& flight) {
-    flight.results->wait();
+    group_.wait(*flight.results);
     progress_.check();
     if (job.wire == Wire::kInt8) {
       for_others(job, flight, [&](size_t, Slice theirs) {
@@ -329,6 +329,16 @@ class GroupAllreduce {
   static constexpr size_t kChunk = HostGroup::kChunk;
   // Of a slice; each host sends two parts of it. 128 KB to 1 MB make no difference at 1 Gbit/s.
   static constexpr size_t kNetworkChunk = 512 << 10, kInt8Chunk = 2 << 20;
+  // If each host has one rank, there are no sums within hosts to compute meanwhile. If these ranks have to
+  // share cores, each chunk costs more than the network.
+  static constexpr size_t kSingleRankChunk = 32 << 20;
+
+  size_t chunk_bytes(const Job& job) const {
+    if (job.wire == Wire::kInt8) {
+      return kInt8Chunk;
+    }
+    return peers_.max_local_size() == 1 ? kSingleRankChunk : kNetworkChunk;
+  }
 
   HostGroup& group_;
   HostPeers& peers_;

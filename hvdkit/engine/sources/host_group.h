@@ -1,4 +1,4 @@
-// The ranks of a collective by host, and their access to each other's memory. Part of hvdkit
+// The ranks of a process set by host, and their access to each other's memory. Part of hvdkit
 // (Apache-2.0).
 
 #ifndef HVDKIT_HOST_GROUP_H
@@ -27,22 +27,27 @@ class HostGroup {
   HostGroup(const HostGroup&) = delete;
   HostGroup& operator=(const HostGroup&) = delete;
 
-  // Connects the ranks. A collective. Returns "", or the reason why no ranks share memory, the same
-  // on all ranks. `exchange` may throw.
+  // Connects the ranks, so that the ranks of a host share memory. A collective. Returns "", or the reason
+  // why no ranks share memory, the same on all ranks; then each rank counts as a host of its own.
+  // `exchange` may throw. The collectives can be called if all ranks have the same version, see `peers`.
   std::string connect(bool flat, const HostPeers::Exchange& exchange) {
-    auto why = peers_.connect(flat, exchange);
-    connected_ = peers_.same_version();
-    return why;
+    return peers_.connect(flat, exchange);
   }
 
-  // Whether the collectives can be called. The same on all ranks.
-  bool serves(Wire wire) const {
-    return connected_ && (peers_.shared() || wire == Wire::kInt8);
-  }
+  // Instead of `connect`: makes each rank a host of its own. Not a collective.
+  void separate() { peers_.separate(); }
 
   HostPeers& peers() { return peers_; }
   HostProgress& progress() { return progress_; }
   Network& network() { return *network_; }
+
+  // This rank's number in the group.
+  int rank() const { return peers_.rank_of((size_t)peers_.local_rank()); }
+
+  // Waits for the messages of a channel. The ranks that wait for this one see that it has not stopped.
+  void wait(Channel& channel) {
+    channel.wait([this] { progress_.check(); });
+  }
 
   // The offset in this rank's arena, or kElsewhere if the memory is not in the arena.
   uint64_t offset_of(const void* memory, size_t bytes) const {
@@ -127,7 +132,6 @@ class HostGroup {
   HostPeers peers_;
   HostProgress progress_;
   const std::unique_ptr<Network> network_;
-  bool connected_ = false;
   size_t operation_ = 0;
 };
 

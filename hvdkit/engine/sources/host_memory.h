@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -95,6 +96,7 @@ class Arena {
       close(file_);
     }
     file_ = file;
+    private_ = false;
     // Do not allocate or release blocks while the process forks.
     static const int registered = pthread_atfork([] { instance().mutex_.lock(); },
                                                  [] { instance().mutex_.unlock(); },
@@ -111,6 +113,34 @@ class Arena {
   void share(bool shared) {
     std::lock_guard<std::mutex> guard(mutex_);
     shared_ = shared;
+  }
+
+  // Makes the blocks private, with the same content at the same addresses, so that processes that have mapped
+  // the memory can no longer change them. `renew` shares them again. Other threads of this process may use the
+  // blocks meanwhile.
+  void detach() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    shared_ = false;
+    if (private_) {
+      return;
+    }
+    private_ = true;
+    for (auto& block : used_) {
+      char* const begin = base_ + block.first;
+      // Not at the final address: a failed `mmap` would leave a hole there.
+      void* const copy = mmap(nullptr, block.second, PROT_READ | PROT_WRITE, MAP_PRIVATE, file_,
+                              (off_t)block.first);
+      if (copy == MAP_FAILED ||
+          mremap(copy, block.second, block.second, MREMAP_MAYMOVE | MREMAP_FIXED, begin) == MAP_FAILED) {
+        std::fprintf(stderr, "hvdkit: no private memory for %zu bytes of gradients (%s). A failed rank may still "
+                     "change them.\n", block.second, std::strerror(errno));
+        continue;
+      }
+      for (size_t at = 0; at < block.second; at += page()) {
+        make_private(begin + at);
+      }
+      discard(file_, block.first, block.second);
+    }
   }
 
   // Returns zeroed memory of whole pages, or null if there is none.
@@ -150,9 +180,10 @@ class Arena {
     }
     size_t offset = found->first, size = found->second;
     used_.erase(found);
-    restarted([&] {
-      return fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
-    });
+    discard(file_, offset, size);
+    if (private_) {
+      madvise(memory, size, MADV_DONTNEED);
+    }
     auto after = free_.lower_bound(offset);
     if (after != free_.end() && offset + size == after->first) {
       size += after->second;
@@ -197,9 +228,36 @@ class Arena {
 
   static size_t pages(size_t bytes) { return (bytes + page() - 1) / page() * page(); }
 
-  // Allocates the pages of a part of the file.
+  // Bytes. In older kernels, a signal undoes a call of `fallocate`, so a call must end between two ticks of
+  // a timer.
+  static constexpr size_t kReserved = 64 << 20;
+
+  // Allocates the pages of a part of the file. After an error, `errno` is that of `fallocate`.
   static bool reserve(int file, size_t offset, size_t size) {
-    return restarted([&] { return fallocate(file, 0, (off_t)offset, (off_t)size); }) == 0;
+    for (size_t done = 0; done < size; done += kReserved) {
+      const size_t step = std::min(kReserved, size - done);
+      if (restarted([&] { return fallocate(file, 0, (off_t)(offset + done), (off_t)step); }) != 0) {
+        const int error = errno;
+        discard(file, offset, done);
+        errno = error;
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // A page of a private mapping is a page of the file until this process writes to it.
+  static void make_private(char* at) {
+    char value = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(at, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+  }
+
+  // Frees the pages of a part of the file.
+  static void discard(int file, size_t offset, size_t size) {
+    restarted([&] {
+      return fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
+    });
   }
 
   // Address space is free, but each rank maps the memory of all ranks of its host.
@@ -261,8 +319,10 @@ class Arena {
       return;
     }
     for (auto& block : used_) {
-      mmap(base_ + block.first, block.second, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_,
-           (off_t)block.first);
+      if (!private_) {
+        mmap(base_ + block.first, block.second, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, file_,
+             (off_t)block.first);
+      }
     }
     mutex_.unlock();
     if (auto* files = files_of_group_.exchange(nullptr)) {
@@ -277,7 +337,7 @@ class Arena {
   std::mutex mutex_;
   std::atomic<bool> child_{false};
   std::atomic<const std::vector<int>*> files_of_group_{nullptr};
-  bool shared_ = false;
+  bool shared_ = false, private_ = false;
   int file_ = -1;
   char* base_ = nullptr;
   size_t capacity_ = 0;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -45,7 +46,8 @@ class Channel {
 
   // Waits until all messages are sent and received. Throws NetworkError if a connection breaks or a rank
   // does not answer. Long messages are sent in pieces: a slow network is no reason to stop waiting.
-  virtual void wait() = 0;
+  // Calls `progress` after pieces, at least once in the time in which a rank must answer.
+  virtual void wait(const std::function<void()>& progress) = 0;
 
  protected:
   static constexpr size_t kPiece = 16 << 20;  // bytes

@@ -1,4 +1,4 @@
-// The two-level collectives as operations of Horovod. Part of hvdkit (Apache-2.0).
+// The collectives of a HostGroup as operations of Horovod. Part of hvdkit (Apache-2.0).
 
 #ifndef HVDKIT_HOST_OPERATIONS_H
 #define HVDKIT_HOST_OPERATIONS_H
@@ -49,18 +49,16 @@ inline bool element_of(hvd::DataType type, Element& element) {
   }
 }
 
-// The group of all ranks, which the operations share.
+// The groups of all process sets, which the operations share.
 class HostCollectives {
  public:
   explicit HostCollectives(hvd::HorovodGlobalState* state) : state_(state) {}
 
-  // Connects the ranks. A collective, at the end of the initialization.
+  // Connects all ranks. A collective, at the end of the initialization.
   void connect() {
     auto& controller = *state_->global_controller;
     const char* collectives = std::getenv("HVDKIT_COLLECTIVES");
-    const auto timeout = timeout_for(state_->control_operation);
-    std::unique_ptr<HostGroup> group(
-        new HostGroup(controller.GetRank(), controller.GetSize(), timeout, network(timeout)));
+    auto group = new_group(state_->process_set_table.Get(0));
     auto reason = group->connect(collectives && std::string(collectives) == "flat",
                                  [&](std::vector<long long>& words) {
                                    controller.CrossRankBitwiseOr(words, (int)words.size());
@@ -82,10 +80,35 @@ class HostCollectives {
   // To be called if this rank cannot take part in a collective. The other ranks of the host get an error;
   // otherwise they would take this rank's next tensor for that of the collective. Only for Horovod's
   // thread.
-  void abandon() {
-    if (group_) {
-      group_->progress().abandon();
+  void abandon(int32_t process_set) {
+    for (auto* group : groups(process_set)) {
+      group->progress().abandon();
     }
+  }
+
+  // The groups that serve a process set. The last one serves every collective; the first one, which may be
+  // the same, is faster, and serves only some. Empty if ranks have different versions of the engine. The
+  // same on all ranks of the process set, which call this for the first time in the same collective. Only
+  // for Horovod's thread.
+  std::vector<HostGroup*> groups(int32_t process_set) {
+    if (!group_ || !group_->peers().same_version()) {
+      return {};
+    }
+    std::vector<HostGroup*> result;
+    if (process_set == 0) {
+      result.push_back(group_.get());
+      if (group_->peers().readable()) {
+        return result;
+      }
+    }
+    auto& set = state_->process_set_table.Get(process_set);
+    if (!set.hvdkit_group) {
+      auto group = new_group(set);
+      group->separate();
+      set.hvdkit_group = std::move(group);
+    }
+    result.push_back(set.hvdkit_group.get());
+    return result;
   }
 
   // The reason why all collectives are flat; "" if buckets are reduced in shared memory.
@@ -95,8 +118,8 @@ class HostCollectives {
   }
 
   // All that the order of additions depends on, beside the tensor, as JSON: the version of the order, the
-  // library for tensors that are not added in shared memory, and the ranks of each host whose ranks share
-  // memory. "" if Horovod is not initialized.
+  // library for small tensors that are not added in shared memory, and the ranks of each host whose ranks
+  // share memory. "" if Horovod is not initialized.
   std::string sum_order() const {
     std::lock_guard<std::mutex> guard(mutex_);
     return sum_order_;
@@ -105,11 +128,8 @@ class HostCollectives {
   // Whether tensors with kInt8Mark in their names are sent as blocks of 8-bit integers.
   bool has_int8() const {
     std::lock_guard<std::mutex> guard(mutex_);
-    return group_ && group_->serves(Wire::kInt8);
+    return group_ && group_->peers().same_version();
   }
-
-  // Null before `connect` and after `disconnect`. Only for Horovod's thread, which calls both.
-  HostGroup* group() const { return group_.get(); }
 
  private:
   static std::string sum_order_of(HostGroup& group, hvd::LibType library) {
@@ -141,53 +161,79 @@ class HostCollectives {
     return controller == hvd::LibType::MPI ? std::chrono::hours(24 * 365) : std::chrono::seconds(30);
   }
 
-  std::unique_ptr<Network> network(std::chrono::milliseconds timeout) const {
-    auto& global = state_->process_set_table.Get(0);
+  // Over MPI, a collective.
+  std::unique_ptr<HostGroup> new_group(hvd::ProcessSet& set) const {
+    const auto timeout = timeout_for(state_->control_operation);
+    return std::unique_ptr<HostGroup>(new HostGroup(
+        set.controller->GetRank(), set.controller->GetSize(), timeout, network(set, timeout)));
+  }
+
+  std::unique_ptr<Network> network(hvd::ProcessSet& set, std::chrono::milliseconds timeout) const {
 #if HAVE_MPI
     if (state_->control_operation == hvd::LibType::MPI) {
       return std::unique_ptr<Network>(
-          new MpiNetwork(global.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL), timeout));
+          new MpiNetwork(set.mpi_context.GetMPICommunicator(hvd::Communicator::GLOBAL), timeout));
     }
 #endif
 #if HAVE_GLOO
-    return std::unique_ptr<Network>(new GlooNetwork(global.gloo_context.ctx));
+    return std::unique_ptr<Network>(new GlooNetwork(set.gloo_context.ctx));
 #endif
   }
 
   hvd::HorovodGlobalState* const state_;
-  std::unique_ptr<HostGroup> group_;
+  std::unique_ptr<HostGroup> group_;  // of all ranks
   mutable std::mutex mutex_;
   std::string flat_reason_ = "Horovod is not initialized", sum_order_;
 };
 
-// Base class of the operations. If the group cannot serve a tensor, `flat` passes the tensor to the first
-// enabled operation of Horovod.
+// Base class of the operations.
 template <typename Operation>
 class HostOperation : public Operation {
  public:
-  HostOperation(hvd::HorovodGlobalState* state, std::shared_ptr<HostCollectives> collectives,
-                std::vector<std::shared_ptr<Operation>> flat)
-      : Operation(state), collectives_(std::move(collectives)), flat_(std::move(flat)) {}
+  using Entries = std::vector<hvd::TensorTableEntry>;
+
+  HostOperation(hvd::HorovodGlobalState* state, std::shared_ptr<HostCollectives> collectives)
+      : Operation(state), collectives_(std::move(collectives)) {}
 
  protected:
   // The same on all ranks: it depends only on the response and on the result of `connect`.
-  bool serves(const std::vector<hvd::TensorTableEntry>& entries, Wire wire) const {
-    return collectives_->group() && collectives_->group()->serves(wire) &&
-           entries[0].device == CPU_DEVICE_ID && entries[0].process_set_id == 0;
+  bool serves(const Entries& entries) const {
+    return entries[0].device == CPU_DEVICE_ID && !groups(entries).empty();
   }
 
-  HostGroup& group() const { return *collectives_->group(); }
+  // See HostCollectives.
+  std::vector<HostGroup*> groups(const Entries& entries) const {
+    return collectives_->groups(entries[0].process_set_id);
+  }
 
-  hvd::Status flat(std::vector<hvd::TensorTableEntry>& entries, const hvd::Response& response) {
-    for (auto& operation : flat_) {
-      if (operation->Enabled(this->global_state_->parameter_manager, entries, response)) {
-        return operation->Execute(entries, response);
+  // Calls `call`, an activity in the timeline.
+  template <typename Call>
+  void record(const Entries& entries, const char* activity, Call call) {
+    auto& timeline = this->global_state_->timeline;
+    timeline.ActivityStartAll(entries, activity);
+    call();
+    timeline.ActivityEndAll(entries);
+  }
+
+  // Calls `reduce` with one group after the other, until it returns true.
+  template <typename Reduce>
+  void record_in_group(const Entries& entries, const char* activity, Reduce reduce) {
+    record(entries, activity, [&] {
+      for (auto* group : groups(entries)) {
+        if (reduce(*group)) {
+          return;
+        }
       }
-    }
-    throw std::logic_error("no operation is enabled for " + entries[0].tensor_name);
+    });
   }
 
-  static size_t elements(const std::vector<hvd::TensorTableEntry>& entries) {
+  // The number of ranks.
+  int size(const Entries& entries) const {
+    return this->global_state_->process_set_table.Get(entries[0].process_set_id)
+        .controller->GetSize();
+  }
+
+  static size_t elements(const Entries& entries) {
     size_t count = 0;
     for (auto& entry : entries) {
       count += (size_t)entry.tensor->shape().num_elements();
@@ -195,44 +241,27 @@ class HostOperation : public Operation {
     return count;
   }
 
-  static bool sums(const hvd::Response& response) {
-    return response.reduce_op() == hvd::ReduceOp::SUM ||
-           response.reduce_op() == hvd::ReduceOp::AVERAGE;
-  }
-
-  // The factor after the sum.
-  double factor(const hvd::Response& response) const {
-    const bool average = response.reduce_op() == hvd::ReduceOp::AVERAGE;
-    return response.postscale_factor() /
-           (average ? this->global_state_->global_controller->GetSize() : 1);
-  }
-
  private:
   const std::shared_ptr<HostCollectives> collectives_;
-  const std::vector<std::shared_ptr<Operation>> flat_;
 };
 
-// Tensors with kInt8Mark in their names are sent between hosts as blocks of 8-bit integers; then every
-// rank may be on a host of its own.
+// Tensors with kInt8Mark in their names are sent between hosts as blocks of 8-bit integers.
 class HostAllreduce : public HostOperation<hvd::AllreduceOp> {
  public:
   using HostOperation::HostOperation;
 
-  bool Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
+  bool Enabled(const hvd::ParameterManager&, const Entries& entries,
                const hvd::Response& response) const override {
     Element element;
-    return serves(entries, wire_of(entries, response)) && sums(response) &&
+    return serves(entries) &&
+           (response.reduce_op() == hvd::ReduceOp::SUM ||
+            response.reduce_op() == hvd::ReduceOp::AVERAGE) &&
            element_of(entries[0].tensor->dtype(), element) &&
-           GroupAllreduce(group()).serves(elements(entries) * size_of(element)) &&
-           // `Execute` scales before it can find out that a rank's memory cannot be read.
-           (group().peers().readable() ||
-            (entries.size() == 1 && response.prescale_factor() == 1.0));
+           GroupAllreduce(*groups(entries)[0]).serves(elements(entries) * size_of(element));
   }
 
-  hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries,
-                      const hvd::Response& response) override {
+  hvd::Status Execute(Entries& entries, const hvd::Response& response) override {
     WaitForData(entries);
-    auto& timeline = global_state_->timeline;
     auto& first = entries[0];
     Element element = Element::kFloat32;
     element_of(first.tensor->dtype(), element);
@@ -241,25 +270,21 @@ class HostAllreduce : public HostOperation<hvd::AllreduceOp> {
     void* output = const_cast<void*>(first.output->data());
     if (entries.size() > 1) {
       size_t bytes;
-      timeline.ActivityStartAll(entries, "MEMCPY_IN_FUSION_BUFFER");
-      MemcpyInFusionBuffer(entries, input, output, bytes);
-      timeline.ActivityEndAll(entries);
+      record(entries, "MEMCPY_IN_FUSION_BUFFER",
+             [&] { MemcpyInFusionBuffer(entries, input, output, bytes); });
     }
     if (response.prescale_factor() != 1.0) {
       ScaleBuffer(response.prescale_factor(), entries, input, output, (int64_t)count);
       input = output;
     }
-    timeline.ActivityStartAll(entries, "HOST_ALLREDUCE");
-    bool done = GroupAllreduce(group()).run(input, output, count, element, factor(response),
-                                            wire_of(entries, response));
-    timeline.ActivityEndAll(entries);
-    if (!done) {
-      return flat(entries, response);
-    }
+    const bool average = response.reduce_op() == hvd::ReduceOp::AVERAGE;
+    const double factor = response.postscale_factor() / (average ? size(entries) : 1);
+    record_in_group(entries, "HOST_ALLREDUCE", [&](HostGroup& group) {
+      return GroupAllreduce(group).run(input, output, count, element, factor,
+                                       wire_of(entries, response));
+    });
     if (entries.size() > 1) {
-      timeline.ActivityStartAll(entries, "MEMCPY_OUT_FUSION_BUFFER");
-      MemcpyOutFusionBuffer(output, entries);
-      timeline.ActivityEndAll(entries);
+      record(entries, "MEMCPY_OUT_FUSION_BUFFER", [&] { MemcpyOutFusionBuffer(output, entries); });
     }
     return hvd::Status::OK();
   }
@@ -268,8 +293,7 @@ class HostAllreduce : public HostOperation<hvd::AllreduceOp> {
   static constexpr const char* kInt8Mark = "hvdkit.int8.";
 
   // The same on all ranks: they negotiate names and dtypes.
-  static Wire wire_of(const std::vector<hvd::TensorTableEntry>& entries,
-                      const hvd::Response& response) {
+  static Wire wire_of(const Entries& entries, const hvd::Response& response) {
     bool int8 = entries.size() == 1 && entries[0].tensor->dtype() == hvd::HOROVOD_FLOAT32 &&
                 response.tensor_names()[0].find(kInt8Mark) != std::string::npos;
     return int8 ? Wire::kInt8 : Wire::kElements;
@@ -280,30 +304,58 @@ class HostReducescatter : public HostOperation<hvd::ReducescatterOp> {
  public:
   using HostOperation::HostOperation;
 
-  bool Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
-               const hvd::Response& response) const override {
+  bool Enabled(const hvd::ParameterManager&, const Entries& entries,
+               const hvd::Response&) const override {
     Element element;
-    return entries.size() == 1 && serves(entries, Wire::kElements) && sums(response) &&
-           response.prescale_factor() == 1.0 && element_of(entries[0].tensor->dtype(), element) &&
-           GroupReducescatter(group()).serves(elements(entries) * size_of(element));
+    return serves(entries) && element_of(entries[0].tensor->dtype(), element);
   }
 
-  hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries,
-                      const hvd::Response& response) override {
+  hvd::Status Execute(Entries& entries, const hvd::Response& response) override {
     WaitForData(entries);
-    auto& entry = entries[0];
+    auto& first = entries[0];
     Element element = Element::kFloat32;
-    element_of(entry.tensor->dtype(), element);
-    auto counts = ComputeReceiveCounts(
-        ComputeOutputShapes(entries, global_state_->global_controller->GetSize()));
-    const Parts parts(std::vector<size_t>(counts.begin(), counts.end()));
-    auto& timeline = global_state_->timeline;
-    timeline.ActivityStartAll(entries, "HOST_REDUCESCATTER");
-    bool done = GroupReducescatter(group()).run(entry.tensor->data(),
-                                                const_cast<void*>(entry.output->data()), parts,
-                                                element, factor(response));
-    timeline.ActivityEndAll(entries);
-    return done ? hvd::Status::OK() : flat(entries, response);
+    element_of(first.tensor->dtype(), element);
+    const auto shapes = ComputeOutputShapes(entries, size(entries));
+    std::vector<size_t> counts;
+    for (auto& of_rank : shapes) {
+      counts.push_back(0);
+      for (auto& shape : of_rank) {
+        counts.back() += (size_t)shape.num_elements();
+      }
+    }
+    const Parts parts(std::move(counts));
+    const void* input = first.tensor->data();
+    void* output = const_cast<void*>(first.output->data());
+    std::vector<char> outputs;
+    if (entries.size() > 1 || response.prescale_factor() != 1.0) {
+      void* buffer;
+      size_t bytes;
+      record(entries, "MEMCPY_IN_FUSION_BUFFER", [&] {
+        MemcpyInFusionBuffer(entries, shapes, size_of(element), buffer, bytes);
+      });
+      if (response.prescale_factor() != 1.0) {
+        ScaleBuffer(response.prescale_factor(), entries, buffer, buffer, (int64_t)parts.total());
+      }
+      input = buffer;
+    }
+    if (entries.size() > 1) {
+      // The other ranks read the fusion buffer meanwhile.
+      size_t bytes = 0;
+      for (auto& entry : entries) {
+        bytes += (size_t)entry.output->size();
+      }
+      outputs.resize(bytes);
+      output = outputs.data();
+    }
+    record_in_group(entries, "HOST_REDUCESCATTER", [&](HostGroup& group) {
+      // The factor of an average is in the response.
+      return GroupReducescatter(group).run(input, output, parts, element,
+                                           response.postscale_factor());
+    });
+    if (entries.size() > 1) {
+      record(entries, "MEMCPY_OUT_FUSION_BUFFER", [&] { MemcpyOutFusionBuffer(output, entries); });
+    }
+    return hvd::Status::OK();
   }
 };
 
@@ -311,29 +363,28 @@ class HostAllgather : public HostOperation<hvd::AllgatherOp> {
  public:
   using HostOperation::HostOperation;
 
-  bool Enabled(const hvd::ParameterManager&, const std::vector<hvd::TensorTableEntry>& entries,
+  bool Enabled(const hvd::ParameterManager&, const Entries& entries,
                const hvd::Response& response) const override {
-    return entries.size() == 1 && serves(entries, Wire::kElements) &&
-           GroupAllgather(group()).serves(parts(entries[0], response).total());
+    return entries.size() == 1 && serves(entries) &&
+           GroupAllgather(*groups(entries).back()).serves(parts(entries[0], response).total());
   }
 
-  hvd::Status Execute(std::vector<hvd::TensorTableEntry>& entries,
-                      const hvd::Response& response) override {
+  hvd::Status Execute(Entries& entries, const hvd::Response& response) override {
     WaitForData(entries);
     auto& entry = entries[0];
+    auto& group = *groups(entries).back();
     int64_t** unused = nullptr;
     hvd::Status status;
-    group().guarded([&] { status = AllocateOutput(entries, response, unused); });
+    group.guarded([&] { status = AllocateOutput(entries, response, unused); });
     if (!status.ok()) {
       // Otherwise the other ranks would take this rank's next tensor for this one.
-      group().progress().abandon();
+      group.progress().abandon();
       return status;
     }
-    auto& timeline = global_state_->timeline;
-    timeline.ActivityStartAll(entries, "HOST_ALLGATHER");
-    GroupAllgather(group()).run(entry.tensor->data(), const_cast<void*>(entry.output->data()),
+    record(entries, "HOST_ALLGATHER", [&] {
+      GroupAllgather(group).run(entry.tensor->data(), const_cast<void*>(entry.output->data()),
                                 parts(entry, response));
-    timeline.ActivityEndAll(entries);
+    });
     return hvd::Status::OK();
   }
 
@@ -352,12 +403,50 @@ class HostAllgather : public HostOperation<hvd::AllgatherOp> {
   }
 };
 
+class HostAlltoall : public HostOperation<hvd::AlltoallOp> {
+ public:
+  using HostOperation::HostOperation;
+
+  bool Enabled(const hvd::ParameterManager&, const Entries& entries,
+               const hvd::Response&) const override {
+    return serves(entries);
+  }
+
+  hvd::Status Execute(Entries& entries, const hvd::Response&) override {
+    WaitForData(entries);
+    auto& entry = entries[0];
+    auto& group = *groups(entries).back();
+    std::vector<int64_t> begins, other_begins, sent, received;
+    hvd::Status status;
+    group.guarded([&] {
+      status = PrepareOutputAndParams(entry, begins, other_begins, sent, received);
+    });
+    if (!status.ok()) {
+      group.progress().abandon();
+      return status;
+    }
+    record(entries, "HOST_ALLTOALL", [&] {
+      GroupAlltoall(group).run(entry.tensor->data(), parts(entry, sent),
+                               const_cast<void*>(entry.output->data()), parts(entry, received));
+    });
+    return hvd::Status::OK();
+  }
+
+ private:
+  static Parts parts(const hvd::TensorTableEntry& entry, const std::vector<int64_t>& elements) {
+    std::vector<size_t> bytes;
+    for (int64_t count : elements) {
+      bytes.push_back((size_t)count * (size_t)hvd::DataType_Size(entry.tensor->dtype()));
+    }
+    return Parts(std::move(bytes));
+  }
+};
+
 // Makes `Host` the operation that is asked first.
 template <typename Host, typename Operation>
 void put_first(std::vector<std::shared_ptr<Operation>>& operations, hvd::HorovodGlobalState* state,
                const std::shared_ptr<HostCollectives>& collectives) {
-  auto first = std::make_shared<Host>(state, collectives, operations);
-  operations.insert(operations.begin(), first);
+  operations.insert(operations.begin(), std::make_shared<Host>(state, collectives));
 }
 
 }  // namespace hvdkit

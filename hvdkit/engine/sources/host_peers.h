@@ -26,7 +26,7 @@ namespace hvdkit {
 
 // What a rank sends to all ranks before the ranks of each host connect.
 struct RankInfo {
-  static constexpr uint64_t kVersion = 3;
+  static constexpr uint64_t kVersion = 4;
   uint64_t version = kVersion;
   uint64_t host = 0;     // a hash of the boot id and the network namespace
   uint64_t socket = 0;   // the name of the rank's socket
@@ -105,10 +105,24 @@ class HostPeers {
     return "";
   }
 
+  // Instead of `connect`: makes each rank a host of its own. Not a collective.
+  void separate() {
+    hosts_.clear();
+    for (int rank = 0; rank < size_; ++rank) {
+      hosts_.push_back({rank});
+    }
+    host_ = (size_t)rank_;
+    place(0, own_board_);
+    min_local_size_ = max_local_size_ = 1;
+    readable_ = true;
+  }
+
   void disconnect() {
     shared_ = false;
-    Arena::instance().share(false);
-    Arena::instance().close_in_child(nullptr);
+    if (uses_arena_) {
+      Arena::instance().share(false);
+      Arena::instance().close_in_child(nullptr);
+    }
     for (size_t i = 0; i < boards_.size(); ++i) {
       if ((int)i != local_rank_ && boards_[i]) {
         munmap(boards_[i], capacities_[i]);
@@ -125,7 +139,7 @@ class HostPeers {
   // Whether ranks of a host can also read each other's memory outside of the arenas.
   bool readable() const { return readable_; }
 
-  // Whether all ranks have the same version of these sources.
+  // Whether all ranks have the same version of these sources. The same on all ranks.
   bool same_version() const { return same_version_; }
 
   size_t size() const { return boards_.size(); }  // ranks of this host
@@ -133,7 +147,9 @@ class HostPeers {
   int rank_of(size_t member) const { return members()[member]; }
   size_t hosts() const { return hosts_.size(); }
   size_t host() const { return host_; }      // this host
-  size_t min_local_size() const { return min_local_size_; }  // the fewest ranks of a host
+  // The fewest and the most ranks of a host.
+  size_t min_local_size() const { return min_local_size_; }
+  size_t max_local_size() const { return max_local_size_; }
 
   // The ranks of each host, in the order in which their sums are added.
   const std::vector<std::vector<int>>& ranks_by_host() const { return hosts_; }
@@ -246,6 +262,7 @@ class HostPeers {
     own.host = hash(content_of("/proc/sys/kernel/random/boot_id") + link_of("/proc/self/ns/net"));
     own.socket = draw();
     own.secret = draw();
+    uses_arena_ = true;
     detail = Arena::instance().renew(size_);
     if (!detail.empty()) {
       own.flat_reason = kNoMemory;
@@ -299,17 +316,9 @@ class HostPeers {
     return rank == rank_ && !detail.empty() ? text + " (" + detail + ")" : text;
   }
 
-  // Makes each rank a host of its own.
   std::string fall_back(const std::string& why) {
     disconnect();
-    hosts_.clear();
-    for (int rank = 0; rank < size_; ++rank) {
-      hosts_.push_back({rank});
-    }
-    host_ = (size_t)rank_;
-    place(0, own_board_);
-    min_local_size_ = max_local_size_ = 1;
-    readable_ = true;
+    separate();
     return why;
   }
 
@@ -400,41 +409,18 @@ class HostPeers {
       }
       send_handshake(files_[i], all[rank].secret);
     }
+    // Every process of the network namespace can connect. Accept only ranks of this job, and wait for the
+    // handshakes of all connections at once.
+    Unproven unproven(listener_);
     for (size_t missing = members().size() - 1 - (size_t)local_rank_; missing > 0;) {
-      pollfd waiting{listener_, POLLIN, 0};
       auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       if (left.count() <= 0) {
         throw std::runtime_error(std::to_string(missing) + " ranks have not connected");
       }
-      if (poll(&waiting, 1, (int)left.count()) <= 0) {
-        continue;  // the deadline, or a signal
+      const int file = unproven.next((int)left.count());
+      if (file >= 0) {
+        missing -= admit(file, deadline, all);
       }
-      int file = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (file < 0) {
-        if (errno == EINTR || errno == EAGAIN || errno == ECONNABORTED) {
-          continue;
-        }
-        throw std::runtime_error(std::string("accept: ") + std::strerror(errno));
-      }
-      int arena = -1;
-      Handshake handshake{};
-      limit(file, deadline);
-      // Every process of the network namespace can connect. Accept only ranks of this job.
-      pid_t pid = owner_of(file);
-      bool known = pid >= 0 && receive_handshake(file, handshake, arena) &&
-                   handshake.secret == all[rank_].secret && handshake.member > local_rank_ &&
-                   handshake.member < (int64_t)members().size() && files_[handshake.member] < 0;
-      if (!known) {
-        close_file(file);
-        close_file(arena);
-        continue;
-      }
-      size_t i = (size_t)handshake.member;
-      files_[i] = file;
-      pids_[i] = pid;
-      map(i, handshake, arena, all);
-      send_handshake(file, all[members()[i]].secret);
-      --missing;
     }
     for (int i = 0; i < local_rank_; ++i) {
       int arena = -1;
@@ -447,6 +433,73 @@ class HostPeers {
     }
     close_file(listener_);
     Arena::instance().close_in_child(&files_);
+  }
+
+  // The connections to a listening socket that have not sent anything yet.
+  class Unproven {
+   public:
+    explicit Unproven(int listener) : polled_{{listener, POLLIN, 0}} {}
+    Unproven(const Unproven&) = delete;
+    Unproven& operator=(const Unproven&) = delete;
+    ~Unproven() {
+      while (polled_.size() > 1) {
+        close(take(1));
+      }
+    }
+
+    // Returns a connection that has sent something; -1 after the timeout, a signal or a new connection.
+    int next(int timeout) {
+      if (poll(polled_.data(), polled_.size(), timeout) <= 0) {
+        return -1;
+      }
+      for (size_t i = 1; i < polled_.size(); ++i) {
+        if (polled_[i].revents) {
+          return take(i);
+        }
+      }
+      const int file = accept4(polled_[0].fd, nullptr, nullptr, SOCK_CLOEXEC);
+      if (file >= 0) {
+        if (polled_.size() > kMost) {
+          close(take(1));
+        }
+        polled_.push_back({file, POLLIN, 0});
+      } else if (errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) {
+        throw std::runtime_error(std::string("accept: ") + std::strerror(errno));
+      }
+      return -1;
+    }
+
+   private:
+    static constexpr size_t kMost = 64;  // the next connection replaces the oldest
+
+    int take(size_t i) {
+      const int file = polled_[i].fd;
+      polled_.erase(polled_.begin() + (std::ptrdiff_t)i);
+      return file;
+    }
+
+    std::vector<pollfd> polled_;  // the listening socket, and the connections, oldest first
+  };
+
+  // Reads the handshake of a connection. Returns whether it belongs to a rank of this job; if not, closes it.
+  bool admit(int file, Clock::time_point deadline, const std::vector<RankInfo>& all) {
+    int arena = -1;
+    Handshake handshake{};
+    limit(file, deadline);
+    const pid_t pid = owner_of(file);
+    if (!(pid >= 0 && receive_handshake(file, handshake, arena) && handshake.secret == all[rank_].secret &&
+          handshake.member > local_rank_ && handshake.member < (int64_t)members().size() &&
+          files_[handshake.member] < 0)) {
+      close_file(file);
+      close_file(arena);
+      return false;
+    }
+    const size_t i = (size_t)handshake.member;
+    files_[i] = file;
+    pids_[i] = pid;
+    map(i, handshake, arena, all);
+    send_handshake(file, all[members()[i]].secret);
+    return true;
   }
 
   static void limit(int file, Clock::time_point deadline) {
@@ -557,11 +610,12 @@ class HostPeers {
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
   bool shared_ = false, readable_ = false, same_version_ = true, enough_cores_ = false;
+  bool uses_arena_ = false;  // one object of a process
   int listener_ = -1;
   std::vector<std::vector<int>> hosts_;  // the ranks of each host
   size_t host_ = 0;
   int local_rank_ = 0;
-  size_t min_local_size_ = 1, max_local_size_ = 1;  // the fewest and the most ranks of a host
+  size_t min_local_size_ = 1, max_local_size_ = 1;
   Board own_board_{};                    // if no ranks share memory
   // Of the ranks of this host:
   std::vector<int> files_;               // connections; -1 for this rank

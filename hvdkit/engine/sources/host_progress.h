@@ -92,9 +92,11 @@ class HostProgress {
     if (!own.failed.load()) {
       own.failed.store(failure);
     }
-    // A stopped rank may continue later and still write to this rank's memory: allocate no tensor there.
-    Arena::instance().share(false);
     futex(own.progress, FUTEX_WAKE, INT32_MAX, nullptr);
+    // A stopped rank may continue later, and still write to this rank's memory.
+    if (peers_.shared()) {
+      Arena::instance().detach();
+    }
   }
 
   void check_members() {

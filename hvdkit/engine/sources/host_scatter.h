@@ -1,11 +1,11 @@
-// Reducescatter and allgather in two levels, like host_allreduce.h. Part of hvdkit (Apache-2.0).
+// Reducescatter and allgather in two levels, like host_allreduce.h; alltoall. Part of hvdkit (Apache-2.0).
 //
 // Each rank owns one part of a tensor, of any size. Reducescatter: a rank sums its part over the ranks of
 // its host. For an owner on another host, the rank with the same local rank sums the part over this host,
 // and sends the sum to the owner. The owner adds the sums of all hosts in the order of the hosts.
 // Allgather: a rank sends its part to the rank with the same local rank on each other host; the other
 // ranks of that host read it from there. So over n hosts each host sends and receives (n - 1) / n of the
-// tensor.
+// tensor. Alltoall: each rank sends its parts to their owners.
 //
 // The sums are those of host_allreduce.h, bit by bit.
 
@@ -21,13 +21,14 @@
 
 namespace hvdkit {
 
-// The parts of a tensor that the ranks own, in elements.
+// The parts of a tensor that the ranks own, in elements or bytes.
 class Parts {
  public:
   explicit Parts(std::vector<size_t> counts) : counts_(std::move(counts)), begins_(counts_.size()) {
     std::partial_sum(counts_.begin(), counts_.end() - 1, begins_.begin() + 1);
   }
 
+  int ranks() const { return (int)counts_.size(); }
   size_t count(int rank) const { return counts_[(size_t)rank]; }
   size_t begin(int rank) const { return begins_[(size_t)rank]; }
   size_t total() const { return begins_.back() + counts_.back(); }
@@ -41,16 +42,13 @@ class GroupReducescatter {
   explicit GroupReducescatter(HostGroup& group)
       : group_(group), peers_(group.peers()), progress_(group.progress()) {}
 
-  // Whether `run` can be called for a tensor of this size. The same on all ranks.
-  bool serves(size_t bytes) const { return peers_.hosts() == 1 || bytes >= HostGroup::kMinTwoLevelBytes; }
-
   // Computes output = factor x (sum of this rank's part of the inputs of all ranks). The output does not
   // overlap the input. If the other ranks cannot read a rank's memory, does nothing and returns false on
   // all ranks. Throws std::exception if a rank has died or does not answer.
   bool run(const void* input, void* output, const Parts& parts, Element element, double factor) {
     const size_t size = size_of(element), bytes = parts.total() * size;
-    const Slice own{parts.begin(rank()), parts.count(rank())};
-    if (bytes <= kMaxBoardBytes) {
+    const Slice own{parts.begin(group_.rank()), parts.count(group_.rank())};
+    if (peers_.hosts() == 1 && bytes <= kMaxBoardBytes) {
       auto inputs = group_.post_small(input, bytes);
       for (auto& each : inputs) {
         each = (const char*)each + own.begin * size;
@@ -88,8 +86,6 @@ class GroupReducescatter {
     size_t size;  // of an element
   };
 
-  int rank() const { return peers_.rank_of((size_t)peers_.local_rank()); }
-
   // Sums a slice of the inputs over the ranks of this host.
   void add_on_host(const Job& job, Slice slice, void* output, double factor) {
     const size_t chunk = HostGroup::kChunk / job.size;
@@ -114,9 +110,13 @@ class GroupReducescatter {
     }
   }
 
+  char* own_input(const Job& job) const {
+    return (char*)job.posts[(size_t)peers_.local_rank()].input;
+  }
+
   // The sums for one rank of another host, while they are being sent.
   struct Parcel {
-    std::vector<char> sums;
+    std::vector<char> sums;  // if this host has several ranks; otherwise, its input is sent
     std::unique_ptr<Channel> channel;
   };
 
@@ -134,21 +134,26 @@ class GroupReducescatter {
       for (int owner : peers_.served_by(host, (size_t)peers_.local_rank())) {
         parcels.emplace_back();
         auto& parcel = parcels.back();
-        parcel.sums.resize(parts.count(owner) * job.size);
-        add_on_host(job, {parts.begin(owner), parts.count(owner)}, parcel.sums.data(), 1.0);
-        parcel.channel = group_.network().channel(parcel.sums.data(), parcel.sums.size());
-        parcel.channel->send(owner, kTag, 0, parcel.sums.size());
+        const size_t size = parts.count(owner) * job.size;
+        void* sums = own_input(job) + parts.begin(owner) * job.size;
+        if (peers_.size() > 1) {
+          parcel.sums.resize(size);
+          sums = parcel.sums.data();
+          add_on_host(job, {parts.begin(owner), parts.count(owner)}, sums, 1.0);
+        }
+        parcel.channel = group_.network().channel(sums, size);
+        parcel.channel->send(owner, kTag, 0, size);
       }
     });
     add_on_host(job, own, received.data() + peers_.host() * bytes, 1.0);
-    arrivals->wait();
+    group_.wait(*arrivals);
     std::vector<const void*> inputs(peers_.hosts());
     for (size_t host = 0; host < peers_.hosts(); ++host) {
       inputs[host] = received.data() + host * bytes;
     }
     sum_to_all(job.element, inputs, {output}, own.count, factor);
     for (auto& parcel : parcels) {
-      parcel.channel->wait();
+      group_.wait(*parcel.channel);
     }
   }
 
@@ -175,7 +180,7 @@ class GroupAllgather {
   void run(const void* input, void* output, const Parts& parts) {
     auto posts = group_.post(input, output, Board::kElsewhere);
     group_.guarded([&] {
-      const int rank = peers_.rank_of((size_t)peers_.local_rank());
+      const int rank = group_.rank();
       auto at = [&](int owner) { return (char*)output + parts.begin(owner); };
       auto arrivals = group_.network().channel(output, parts.total());
       auto departures = group_.network().channel(const_cast<void*>(input), parts.count(rank));
@@ -193,11 +198,11 @@ class GroupAllgather {
           group_.read(i, at(owner), posts[i].input, parts.count(owner));
         }
       }
-      arrivals->wait();
+      group_.wait(*arrivals);
       progress_.synchronize();
       if (peers_.hosts() > 1) {
         read_from_others(posts, output, parts);
-        departures->wait();
+        group_.wait(*departures);
         // Until then, the others read the output of this rank.
         progress_.synchronize();
       }
@@ -225,6 +230,36 @@ class GroupAllgather {
   HostGroup& group_;
   HostPeers& peers_;
   HostProgress& progress_;
+};
+
+class GroupAlltoall {
+ public:
+  explicit GroupAlltoall(HostGroup& group) : group_(group) {}
+
+  // Sends to each rank its part of the input, and writes the parts that arrive one after the other to the
+  // output. Parts are in bytes. Throws std::exception if a rank has died or does not answer.
+  void run(const void* input, const Parts& sent, void* output, const Parts& received) {
+    group_.progress().check();
+    group_.guarded([&] {
+      const int rank = group_.rank(), ranks = sent.ranks();
+      auto departures = group_.network().channel(const_cast<void*>(input), sent.total());
+      auto arrivals = group_.network().channel(output, received.total());
+      for (int step = 1; step < ranks; ++step) {
+        const int from = (rank + ranks - step) % ranks, to = (rank + step) % ranks;
+        arrivals->receive(from, kTag, received.begin(from), received.count(from));
+        departures->send(to, kTag, sent.begin(to), sent.count(to));
+      }
+      std::memcpy((char*)output + received.begin(rank), (const char*)input + sent.begin(rank),
+                  sent.count(rank));
+      group_.wait(*arrivals);
+      group_.wait(*departures);
+    });
+  }
+
+ private:
+  static constexpr uint32_t kTag = (1 << 13) + 2;
+
+  HostGroup& group_;
 };
 
 }  // namespace hvdkit

@@ -15,7 +15,7 @@ namespace hvdkit {
 
 // The version of the order in which the collectives add. Increase it with each change that may give sums
 // other last bits.
-constexpr int kSumOrder = 1;
+constexpr int kSumOrder = 2;
 
 enum class Element { kFloat32, kFloat64, kFloat16, kBfloat16, kInt32, kInt64 };
 

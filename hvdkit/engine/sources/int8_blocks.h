@@ -3,7 +3,8 @@
 //
 // A block is a binary32 scale and up to 256 codes of one byte: the number i is scale x code[i]. The
 // scale is (largest magnitude of the block) / 127, and a code is the quotient number / scale, rounded
-// to nearest even. So each number changes by at most (largest magnitude) / 254. A block with a number
+// to nearest even. So each number changes by at most (largest magnitude) / 254. 127 x scale is finite, so
+// finite numbers remain finite. A block with a number
 // that is not finite has the scale NaN: all of its numbers become NaN.
 //
 // As in half_arithmetic.h, the vector path is chosen at run time and gives the same bits.
@@ -16,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -39,10 +41,10 @@ inline float int8_scale(uint32_t largest_bits) {
   std::memcpy(&largest, &largest_bits, sizeof largest);
   scale = largest / 127.0f;
   if (scale * 127.0f < largest) {  // rounded down; matters for subnormal numbers
-    uint32_t bits;
-    std::memcpy(&bits, &scale, sizeof bits);
-    ++bits;
-    std::memcpy(&scale, &bits, sizeof scale);
+    scale = std::nextafter(scale, largest);
+  }
+  if (scale * 127.0f > std::numeric_limits<float>::max()) {
+    scale = std::nextafter(scale, 0.0f);
   }
   return scale;
 }

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <functional>
 #include <memory>
 #include <set>
 #include <stdexcept>
@@ -24,31 +26,50 @@ class MpiChannel : public Channel {
   MpiChannel(MPI_Comm communicator, void* memory, std::chrono::milliseconds timeout)
       : communicator_(communicator), memory_(static_cast<char*>(memory)), timeout_(timeout) {}
 
-  // Only after an error: MPI must no longer write to the memory.
+  // Only after an error: MPI must no longer write to the memory. A receive is cancelled at once, unless its
+  // message has begun to arrive. Then the rest is received, too. If the sender has stopped, that is not
+  // possible, and MPI may write to the memory whenever the sender continues: this process must end.
   ~MpiChannel() override {
-    for (auto& request : requests_) {
-      if (request != MPI_REQUEST_NULL) {
-        MPI_Cancel(&request);
-        MPI_Request_free(&request);
+    const auto begin = std::chrono::steady_clock::now();
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      if (requests_[i] != MPI_REQUEST_NULL && received_[i]) {
+        MPI_Cancel(&requests_[i]);
+      }
+    }
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      if (!received_[i]) {
+        if (requests_[i] != MPI_REQUEST_NULL) {
+          MPI_Request_free(&requests_[i]);
+        }
+        continue;
+      }
+      int done = requests_[i] == MPI_REQUEST_NULL;
+      while (!done && MPI_Test(&requests_[i], &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) {
+        if (std::chrono::steady_clock::now() - begin > kCancelTime) {
+          std::fprintf(stderr, "hvdkit: rank %d has stopped within a message over MPI. This process ends, "
+                               "because the rest of the message could overwrite its memory.\n", ranks_[i]);
+          MPI_Abort(communicator_, 1);
+        }
+        sleep(100000);
       }
     }
   }
 
   void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
     for_pieces(offset, bytes, [&](size_t at, size_t count) {
-      auto& request = add(rank);
+      auto& request = add(rank, false);
       check(MPI_Isend(memory_ + at, (int)count, MPI_BYTE, rank, (int)tag, communicator_, &request));
     });
   }
 
   void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
     for_pieces(offset, bytes, [&](size_t at, size_t count) {
-      auto& request = add(rank);
+      auto& request = add(rank, true);
       check(MPI_Irecv(memory_ + at, (int)count, MPI_BYTE, rank, (int)tag, communicator_, &request));
     });
   }
 
-  void wait() override {
+  void wait(const std::function<void()>& progress) override {
     auto begin = std::chrono::steady_clock::now();
     long pause = 1000;  // nanoseconds
     const int count = (int)requests_.size();
@@ -61,6 +82,7 @@ class MpiChannel : public Channel {
       }
       if (done > 0) {
         begin = std::chrono::steady_clock::now();
+        progress();
         continue;
       }
       if (std::chrono::steady_clock::now() - begin > timeout_) {
@@ -68,18 +90,26 @@ class MpiChannel : public Channel {
                                           " s (HOROVOD_GLOO_TIMEOUT_SECONDS)");
       }
       // MPI_Waitall would keep a core busy that the backward pass needs.
-      const timespec time{0, pause};
-      nanosleep(&time, nullptr);
+      sleep(pause);
       pause = std::min(pause * 2, 100000L);
     }
     requests_.clear();
     ranks_.clear();
+    received_.clear();
   }
 
  private:
-  MPI_Request& add(int rank) {
+  static constexpr std::chrono::seconds kCancelTime{10};
+
+  static void sleep(long nanoseconds) {
+    const timespec time{0, nanoseconds};
+    nanosleep(&time, nullptr);
+  }
+
+  MPI_Request& add(int rank, bool received) {
     requests_.emplace_back(MPI_REQUEST_NULL);
     ranks_.push_back(rank);
+    received_.push_back(received);
     return requests_.back();
   }
 
@@ -103,7 +133,9 @@ class MpiChannel : public Channel {
   char* const memory_;
   const std::chrono::milliseconds timeout_;
   std::vector<MPI_Request> requests_;
-  std::vector<int> ranks_;  // of the requests
+  // Of the requests:
+  std::vector<int> ranks_;
+  std::vector<bool> received_;  // receives; the others are sends
 };
 
 // Messages of other code cannot be mistaken for those of this network: it has a communicator of its

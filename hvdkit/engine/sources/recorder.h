@@ -75,7 +75,8 @@ class Recorder {
       failed_at_ = progress_;
       // Now, because the process may end before the thread wakes up.
       if (!path_.empty()) {
-        write(path_, json("error"));
+        const std::string text = json("error");
+        write(path_, text, records_);
       }
     }
     if (ring_.size() < kEntries) {
@@ -269,9 +270,10 @@ class Recorder {
       lock.lock();
       if (!path_.empty()) {
         const std::string path = path_, text = json(reason);
+        const uint64_t number = records_;
         // The disk may be slow, and collectives wait for the lock.
         lock.unlock();
-        write(path, text);
+        write(path, text, number);
       }
     }
   }
@@ -295,9 +297,9 @@ class Recorder {
     return stacks_ >= 0 && fstat(stacks_, &facts) == 0 ? facts.st_size : 0;
   }
 
-  // Writes a record to a temporary file, and renames it.
-  static void write(const std::string& path, const std::string& text) {
-    const std::string draft = path + ".tmp";
+  // Writes a record to a temporary file, and renames it. Of several threads that write, the newest record stays.
+  void write(const std::string& path, const std::string& text, uint64_t number) {
+    const std::string draft = path + "." + std::to_string(number) + ".tmp";
     int file = open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     if (file < 0) {
       return;
@@ -314,13 +316,17 @@ class Recorder {
       done += (size_t)wrote;
     }
     close(file);
-    if (done < text.size() || rename(draft.c_str(), path.c_str()) != 0) {
+    std::lock_guard<std::mutex> guard(rename_mutex_);
+    if (done < text.size() || number < renamed_ || rename(draft.c_str(), path.c_str()) != 0) {
       unlink(draft.c_str());
+    } else {
+      renamed_ = number;
     }
   }
 
   // The times in the file are times of day, all with one offset to the monotonic clock.
   std::string json(const char* reason) {
+    ++records_;
     const int64_t offset = offset_to_time_of_day();
     std::string text = "{\"version\": 1, \"rank\": " + std::to_string(rank_) +
                        ", \"size\": " + std::to_string(size_) + ", \"host\": " + quoted(host_) +
@@ -484,6 +490,9 @@ class Recorder {
   double stall_ = 0, limit_ = 0;
   off_t written_ = 0;
   uint64_t requested_ = 0;
+  uint64_t records_ = 0;  // the number of the last record
+  std::mutex rename_mutex_;
+  uint64_t renamed_ = 0;  // the number of the last record that was renamed
 };
 
 }  // namespace hvdkit

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ import psutil
 
 from hvdkit.core.loaded_modules import MODULES, file_name, read_by_imports
 from hvdkit.errors import HvdkitError
+from hvdkit.launch.keeper import KeptGroup
 from hvdkit.launch.spares.command import recognise
 from hvdkit.launch.spares.spare import Spare
-from hvdkit.processes import ProcessGroup
+from hvdkit.processes import StartedProcess
 
 #: Seconds after the last report of a rank's modules, so that the job trains before spares start.
 _SETTLE_SECONDS = 5.0
@@ -54,7 +54,7 @@ class SparePool:
     """The spares of one host, for the next start of its ranks."""
 
     def __init__(self) -> None:
-        self._group = ProcessGroup()
+        self._group = KeptGroup()
         self._spares: dict[int, Spare] = {}
         self._slots: list[Slot] = []
         # For each rank, the groups of `hvdkit.core.loaded_modules`.
@@ -102,7 +102,7 @@ class SparePool:
 
     def claim(
         self, wanted: Sequence[Slot], waiting: Callable[[], None] = lambda: None
-    ) -> tuple[ProcessGroup, dict[int, subprocess.Popen[bytes]]]:
+    ) -> tuple[KeptGroup, dict[int, StartedProcess]]:
         """Start ranks with the spares that fit and are ready, and end the other spares.
 
         Args:
@@ -134,9 +134,7 @@ class SparePool:
                 del started[rank]
         group = self._group
         self.end()
-        kept = {spare.process for spare in started.values()}
-        group.started[:] = [process for process in group.started if process in kept]
-        self._group = ProcessGroup()
+        self._group = KeptGroup()
         return group, {rank: spare.process for rank, spare in started.items()}
 
     def end(self) -> None:

@@ -64,8 +64,7 @@ class Spare:
             paths = [str(_HOOK), *filter(None, [environment.get(_PATH)])]
             self.process = group.start(
                 command,
-                self._environment
-                | {_PATH: os.pathsep.join(paths), _VARIABLE: f"{descriptor}:{os.getpid()}"},
+                self._environment | {_PATH: os.pathsep.join(paths), _VARIABLE: str(descriptor)},
                 directory,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -76,6 +75,7 @@ class Spare:
             unless_started.pop_all()
         ours.setblocking(False)
         self._socket = ours
+        self._group = group
 
     def load(
         self, modules: Mapping[str, str | None], environment: Mapping[str, str], nice: int | None
@@ -152,6 +152,7 @@ class Spare:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+        self._group.forget(self.process)
 
     def _send(self, kind: str, **fields: Any) -> None:
         # A spare that is stopped does not read.

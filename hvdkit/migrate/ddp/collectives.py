@@ -35,7 +35,7 @@ def all_reduce(self: Rule[Conversion], it: Conversion) -> None:
             it.script.advise(
                 self.name,
                 call,
-                "replace it by hvd.allreduce_(tensor, op=hvd.Sum) or "
+                f"replace {it.script.source(call.func)} by hvd.allreduce_(tensor, op=hvd.Sum) or "
                 "hvd.allreduce_async_; for a group, use process_set=",
             )
         elif name.endswith(".reduce"):
@@ -62,7 +62,7 @@ def broadcast(self: Rule[Conversion], it: Conversion) -> None:
         if it.script.name_of(call.func) == DIST + "broadcast":
             code = "hvd.broadcast_(tensor, root_rank=src)"
             if not _replace(self, it, call, code, ("tensor", "src")):
-                it.script.advise(self.name, call, f"replace it by a line such as {code}")
+                _advise(self, it, call, code)
 
 
 #: Function -> (its arguments, its replacement).
@@ -101,7 +101,89 @@ def gather(self: Rule[Conversion], it: Conversion) -> None:
         if short == "all_gather" and filled is not None:
             understood &= _is_new_list(it.script, filled.value)
         if not understood or not _replace(self, it, call, code, names):
-            it.script.advise(self.name, call, f"replace it by a line such as {code}")
+            _advise(self, it, call, code)
+        layer = it.script.enclosing(call, cst.ClassDef)
+        if isinstance(layer, cst.ClassDef) and any(
+            it.script.name_of(base.value) == "torch.autograd.Function" for base in layer.bases
+        ):
+            it.script.note(
+                self.name,
+                layer,
+                f"hvd.gather_for_loss(tensor) can replace {layer.name.value}: it returns the rows "
+                "of all ranks in one tensor, and its gradient is the sum over ranks",
+            )
+
+
+#: The module with differentiable functions -> advice for those that the command leaves.
+_NN = re.compile(r"torch\.distributed\.nn\.(?:functional\.)?(\w+)")
+_NN_ADVICE = {
+    "all_gather": "replace it by hvd.gather_for_loss(tensor), which returns the rows of all ranks "
+    "in one tensor",
+    "all_reduce": "replace it by hvd.allreduce(tensor, op=hvd.Sum)",
+    "broadcast": "replace it by hvd.broadcast(tensor, root_rank). The gradient is the mean over "
+    "ranks, not the sum: multiply it by hvd.size()",
+    "reduce_scatter": "replace it by hvd.reducescatter(tensor, op=hvd.Sum). The gradient is "
+    "hvd.size() times as large: divide it",
+    "all_to_all": "replace it by hvd.alltoall(tensor, splits)",
+    "all_to_all_single": "replace it by hvd.alltoall(tensor, splits)",
+}
+
+
+@rule(
+    "The gradient is the sum over ranks, as before. That of hvd.allgather is the mean.",
+    before="negatives = torch.cat(torch.distributed.nn.all_gather(model(inputs)))",
+    after="negatives = hvd.gather_for_loss(model(inputs))",
+    setup=SETUP + "import torch.distributed.nn\n",
+)
+def gather_for_loss(self: Rule[Conversion], it: Conversion) -> None:
+    for call in it.script.calls():
+        found = _NN.fullmatch(it.script.name_of(call.func) or "")
+        if found is None or len(call.args) != 1 or call.args[0].star:
+            continue
+        if found[1] == "all_gather":
+            joined = _concatenation(it.script, call)
+            code = "hvd.gather_for_loss(tensor)" if joined else ""
+            _put(
+                self, it, call, joined or call, code or "hvd.gather_for_loss(tensor[None]).unbind()"
+            )
+        elif found[1] == "all_reduce":
+            _put(self, it, call, call, "hvd.allreduce(tensor, op=hvd.Sum)")
+
+
+def _concatenation(script: Script, call: cst.Call) -> cst.Call | None:
+    """Return `torch.cat(call)`, along the first dimension; None if there is none."""
+    given = script.parent(call)
+    outer = script.parent(given)
+    if not isinstance(given, cst.Arg) or not isinstance(outer, cst.Call):
+        return None
+    dim = argument(outer, "dim", 1)
+    is_first = dim is None or script.source(dim.value) == "0"
+    names = ("torch.cat", "torch.concat", "torch.concatenate")
+    is_cat = script.name_of(outer.func) in names and outer.args[0] is given
+    return outer if is_cat and is_first and len(outer.args) == 1 + (dim is not None) else None
+
+
+def _put(self: Rule[Conversion], it: Conversion, call: cst.Call, old: cst.Call, code: str) -> None:
+    """Replace the expression `old`, which contains `call`; `code` has a name for the argument."""
+    it.forget(call.func)
+    if old is not call:
+        it.forget(old.func)
+    it.uses_hvd = True
+    it.script.edit(old, _expression, code, it.hvd, old is not call)
+    it.script.change(self.name, call, self.reason)
+
+
+def _expression(old: cst.Call, code: str, hvd: str, is_outer: bool) -> cst.BaseExpression:
+    call = old.args[0].value if is_outer else old
+    assert isinstance(call, cst.Call)
+    filled = fill(code, hvd=cst.Name(hvd), tensor=call.args[0].value)
+    assert isinstance(filled, cst.Expr)
+    return filled.value
+
+
+def _advise(self: Rule[Conversion], it: Conversion, call: cst.Call, code: str) -> None:
+    name = it.script.source(call.func)
+    it.script.advise(self.name, call, f"replace {name} by a line such as {code}")
 
 
 def _is_new_list(script: Script, node: cst.BaseExpression) -> bool:
@@ -208,6 +290,8 @@ def by_hand(self: Rule[Conversion], it: Conversion) -> None:
         if name in WRAPPERS:
             continue
         advice = BY_HAND.get(short, "replace it, or remove it")
+        if found := _NN.fullmatch(name):
+            short, advice = f"nn.{found[1]}", _NN_ADVICE.get(found[1], advice)
         it.script.advise(self.name, node, f"torch.distributed.{short} is left: {advice}")
 
 
@@ -215,5 +299,6 @@ RULES = (
     all_reduce,
     broadcast,
     gather,
+    gather_for_loss,
     by_hand,
 )

@@ -211,7 +211,9 @@ def no_sync(self: Rule[Conversion], it: Conversion) -> None:
         target = found.pop() if len(found) == 1 else ""
         scope = it.script.scope(function)
         if not target or not scope or not scope[target.split(".")[0]]:
-            it.script.advise(self.name, function, f"replace it by {it.hvd}.no_sync(optimizer)")
+            old = it.script.source(call if is_called else function)
+            new_code = f"{it.hvd}.no_sync(optimizer)"
+            it.script.advise(self.name, function, f"replace {old} by {new_code}")
             continue
         new = it.call("no_sync", target)
         if is_called:

@@ -209,6 +209,14 @@ def file_names(self: Rule[Script], script: Script) -> None:
                 "the name of a model's file must end with .keras in Keras 3, here "
                 "and where the file is loaded",
             )
+        elif not only_weights and ending.endswith(".h5"):
+            script.note(
+                self.name,
+                call,
+                "from an .h5 file, Keras 3 does not restore variables of the optimizer such as "
+                "the momentum: to continue a training, use a name that ends with .keras, here and "
+                "where the file is loaded",
+            )
 
 
 def _has_ending(script: Script) -> bool:

@@ -221,7 +221,9 @@ def optimizer_methods(self: Rule[Script], script: Script) -> None:
 
 
 _REMOVED_METHODS = {
-    "minimize": "compute gradients with hvd.DistributedGradientTape, and call apply_gradients",
+    "minimize": "compute gradients with tf.GradientTape, and call apply_gradients. If "
+    "hvd.DistributedOptimizer does not wrap this optimizer, reduce the gradients with "
+    "hvd.DistributedGradientTape: never use both",
     "get_gradients": "compute gradients with tf.GradientTape",
     "get_updates": "call apply_gradients",
     "get_weights": "read optimizer.variables",

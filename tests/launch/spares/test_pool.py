@@ -1,5 +1,6 @@
 """When the spares of a host are started, and which rank gets which."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from hvdkit.core import loaded_modules
+from hvdkit.launch.keeper import KeptProcess
 from hvdkit.launch.spares import pool as pool_module
 from hvdkit.launch.spares.pool import Slot, SparePool
 from tests.launch.spares.test_spare import SECONDS, environment
@@ -27,8 +29,27 @@ def pool(monkeypatch, tmp_path):
         "import os, sys; print(os.environ['HOROVOD_RANK'], 'numpy' in sys.modules)"
     )
     made = SparePool()
+    groups = []
+    claim = made.claim
+
+    def claim_and_note(*arguments):
+        group, started = claim(*arguments)
+        groups.append(group)
+        return group, started
+
+    monkeypatch.setattr(made, "claim", claim_and_note)
     yield made
     made.end()
+    for group in groups:
+        for _ in group.terminate(0.0):
+            time.sleep(0.01)
+        group.close()
+
+
+def output_of(process):
+    output = process.stdout.read()
+    assert process.wait(SECONDS) == 0
+    return output
 
 
 def slots(**others):
@@ -37,7 +58,8 @@ def slots(**others):
 
 def children():
     # Other tests of the session keep children, too.
-    alive = [child for child in psutil.Process().children() if child.status() != "zombie"]
+    found = psutil.Process().children(recursive=True)
+    alive = [child for child in found if child.status() != "zombie"]
     return [child for child in alive if "HVDKIT_SPARE" in child.environ()]
 
 
@@ -64,7 +86,7 @@ def wait_until_ready(pool, tmp_path, ranks):
 def test_each_rank_gets_a_spare(pool, tmp_path):
     prepare(pool, tmp_path)
     group, started = pool.claim(slots(HOROVOD_GLOO_RENDEZVOUS_PORT="1", NCCL_SOCKET_IFNAME="=x"))
-    outputs = [started[rank].communicate(timeout=SECONDS)[0] for rank in range(2)]
+    outputs = [output_of(started[rank]) for rank in range(2)]
     assert outputs == [b"0 True\n", b"1 True\n"]
     assert set(group.started) == set(started.values())
 
@@ -79,7 +101,7 @@ def test_a_rank_gets_the_spare_of_another_one_if_their_reports_are_equal(pool, t
     kill_first_spare(pool)
     pool.step(tmp_path)
     _, started = pool.claim(slots()[:1])
-    assert started[0].communicate(timeout=SECONDS)[0] == b"0 True\n"
+    assert output_of(started[0]) == b"0 True\n"
 
 
 def test_a_rank_gets_no_spare_that_has_read_the_variables_of_another_one(pool, tmp_path):
@@ -94,7 +116,7 @@ def test_a_rank_gets_no_spare_that_has_read_the_variables_of_another_one(pool, t
     pool.step(tmp_path)
     _, started = pool.claim(slots())
     assert list(started) == [1]
-    assert started[1].communicate(timeout=SECONDS)[0] == b"1 True\n"
+    assert output_of(started[1]) == b"1 True\n"
 
 
 @pytest.mark.parametrize("variables", [{}, {"TMPDIR": "/tmp/1"}])
@@ -109,7 +131,7 @@ def test_the_only_spare_of_a_host_for_another_rank(pool, tmp_path, variables):
     _, started = pool.claim(slots()[:1])
     assert list(started) == ([] if variables else [0])
     for process in started.values():
-        assert process.communicate(timeout=SECONDS)[0] == b"0 True\n"
+        assert output_of(process) == b"0 True\n"
 
 
 @pytest.mark.parametrize(
@@ -190,14 +212,15 @@ def test_a_spare_that_sigkill_does_not_end_does_not_block(pool, tmp_path, monkey
     prepare(pool, tmp_path)
     found = children()
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess.Popen, "kill", lambda _: None)
+        patched.setattr(KeptProcess, "kill", lambda _: None)
         for child in found:
             child.suspend()
         began = time.monotonic()
         pool.end()
         assert time.monotonic() - began < 10
     for child in found:
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
         child.wait(SECONDS)
 
 
@@ -237,7 +260,7 @@ def test_a_spare_imports_modules_that_are_loaded_later(pool, tmp_path):
         pool.step(tmp_path)
         time.sleep(0.05)
     _, started = pool.claim(slots())
-    outputs = [started[rank].communicate(timeout=SECONDS)[0] for rank in range(2)]
+    outputs = [output_of(started[rank]) for rank in range(2)]
     assert outputs == [b"0 True\n", b"1 True\n"]
 
 
@@ -284,7 +307,7 @@ print(h5py.THREADS, scipy.THREADS)
         pool.step(tmp_path)
         time.sleep(0.05)
     _, started = pool.claim(own)
-    assert started[0].communicate(timeout=SECONDS)[0] == before.stdout
+    assert output_of(started[0]) == before.stdout
 
 
 @pytest.mark.parametrize(

@@ -471,6 +471,34 @@ def test_collectives_on_values(hvd):
         hvd.broadcast_global_variables(0)
 
 
+def test_a_loss_of_gathered_values_trains_as_one_process(hvd):
+    import keras
+
+    n, rank = hvd.size(), hvd.rank()
+    w = keras.Variable(np.array([1.0], "float32"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([w])
+    x = np.array([[rank + 1.0]], "float32")
+
+    def loss():
+        return keras.ops.mean(hvd.gather_for_loss(w * x, name="rows") ** 2)
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        optimizer.apply([tape.gradient(value, w.value)], [w])
+    else:
+        import torch
+
+        loss().backward()
+        with torch.no_grad():
+            optimizer.apply([w.value.grad], [w])
+    squares = sum((r + 1) ** 2 for r in range(n)) / n
+    assert keras.ops.convert_to_numpy(w)[0] == pytest.approx(1 - 2 * squares)
+
+
 @pytest.mark.long_with("keras-tensorflow")
 def test_elastic_state_sync_save_and_restore(hvd):
     import keras

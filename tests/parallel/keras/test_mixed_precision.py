@@ -115,3 +115,32 @@ def test_bfloat16(hvd, policy, compression):
     assert all(np.isfinite(weight).all() for weight in weights)
     assert not np.array_equal(weights[0], np.asarray(before[0], "float32"))
     assert oracle.same_everywhere(hvd, weights)
+
+
+@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long_with("keras-tensorflow")
+def test_scales_of_float8_are_those_of_one_process(hvd, passes):
+    """Their "gradients" are new values. The largest absolute value counts, not the mean."""
+    data = oracle.data(hvd.size(), 4)
+
+    def trained(optimizer, batches):
+        model = oracle.dense_model()
+        for layer in model.layers:
+            layer.quantize("float8")
+        step = oracle.loop_step(model, optimizer)
+        for inputs, targets in batches:
+            step(inputs, targets)
+        return model
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), accumulation_steps=passes)
+    model = trained(optimizer, data.steps_of(hvd.rank()))
+    expected = trained(keras.optimizers.SGD(0.0), data.windows(passes))
+    compared = 0
+    for own, right in zip(model.trainable_variables, expected.trainable_variables, strict=True):
+        # Gradients of outputs are those of a rank's own batch, which has fewer rows.
+        if own.overwrite_with_gradient and "outputs_grad" not in own.path:
+            pair = (keras.ops.convert_to_numpy(each) for each in (own, right))
+            np.testing.assert_allclose(*pair, rtol=1e-5, err_msg=own.path)
+            compared += 1
+    assert compared == 8
+    assert oracle.same_everywhere(hvd, model.get_weights())

@@ -14,6 +14,7 @@ import pytest
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from hvdkit.keras.optimizer import distribution_of
+from tests.logs import recorded
 from tests.parallel.keras import oracle
 
 
@@ -308,6 +309,98 @@ def test_a_strategy_raises(hvd):
         pytest.raises(UsageError, match="OneDeviceStrategy of tf.distribute"),
     ):
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+class OwnUpdate(keras.optimizers.SGD):
+    """An optimizer whose own `apply_gradients` does not call `apply`."""
+
+    def apply_gradients(self, grads_and_vars):
+        pairs = list(grads_and_vars)
+        if not self.built:
+            self.build([variable for _, variable in pairs])
+        for gradient, variable in pairs:
+            variable.assign_sub(0.1 * keras.ops.sign(gradient) * keras.ops.abs(gradient) ** 0.5)
+        self.iterations.assign_add(1)
+
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
+    data = oracle.data(hvd.size(), 4)
+    variable, expected = (keras.Variable(np.ones(3, "float32")) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(OwnUpdate(0.1), accumulation_steps=passes)
+    plain = OwnUpdate(0.1)
+
+    def gradient(targets):
+        return keras.ops.convert_to_tensor(np.mean(targets, axis=0))
+
+    for _, targets in data.steps_of(hvd.rank()):
+        optimizer.apply_gradients([(gradient(targets), variable)])
+    for _, targets in data.windows(passes):
+        plain.apply_gradients([(gradient(targets), expected)])
+    np.testing.assert_allclose(variable.numpy(), expected.numpy(), 1e-5)
+    assert int(optimizer.iterations) == int(plain.iterations) == data.steps // passes
+
+
+@pytest.mark.parametrize("where", ["eager", "graph"])
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+def test_gradients_that_a_tape_has_reduced(hvd, where, op):
+    """A second sum is an error on every rank. A second mean is a warning."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as tensorflow_adapter
+
+    model = oracle.dense_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=getattr(hvd, op))
+    inputs, targets = oracle.data(hvd.size(), 1).of_rank(hvd.rank())
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = oracle.loss_of(model, tf.constant(inputs), tf.constant(targets))
+        tape = tensorflow_adapter.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        # The tensors are no longer those of the tape.
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step = tf.function(step) if where == "graph" else step
+    with recorded("hvdkit.keras") as log:
+        if op == "Sum":
+            with pytest.raises(UsageError, match=rf"twice.* multiply them by {hvd.size()}"):
+                step()
+        else:
+            step()
+            step()
+    texts = [record.getMessage() for record in log]
+    expected = op == "Average" and hvd.rank() == 0
+    assert sum("gradients are reduced twice" in text for text in texts) == expected
+    wait_for_all(hvd)
+
+
+def test_a_wrapped_optimizer_after_a_loop_with_a_tape(hvd):
+    """The tape's gradients went to another optimizer, so nothing is reduced twice."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as tensorflow_adapter
+
+    model = oracle.dense_model()
+    variables = model.trainable_variables
+    inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))
+
+    def gradients(wrap):
+        with tf.GradientTape() as tape:
+            loss = oracle.loss_of(model, inputs, targets)
+        return wrap(tape).gradient(loss, variables)
+
+    reduced = gradients(tensorflow_adapter.DistributedGradientTape)
+    keras.optimizers.SGD(0.1).apply(reduced, variables)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
+    optimizer.apply(gradients(lambda tape: tape), variables)
+    assert oracle.same_everywhere(hvd, model.get_weights())
 
 
 def test_different_models_raise_on_every_rank(hvd):

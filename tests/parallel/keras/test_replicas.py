@@ -9,6 +9,7 @@ import pytest
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.replicas import FOLDER
+from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.keras import oracle
 from tests.parallel.keras.job import common_folder, skip_without_executions
@@ -88,6 +89,68 @@ def test_ranks_are_compared_at_the_end_of_fit(hvd, tmp_path):
 
     with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 35: "):
         fit(hvd, model, change, batches=35)
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_callback_of_one_rank_that_changes_weights_at_the_end(hvd, tmp_path):
+    """The comparison is after `on_train_end`, also in a `fit` of a few batches."""
+    import keras
+
+    class Double(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.set_weights([2 * weight for weight in self.model.get_weights()])
+
+    model = model_of(hvd)
+    function = keras.callbacks.LambdaCallback(
+        on_train_end=lambda _: model.set_weights([2 * weight for weight in model.get_weights()])
+    )
+    for callback in (Double(), function):
+        own = [callback] if hvd.rank() == 0 else []
+        with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError) as caught:
+            fit(hvd, model, batches=3, callbacks=own)
+        name = type(callback).__name__
+        assert f"on_train_end differ between ranks (rank 0: {name}; rank" in str(caught.value)
+        model = model_of(hvd)
+    # On all ranks, it is right.
+    model = model_of(hvd)
+    fit(hvd, model, batches=3, callbacks=[Double()])
+    same_everywhere(weights_of(model))
+
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize(
+    "kind", ["EarlyStopping", "SwapEMAWeights", "LearningRateScheduler", "ReduceLROnPlateau"]
+)
+def test_a_callback_that_changes_the_model_must_be_on_every_rank(hvd, kind):
+    import keras
+
+    callback = {
+        "EarlyStopping": lambda: keras.callbacks.EarlyStopping(
+            "loss", patience=0, restore_best_weights=True
+        ),
+        "SwapEMAWeights": keras.callbacks.SwapEMAWeights,
+        "LearningRateScheduler": lambda: keras.callbacks.LearningRateScheduler(lambda _: 0.1),
+        "ReduceLROnPlateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", patience=0),
+    }[kind]()
+    model = model_of(hvd, use_ema=kind == "SwapEMAWeights")
+    before = weights_of(model)
+    text = rf"different callbacks \(rank 0: {kind}; ranks? .*: none\)"
+    with pytest.raises(UsageError, match=text):
+        fit(hvd, model, batches=3, callbacks=[callback] if hvd.rank() == 0 else [])
+    assert weights_of(model) == before
+    fit(hvd, model, batches=3, callbacks=[callback])
+    same_everywhere(weights_of(model))
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_early_stopping_of_one_rank_stops_all_ranks(hvd):
+    """Without `restore_best_weights`, it changes nothing on its rank."""
+    import keras
+
+    stopping = keras.callbacks.EarlyStopping("loss", patience=0, baseline=0.0)
+    model = model_of(hvd)
+    fit(hvd, model, batches=3, callbacks=[stopping] if hvd.rank() == 0 else [])
+    same_everywhere(weights_of(model))
 
 
 @pytest.mark.long_with("keras-tensorflow")

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from hvdkit.core.consistency import RankMismatchError
 from tests.logs import recorded
 from tests.parallel.keras.job import classifier, same_everywhere, samples
 
@@ -203,6 +204,68 @@ def test_predict_raises_on_every_rank(hvd, wrong):
     with pytest.raises(HvdkitError, match=words[wrong]):
         hvd.predict(model, x, verbose=0)
     same_everywhere("still in step")
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_predict_of_different_models_raises_on_every_rank(hvd):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    x = np.ones((4, 2))
+    hvd.predict(model, x, verbose=0)
+    if hvd.rank() == 1:
+        model.layers[0].bias.assign([1.0])
+    with pytest.raises(RankMismatchError, match="dense.*/bias' .* mix predictions of different"):
+        hvd.predict(model, x, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["each rank", "reduced", "local"])
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_variable_that_a_layer_changes_in_call(hvd, kind):
+    """Rank 0 warns after the first epoch if the variable differs between ranks."""
+    import keras
+
+    from hvdkit.keras import coordination
+
+    class Centered(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(
+                shape=(shape[-1],), initializer="zeros", trainable=False, name="mean"
+            )
+
+        def call(self, inputs, training=False):
+            if training:
+                mean = keras.ops.mean(inputs, axis=0)
+                if kind == "reduced":
+                    mean = hvd.allreduce(mean, name="tests.mean")
+                self.mean.assign(0.5 * self.mean + 0.5 * mean)
+            return inputs - self.mean
+
+    coordination._logged.discard("changed")
+    keras.utils.set_random_seed(1)
+    layer = Centered()
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    batch = np.random.default_rng(5).normal(size=(4, 3)).astype("float32") + hvd.rank()
+    variables = [layer.mean] if kind == "local" else []
+    with recorded("hvdkit.keras") as log:
+        model.fit(
+            *(batch, batch[:, :1]),
+            epochs=2,
+            verbose=0,
+            callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", variables)],
+        )
+    texts = [record.getMessage() for record in log]
+    expected = kind == "each rank" and hvd.rank() == 0
+    assert sum("/mean'" in text and "changes this variable in call" in text for text in texts) == (
+        expected
+    )
+    if kind == "reduced":
+        own = keras.ops.convert_to_numpy(layer.mean)
+        mean = batch.mean(axis=0) - hvd.rank() + (hvd.size() - 1) / 2
+        np.testing.assert_allclose(own, 0.75 * mean, rtol=1e-5)
+        same_everywhere(own.tolist())
 
 
 # --- which ranks train together -----------------------------------------------------------------

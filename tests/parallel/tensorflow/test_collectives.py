@@ -1,5 +1,7 @@
 """Public collectives and those for core, eagerly and while a graph is traced."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -152,6 +154,37 @@ def test_grouped_and_scattering_collectives(hvd, where):
         np.testing.assert_array_equal(value.numpy(), wanted)
 
 
+def test_a_mean_of_integers_warns(hvd):
+    import tensorflow as tf
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.allreduce(tf.constant([hvd.rank()]), name="whole")
+        hvd.allreduce(tf.constant([7]), op=hvd.Sum, name="sum")
+        hvd.allreduce(tf.constant([7.0]), name="mean")
+    texts = [str(each.message) for each in caught]
+    expected = ["the mean of int32 tensors is cut to an integer"]
+    assert [text.partition(",")[0] for text in texts] == (expected if hvd.rank() == 0 else [])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_scalars_are_gathered_to_a_vector(hvd, where):
+    import tensorflow as tf
+
+    def gathered(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = hvd.allgather(x, name="scalar")
+        first, second = hvd.grouped_allgather([x, tf.reshape(x, [1])], name="scalars")
+        return y, first, second, tape.gradient(y, x)
+
+    *vectors, gradient = run(gathered, where, tf.constant(hvd.rank() + 0.5))
+    for each in vectors:
+        assert each.numpy().tolist() == [r + 0.5 for r in range(hvd.size())]
+    assert gradient.shape == ()
+    assert gradient.numpy() == 1
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_gradients_through_collectives(hvd, where):
     import tensorflow as tf
@@ -165,8 +198,6 @@ def test_gradients_through_collectives(hvd, where):
             lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum, name="two-sums")[1],
             lambda x: hvd.allgather(x, name="rows-of-all"),
             lambda x: hvd.reducescatter(x, op=hvd.Sum, name="shares"),
-            # The last one: the root's graph has one operation less, and Horovod names gradients
-            # after operations.
             lambda x: hvd.broadcast(x, root_rank=1, name="rows-of-one"),
         ):
             with tf.GradientTape() as tape:

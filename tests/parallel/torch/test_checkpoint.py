@@ -368,6 +368,7 @@ class Odd(nn.Module):
 def test_every_kind_of_tensor_is_restored_and_loads_with_plain_safetensors(hvd):
     with shared_folder(hvd) as folder:
         model = Odd(hvd.rank() + 1.0)
+        hvd.register_local(model)
         with hvd.Checkpointer(folder, model=model) as checkpointer:
             checkpointer.save(1)
         other = Odd(-3.0)

@@ -291,7 +291,9 @@ def test_a_save_between_epochs_resumes_with_the_next_one(hvd, kind):
 
 
 def checkpointer_of(hvd, folder, data, **how):
-    return hvd.Checkpointer(folder, model=nn.Linear(1, 1), data=data, **how)
+    model = nn.Linear(1, 1)
+    hvd.register_local(model)  # each rank has random weights
+    return hvd.Checkpointer(folder, model=model, data=data, **how)
 
 
 def test_several_data_keep_their_places(hvd):

@@ -2,6 +2,8 @@
 
 import ctypes
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -51,6 +53,20 @@ def test_a_tensor_with_too_many_elements_is_an_error_on_every_rank(hvd, call):
     arguments = {"root_rank": 0} if call == "broadcast_" else {"op": hvd.Max}
     with pytest.raises(HorovodInternalError, match="has 2147483648 elements"):
         getattr(hvd, call)(tensor, name="large", **arguments)
+
+
+@pytest.mark.long
+def test_alltoall_of_more_elements_than_an_int_counts(hvd):
+    rows = 2**30 + 1 if hvd.rank() == 0 else 0
+    tensor = torch.zeros(rows, 2, dtype=torch.uint8)
+    tensor[-1:] = 7
+    splits = torch.tensor([0, rows] + [0] * (hvd.size() - 2), dtype=torch.int32)
+    result, counts = hvd.alltoall(tensor, splits=splits, name="many elements")
+    assert counts.tolist() == [(2**30 + 1) * (hvd.rank() == 1)] + [0] * (hvd.size() - 1)
+    if hvd.rank() == 1:
+        assert result.shape == (2**30 + 1, 2)
+        assert result[-1].tolist() == [7, 7]
+        assert not result[:-1:1009].any()
 
 
 def test_float16_average_and_scaling_round_as_float32_does(hvd):
@@ -486,3 +502,23 @@ def test_a_small_reducescatter_leaves_the_connections_fast(hvd):
     began = time.monotonic()
     assert hvd.broadcast(large, root_rank=1, name="after it").eq(1).all()
     assert time.monotonic() - began < 5
+
+
+def test_a_process_that_a_library_forks_may_end(hvd):
+    # Python does not know of this fork, so none of its handlers run.
+    libc = ctypes.CDLL(None)
+    child = libc.fork()
+    if child == 0:
+        libc.exit(0)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    total = hvd.allreduce(torch.ones(4), op=hvd.Sum, name="after the end of a forked process")
+    assert total.tolist() == [hvd.size()] * 4
+    # Connects new sockets, and closes them.
+    pair = hvd.add_process_set([0, 1])
+    hvd.remove_process_set(pair)

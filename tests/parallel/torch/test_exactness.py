@@ -186,6 +186,32 @@ def test_sparse_embedding(hvd, kind, as_dense, passes):
         assert_same_on_all_ranks(hvd, model)
 
 
+@pytest.mark.parametrize("kind", ["momentum", "adagrad", "adam"])
+def test_rows_that_ranks_share_are_as_in_a_dense_gradient(hvd, kind):
+    """All ranks use all rows, and some twice, so that a row is not counted for each rank."""
+    torch.manual_seed(0)
+    model = nn.Embedding(4, 3, sparse=True).to(DEVICE, torch.float64)
+    reference = copy.deepcopy(model)
+    reference.sparse = False
+    sparse, dense = {
+        "momentum": (lambda p: optim.SGD(p, 0.1, momentum=0.9),) * 2,
+        "adagrad": (lambda p: optim.Adagrad(p, 0.1),) * 2,
+        "adam": (lambda p: optim.SparseAdam(list(p), 0.1), lambda p: optim.Adam(p, 0.1)),
+    }[kind]
+    optimizer = hvd.DistributedOptimizer(sparse(model.parameters()))
+    plain = dense(reference.parameters())
+    words = torch.tensor([0, 1, 2, 3, 1, 1], device=DEVICE)
+    for step in range(4):
+        optimizer.zero_grad()
+        (model(words) - step - hvd.rank()).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        for rank in range(hvd.size()):
+            ((reference(words) - step - rank).square().mean() / hvd.size()).backward()
+        plain.step()
+    assert_close(model, reference, 1e-5 if kind == "adam" else 1e-12)
+
+
 class TextModel(nn.Module):
     """A sparse embedding between dense layers."""
 

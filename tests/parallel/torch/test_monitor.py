@@ -46,7 +46,11 @@ def loop(hvd, loggers, steps=6, every=3, slow=(), monitor_options=(), **options)
                 time.sleep(SLEEP)
             loss.backward()
             optimizer.step()
+            if "before monitor.step" in slow:
+                time.sleep(SLEEP)
             monitor.step({"loss": loss, "rank": hvd.rank()}, samples=len(x))
+            if "after monitor.step" in slow:
+                time.sleep(SLEEP)
     return monitor
 
 
@@ -85,6 +89,43 @@ def test_other_ranks_wait_for_the_slow_one_in_communication(hvd, section):
         slow = waited.pop(1)
         assert min(waited.values()) > SLEEP / 2
         assert min(waited.values()) > slow
+
+
+@pytest.mark.parametrize("place", ["before monitor.step", "after monitor.step"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_follows_a_step_is_not_the_forward_pass(hvd, place, every):
+    """A validation or a sleep, for example."""
+    kept = Kept()
+    loop(hvd, [kept], steps=6, every=every, slow=[place])
+    if hvd.rank() == 0:
+        found = kept.records[-1].metrics
+        assert found[metrics.OTHER].min >= SLEEP * 0.95
+        assert found[metrics.FORWARD].max < SLEEP / 2
+        step = found[metrics.STEP].by_rank[0]
+        assert sum(found[name].by_rank[0] for name in metrics.SECTIONS) <= step * 1.05 + 1e-3
+
+
+def test_a_validation_between_epochs_is_not_the_forward_pass(hvd):
+    kept = Kept()
+    model = torch.nn.Linear(4, 1).to(DEVICE)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    with hvd.Monitor([kept], every=4) as monitor:
+        for _ in range(2):
+            for _ in monitor.batches(range(2)):
+                model(torch.ones(2, 4, device=DEVICE)).sum().backward()
+                optimizer.step()
+                monitor.step()
+            time.sleep(SLEEP)
+        time.sleep(SLEEP)
+    if hvd.rank() == 0:
+        found = kept.records[0].metrics
+        assert (
+            SLEEP * 0.95
+            <= found[metrics.OTHER].min * 4
+            <= found[metrics.OTHER].max * 4
+            < SLEEP * 1.9
+        )
+        assert found[metrics.FORWARD].max * 4 < SLEEP / 2
 
 
 @pytest.mark.parametrize(("compression", "size"), [("none", 4.0), ("bf16", 2.0), ("fp16", 2.0)])
@@ -325,8 +366,10 @@ def test_waiting_for_a_slow_rank_in_a_checkpointer_is_communication(hvd):
     if hvd.rank() != 0:
         return
     for record in kept.records[1:]:
-        found = {name: record.metrics[name].by_rank for name in (metrics.STEP, *metrics.SECTIONS)}
+        # Without `monitor.batches`, there is no time/other.
+        sections = [name for name in metrics.SECTIONS if name != metrics.OTHER]
+        found = {name: record.metrics[name].by_rank for name in (metrics.STEP, *sections)}
         assert (record.slowest.rank, record.slowest.section) == (1, metrics.UPDATE)
         assert found[metrics.COMMUNICATION][0] > SLEEP / 2
         for rank, seconds in found[metrics.STEP].items():
-            assert sum(found[name][rank] for name in metrics.SECTIONS) <= seconds * 1.05 + 1e-3
+            assert sum(found[name][rank] for name in sections) <= seconds * 1.05 + 1e-3

@@ -100,6 +100,71 @@ def test_join(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
+def test_a_contrastive_loss(hvd):
+    n, rank = hvd.size(), hvd.rank()
+    torch.manual_seed(0)
+    images, texts = torch.randn(2, 3 * n, 4)
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Linear(4, 2)
+
+    own = slice(3 * rank, 3 * rank + 3)
+    trained = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=0.1))
+    optimizer.zero_grad()
+    follow(
+        "contrastive",
+        hvd,
+        model=lambda rows: (trained(images[rows]), trained(texts[rows])),
+        batch=own,
+    )
+    alone = model()
+    logits = alone(images) @ alone(texts).T / 0.1
+    functional.cross_entropy(logits, torch.arange(3 * n)).backward()
+    for p, q in zip(trained.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1000.0])
+def test_private_gradients(hvd, noise):
+    n, rank, max_norm = hvd.size(), hvd.rank(), 0.5
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4 * n, 200), torch.randint(0, 50, (4 * n,))
+    model = nn.Linear(200, 50)
+    own = slice(4 * rank, 4 * rank + 4)
+    alone = nn.Linear(200, 50)
+    alone.load_state_dict(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    follow(
+        "private",
+        hvd,
+        model=model,
+        optimizer=optimizer,
+        batches=[(inputs[own], targets[own])],
+        batch_size=4,
+        max_norm=max_norm,
+        noise_multiplier=noise,
+        seed=5,
+    )
+    assert_same_on_all_ranks(hvd, model)
+    exact = [torch.zeros_like(p) for p in alone.parameters()]
+    for x, y in zip(inputs, targets, strict=True):
+        loss = functional.cross_entropy(alone(x[None]), y[None])
+        gradients = torch.autograd.grad(loss, list(alone.parameters()))
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        assert norm > max_norm
+        for total, g in zip(exact, gradients, strict=True):
+            total += g * (max_norm / norm) / (4 * n)
+    weight = model.weight.grad - exact[0]
+    if noise:
+        # 10,000 numbers give their deviation within about 1 %.
+        assert weight.std().item() == pytest.approx(noise * max_norm / (4 * n), rel=0.04)
+    else:
+        torch.testing.assert_close(model.weight.grad, exact[0])
+        torch.testing.assert_close(model.bias.grad, exact[1])
+
+
 def test_compiled_blocks(hvd):
     model = nn.Linear(4, 1)
     block = nn.Linear(4, 4)

@@ -120,7 +120,11 @@ def test_ranks_that_wait_for_each_other_end_at_once(tmp_path):
     assert done.returncode == 1
     assert "the allreduce 'only on one rank', 12 bytes of float32" in done.stderr
     assert "a deadlock" in done.stderr
-    assert json.loads((tmp_path / "runs" / "latest" / "start.json").read_text())["verdict"] is True
+    folder = tmp_path / "runs" / "latest"
+    assert json.loads((folder / "start.json").read_text())["verdict"] is True
+    error = json.loads((folder / "error.json").read_text())
+    assert error["rank"] is None
+    assert "a deadlock" in error["reason"]
     assert "The job failed" not in why(tmp_path / "runs")
 
 

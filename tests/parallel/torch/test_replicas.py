@@ -16,12 +16,14 @@ from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.torch.oracle import (
     adamw,
+    assert_close,
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
     batch_of,
     loss_of,
     sgd,
     small_model,
+    whole_batch,
 )
 from tests.parallel.torch.test_checkpoint import shared_folder
 
@@ -704,3 +706,60 @@ def test_an_unused_parameter_does_not_hide_nan(hvd):
             (loss * torch.nan if step == 1 and hvd.rank() == 1 else loss).backward()
             optimizer.step()
     assert ("is NaN on all ranks" in text_of(log)) == (hvd.rank() == 0)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Has methods of its own that make the step."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.05)
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["move"] = 0.05 * p.grad.sign()
+            p.add_(self.state[p]["move"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p]["move"])
+        self.base.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_with_steps_of_its_own_is_compared(hvd, tmp_path):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        SharpnessAware(model.parameters()), model.named_parameters()
+    )
+    plain = SharpnessAware(reference.parameters())
+    for number in range(4):
+        for step in ("first_step", "second_step"):
+            loss_of(model, batch_of(hvd.rank(), number)).backward()
+            getattr(optimizer, step)()
+            loss_of(reference, whole_batch(hvd, number)).backward()
+            getattr(plain, step)()
+    assert_close(model, reference)
+    with torch.no_grad():
+        model[0].bias[0] += hvd.rank()
+
+    def train():
+        for number in range(4):
+            for step in ("first_step", "second_step"):
+                loss_of(model, batch_of(hvd.rank(), number)).backward()
+                getattr(optimizer, step)()
+
+    with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match=r"0\.bias"):
+        train()
+
+
+def test_a_forward_pass_that_changes_the_weights(hvd):
+    embedding = torch.nn.Embedding(6, 2, max_norm=0.1)
+    hvd.broadcast_parameters(embedding.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    with pytest.raises(RankMismatchError, match=r"max_norm.*after the step: weight.data.renorm_"):
+        embedding(torch.tensor([hvd.rank()])).sum().backward()
+    optimizer.zero_grad()

@@ -120,7 +120,7 @@ def _run() -> None:
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     sys.path_importer_cache.pop(folder, None)
     sys.modules.pop("sitecustomize", None)
-    descriptor, _, parent = os.environ.pop(_VARIABLE, "").partition(":")
+    descriptor = os.environ.pop(_VARIABLE, "")
     missing = None
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
@@ -129,8 +129,8 @@ def _run() -> None:
             raise
         missing = error
     # A wrapper in the command may start another Python first. This Python inherits the variable,
-    # but its parent is not the agent, so it is no spare.
-    if descriptor and os.getppid() == int(parent):
+    # but the agent has not started it in a session of its own, so it is no spare.
+    if descriptor and os.getsid(0) == os.getpid():
         import site
 
         if site.ENABLE_USER_SITE:

@@ -1,0 +1,335 @@
+"""Start processes so that nothing they leave can be missed, and end it if this process is killed.
+
+Between this process and each one that it starts is a *keeper*, a process that only waits. The
+kernel makes a keeper the parent of all its descendants that have lost their own parent ("child
+subreaper", see prctl(2)). So the descendants of the keepers of a group are the processes of the
+group, whatever they have done with their environment, session and parent. If this process is
+killed, each keeper ends its descendants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import psutil
+
+from hvdkit import mpi_segments, processes
+from hvdkit.errors import HvdkitError
+from hvdkit.faults import record_folder
+from hvdkit.owned_folders import remove_abandoned
+from hvdkit.processes import ProcessGroup, StartedProcess
+from hvdkit.signals import STOP_SIGNALS
+
+#: Seconds between SIGTERM and SIGKILL, where the launcher does not choose them.
+ORPHAN_GRACE = 8.0
+
+_POLL_SECONDS = 0.05
+_READ_BYTES = 4096
+
+# The pids of the children of this process that are no adopted orphans; None if it adopts none.
+_own_children: set[int] | None = None
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of the processes of a keeper that is killed."""
+    global _own_children
+    processes.adopt_orphans()
+    _own_children = {child.pid for child in psutil.Process().children()}
+
+
+class KeptProcess:
+    """A process with a keeper, with those members of `subprocess.Popen` that are needed here.
+
+    Args:
+        keeper: the pid of its keeper.
+        lifeline: the write end of a pipe. When it is closed, the keeper ends its descendants.
+        reports: the read end of the pipe with the pid of the process and then its exit status.
+        stdout: the read end of the pipe for its output; None without one.
+        stderr: the same for its errors.
+
+    Raises:
+        HvdkitError: the process could not be started.
+    """
+
+    def __init__(
+        self,
+        keeper: int,
+        lifeline: int,
+        reports: int,
+        stdout: IO[bytes] | None,
+        stderr: IO[bytes] | None,
+    ) -> None:
+        self.keeper = keeper
+        self.returncode: int | Any = None
+        self.stdout, self.stderr = stdout, stderr
+        self._lifeline, self._reports = lifeline, reports
+        report = b""
+        data: bytes | None
+        while not report.endswith(b"\n") and (data := os.read(reports, _READ_BYTES)):
+            report += data
+        if not report.endswith(b"\n"):
+            self.close()
+            raise HvdkitError(report.decode(errors="replace") or "a keeper has ended at its start")
+        pid, _, self._report = report.partition(b"\n")
+        self.pid = int(pid)
+        os.set_blocking(reports, False)
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the process runs."""
+        if self.returncode is None:
+            try:
+                data = os.read(self._reports, _READ_BYTES)
+            except BlockingIOError:
+                data = None
+            self._report += data or b""
+            if self._report.endswith(b"\n"):
+                self.returncode = int(self._report)
+            elif data == b"":
+                # The keeper was killed. The kernel then kills the process.
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit status."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            _wait_for([self._reports], min(left, 1.0))
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process still runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, if the process still runs."""
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the keeper, after all its descendants have ended, and close the pipes."""
+        if self._lifeline < 0:
+            return
+        # Before the lifeline is closed. SIGKILL also ends a keeper that is stopped.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.keeper, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.keeper, 0)
+        (_own_children or set()).discard(self.keeper)
+        os.close(self._lifeline)
+        os.close(self._reports)
+        self._lifeline = -1
+        if self.returncode is None:
+            self.returncode = -signal.SIGKILL
+        for pipe in filter(None, (self.stdout, self.stderr)):
+            pipe.close()
+
+
+class KeptGroup(ProcessGroup):
+    """A group whose processes have keepers.
+
+    Call `close` after all processes have ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[KeptProcess] = []
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | os.PathLike[str] | None = None,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = subprocess.STDOUT,
+        stdin: int = subprocess.DEVNULL,
+        dies_with_us: bool = False,  # noqa: ARG002
+        cpus: Sequence[int] = (),
+        pass_fds: Sequence[int] = (),
+    ) -> StartedProcess:
+        """Start a process as `ProcessGroup.start` does. The kernel kills it with its keeper."""
+        with contextlib.ExitStack() as on_exit, contextlib.ExitStack() as unless_started:
+
+            def pipe() -> tuple[int, int]:
+                read_end, write_end = os.pipe()
+                on_exit.callback(os.close, write_end)
+                return read_end, write_end
+
+            # The ends for the keeper are the first one of the lifeline, and the second ones.
+            lifeline_end, lifeline = os.pipe()
+            on_exit.callback(os.close, lifeline_end)
+            unless_started.callback(os.close, lifeline)
+            reports, reports_end = pipe()
+            unless_started.callback(os.close, reports)
+            streams: list[IO[bytes] | None] = []
+            ends: list[int | IO[bytes] | None] = []
+            for stream in (stdout, stderr):
+                end = stream
+                if stream == subprocess.PIPE:
+                    read_end, end = pipe()
+                    streams.append(unless_started.enter_context(os.fdopen(read_end, "rb", 0)))
+                else:
+                    streams.append(None)
+                ends.append(end)
+            parent = os.getpid()
+            try:
+                with warnings.catch_warnings():
+                    # Other threads may exist. The new process uses none of their locks.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    keeper = os.fork()
+            except OSError as error:
+                reason = processes.explain_failed_start(error)
+                raise HvdkitError(f"cannot start {command[0]!r}: {reason}") from error
+            if keeper == 0:
+                # An exception must not reach the caller, whose code must not run in this process.
+                with contextlib.suppress(BaseException):
+                    made = _Keeper(parent, lifeline_end, reports_end)
+                    try:
+                        out, errors = ends
+                        made.start(command, env, cwd, out, errors, stdin, True, cpus, pass_fds)
+                    except HvdkitError as error:
+                        os.write(reports_end, str(error).encode())
+                        os._exit(1)
+                    made.keep()
+                os._exit(1)
+            if _own_children is not None:
+                _own_children.add(keeper)
+            unless_started.pop_all()
+        process = KeptProcess(keeper, lifeline, reports, *streams)
+        self.started.append(process)
+        self._kept.append(process)
+        return process
+
+    def find_orphans(self) -> None:
+        """Do nothing: the keepers have them."""
+
+    def forget(self, process: StartedProcess) -> None:
+        super().forget(process)
+        for each in [each for each in self._kept if each is process]:
+            self._kept.remove(each)
+            each.close()
+
+    def close(self) -> None:
+        """End the keepers. All processes of the group have ended, or may not be signalled."""
+        for process in list(self._kept):
+            self.forget(process)
+
+    def _find_others(self) -> set[psutil.Process]:
+        children = processes.children_of_all()
+        keepers = {process.keeper for process in self._kept}
+        adopted: set[psutil.Process] = set()
+        if _own_children is not None:
+            adopted = {
+                child for child in children.get(os.getpid(), ()) if child.pid not in _own_children
+            }
+        return adopted | processes.descendants(
+            children, [*keepers, *(child.pid for child in adopted)]
+        )
+
+
+class _Keeper(ProcessGroup):
+    """The group of a process and all its descendants, in their keeper.
+
+    Args:
+        parent: the pid of the process that has started it.
+        lifeline: the read end of a pipe that ends with this process.
+        reports: the write end of the pipe for reports.
+    """
+
+    def __init__(self, parent: int, lifeline: int, reports: int) -> None:
+        super().__init__()
+        self._parent, self._lifeline, self._reports = parent, lifeline, reports
+        signal.set_wakeup_fd(-1)
+        for number in (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGCHLD):
+            # Not SIG_IGN, which the started process would inherit.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _do_nothing)
+        # A signal to the process group of the parent must not end this process.
+        os.setsid()
+        processes.adopt_orphans()
+
+    def keep(self) -> NoReturn:
+        """Report the end of the process. When the parent has ended, end all descendants."""
+        (process,) = self.started
+        woken, wakeup = os.pipe()
+        for end in (woken, wakeup):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wakeup)
+        # mpirun, srun and ssh wait for the ends of their pipes.
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in (self._lifeline, self._reports, woken, wakeup):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        with contextlib.suppress(OSError):  # the parent has ended, which the lifeline tells
+            os.write(self._reports, b"%d\n" % process.pid)
+        reported = False
+        while True:
+            self._reap(process)
+            if process.returncode is not None and not reported:
+                reported = True
+                with contextlib.suppress(OSError):
+                    os.write(self._reports, b"%d\n" % process.returncode)
+                    if os.getppid() == self._parent:
+                        os.kill(self._parent, signal.SIGCHLD)
+            if self._lifeline in _wait_for([self._lifeline, woken]):
+                break
+            with contextlib.suppress(BlockingIOError):
+                os.read(woken, _READ_BYTES)
+        files = mpi_segments.mpich_files(process.pid)
+        # At once: the launcher may start the next ranks already.
+        process.kill()
+        try:
+            for _ in self.terminate(ORPHAN_GRACE):
+                self._reap(process)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            # The parent has ended, so nobody owns its folders.
+            remove_abandoned(Path(tempfile.gettempdir()), record_folder.PREFIX)
+            mpi_segments.remove_abandoned_folders()
+            for file in files:
+                file.unlink(missing_ok=True)
+        os._exit(0)
+
+    def find_orphans(self) -> None:
+        """Do nothing: this process adopts them."""
+
+    def _find_others(self) -> set[psutil.Process]:
+        return processes.descendants(processes.children_of_all(), [os.getpid()])
+
+    @staticmethod
+    def _reap(process: StartedProcess) -> None:
+        """Let the system forget all children that have ended."""
+        with contextlib.suppress(ChildProcessError):  # there is no child
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid == process.pid:
+                    process.poll()
+                else:
+                    os.waitpid(found.si_pid, os.WNOHANG)
+
+
+def _wait_for(descriptors: Sequence[int], seconds: float | None = None) -> list[int]:
+    """Wait until one of these descriptors can be read or has ended. Return those."""
+    poll = select.poll()  # `select.select` takes only descriptors below 1024
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [found for found, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """Handle a signal that only wakes the process."""

@@ -1,0 +1,260 @@
+"""Find parameters that ranks train without a reduction: a `DistributedOptimizer` was forgotten.
+
+Such a script raises no error. Each rank trains a model of its own, and rank 0 saves its model.
+
+- Rank 0 counts the steps of optimizers that are not wrapped, in a step hook of PyTorch. After ten
+  steps, it warns if no collective can have reduced the gradients. The hook has only what this rank
+  knows, so it communicates nothing.
+- `hvd.Checkpointer` compares the models and optimizers that no wrapped optimizer compares.
+"""
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hvdkit.core.counters import counters
+from hvdkit.core.replicas import CheckSettings, ReplicaCheck
+from hvdkit.errors import UsageError
+from hvdkit.torch import hooks
+from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.items import compiled
+from hvdkit.torch.plain_tensors import has_own_dispatch, is_plain, traffic
+from hvdkit.torch.replicas import TorchReplicas
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
+
+log = logging.getLogger("hvdkit.torch")
+
+# The step before which an optimizer is examined. An inner loop, as in meta-learning, makes fewer
+# steps with each of its optimizers.
+_STEPS = 10
+# A script with many optimizers gets no more warnings than this.
+_MOST_WARNINGS = 3
+
+_ADVICE = (
+    "No hvd.DistributedOptimizer keeps these tensors equal. If an optimizer trains them, wrap it: "
+    "optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters()). Before the first "
+    "step, call hvd.broadcast_parameters(model.state_dict(), root_rank=0). If ranks should have "
+    "different values, call hvd.register_local(model_or_optimizer); checkpoints then have those of "
+    "the first rank."
+)
+
+
+class _Watch:
+    """The steps of an optimizer that is not wrapped, and the traffic before the first of them."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.traffic = traffic.bytes - counters.payload_bytes
+
+
+_watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watch]" = weakref.WeakKeyDictionary()
+# Parameter -> True.
+_local: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Memory that the script has made equal on all ranks -> True.
+_shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_warnings = 0
+_steps_made = 0
+
+
+def register_local(
+    trained: torch.optim.Optimizer | torch.nn.Module | Iterable[torch.Tensor],
+) -> None:
+    """Declare that each rank has its own values of parameters, which nothing reduces.
+
+    Optimizers of these parameters get no warning that they are not wrapped, and
+    `hvd.Checkpointer` does not compare the parameters. It saves those of the first rank.
+
+    Args:
+        trained: an optimizer that is not wrapped, a module, or parameters.
+
+    Raises:
+        UsageError: the argument is something else, or a wrapped optimizer.
+    """
+    if isinstance(trained, WrappedOptimizer):
+        raise UsageError(
+            "register_local was called with a DistributedOptimizer, which reduces the gradients of "
+            "its parameters: expected an optimizer that is not wrapped, or a module"
+        )
+    if isinstance(trained, torch.optim.Optimizer):
+        parameters = _parameters_of(trained)
+    elif isinstance(trained, torch.nn.Module):
+        parameters = list(trained.parameters())
+    elif isinstance(trained, torch.Tensor) or not isinstance(trained, Iterable):
+        parameters = [trained]
+    else:
+        parameters = list(trained)
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise UsageError(
+                f"register_local got a {type(parameter).__name__}: expected an optimizer, a "
+                f"module, or parameters"
+            )
+    for parameter in parameters:
+        _local[parameter] = True
+
+
+def steps_made() -> int:
+    """Return the number of steps that the optimizers of this process have made, of all kinds."""
+    return _steps_made
+
+
+def note_shared(tensors: Iterable[torch.Tensor]) -> None:
+    """Note that the script makes these tensors equal on all ranks, so they should stay equal."""
+    for tensor in filter(_has_memory, tensors):
+        _shared[tensor.untyped_storage()] = True
+
+
+def replica_checks(
+    collectives: TorchCollectives,
+    models: Mapping[str, torch.nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> list[ReplicaCheck | None]:
+    """Return the comparisons before a checkpoint: one for each optimizer, and one for the rest.
+
+    The rest are the parameters that no optimizer of the checkpointer has.
+
+    Args:
+        collectives: the collectives of the checkpointer's ranks.
+        models: the saved models.
+        optimizers: the saved optimizers, wrapped or not.
+    """
+    for model in models.values():
+        note_shared(model.parameters())
+    ranks = list(collectives.ranks)
+
+    def names() -> dict[torch.Tensor, str]:
+        named: dict[torch.Tensor, str] = {}
+        for model, module in models.items():
+            plain = compiled.without_prefixes(module)
+            for name, parameter in module.named_parameters():
+                text = f"{model}: {plain(name)}" if len(models) > 1 else plain(name)
+                named.setdefault(parameter, text)
+        return named
+
+    def of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        named = names()
+        return {
+            named.get(parameter, f"group{g}.parameter{k}"): parameter
+            for g, group in enumerate(optimizer.param_groups)
+            for k, parameter in enumerate(group["params"])
+            if not _may_differ(parameter, ranks)
+        }
+
+    def rest() -> dict[str, torch.Tensor]:
+        covered: set[int] = set()
+        for each in optimizers.values():
+            covered.update(map(id, _parameters_of(each)))
+            if isinstance(each, WrappedOptimizer):
+                covered.update(map(id, each._compared_parameters().values()))
+        return {
+            name: parameter
+            for parameter, name in names().items()
+            if id(parameter) not in covered and not _may_differ(parameter, ranks)
+        }
+
+    def check(
+        parameters: Callable[[], dict[str, torch.Tensor]],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> ReplicaCheck:
+        # The number of steps is unknown. Return a new number each time, to compare at each save.
+        numbers = itertools.count(1)
+        return ReplicaCheck(
+            collectives,
+            CheckSettings(),
+            lambda: TorchReplicas(parameters(), optimizer),
+            lambda: next(numbers) if parameters() else 0,
+            advice=_ADVICE,
+        )
+
+    own = [
+        each.replicas
+        if isinstance(each, WrappedOptimizer)
+        else check(partial(of_optimizer, each), each)
+        for each in optimizers.values()
+    ]
+    return [*own, check(rest)]
+
+
+def _may_differ(parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
+    """Return whether the script has said that ranks may have different values of a parameter."""
+    if parameter in _local:
+        return True
+    listener = hooks.listener_of(parameter)
+    if not isinstance(listener, WrappedOptimizer):
+        return False
+    replicas = listener.replicas
+    # Without these comparisons, or with other ranks, the script has wrapped an optimizer of its
+    # own for these ranks.
+    return replicas is None or not replicas.settings.interval or list(replicas.ranks) != list(ranks)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and not torch.nn.parameter.is_lazy(tensor)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Hook: an optimizer is about to make a step. Not a collective."""
+    global _steps_made
+    _steps_made += 1
+    if isinstance(optimizer, WrappedOptimizer) or not mpi_ops.is_initialized():
+        return
+    if mpi_ops.size() == 1 or mpi_ops.rank() != 0:
+        return
+    watch = _watched.get(optimizer)
+    if watch is None:
+        watch = _watched[optimizer] = _Watch()
+    watch.steps += 1
+    if watch.steps == _STEPS and _trains_alone(optimizer, watch):
+        _warn(optimizer)
+
+
+def _trains_alone(optimizer: torch.optim.Optimizer, watch: _Watch) -> bool:
+    """Return whether the ranks should train one model, and nothing reduces the gradients."""
+    parameters = [p for p in _parameters_of(optimizer) if p.grad is not None]
+    if not parameters or any(p in _local or has_own_dispatch(p) for p in parameters):
+        return False
+    if any(hooks.listener_of(p) is not None for p in parameters):
+        return False  # a wrapped optimizer has reduced them
+    # The attribute is one of Horovod's own optimizers, also of that for Adasum.
+    if hasattr(optimizer, "_allreduce_delay"):
+        return False
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False  # DDP, FSDP, or a library that calls torch.distributed
+    reduced = traffic.bytes - counters.payload_bytes - watch.traffic
+    if reduced >= sum(p.nbytes for p in parameters):
+        return False  # the script reduces gradients, or averages weights, itself
+    # If the script wraps other optimizers, it may train these tensors on each rank on purpose.
+    if not wrapped_optimizers():
+        return True
+    return any(p.untyped_storage() in _shared for p in filter(_has_memory, parameters))
+
+
+def _warn(optimizer: torch.optim.Optimizer) -> None:
+    global _warnings
+    _warnings += 1
+    if _warnings > _MOST_WARNINGS:
+        return
+    log.warning(
+        "an optimizer (%s) makes its step %d on %d ranks, but it is not wrapped, and nothing has "
+        "reduced the gradients of its parameters: each rank trains a model of its own. Wrap it "
+        "before the first step: optimizer = hvd.DistributedOptimizer(optimizer, "
+        "model.named_parameters()). If each rank should train its own parameters, call "
+        "hvd.register_local(optimizer).",
+        *(type(optimizer).__name__, _STEPS, mpi_ops.size()),
+    )
+
+
+# A compiled hook would be compiled again in each step, because it counts them.
+register_optimizer_step_pre_hook(torch._disable_dynamo(_before_step))

@@ -1,0 +1,358 @@
+// Collectives of five ranks on two hosts over a network that sends and receives as late as it may.
+//
+//   host_group_driver sums SEED ROUNDS: compares all collectives with the right values
+//   host_group_driver slow: a gather that takes longer than the timeout, in slow pieces
+//
+// Needs root, for the second host.
+
+#include <sched.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "hvdkit_host_allreduce.h"
+#include "hvdkit_host_scatter.h"
+#include "rank_processes.h"
+
+using namespace hvdkit;
+
+constexpr int kRanks = 5, kOnFirstHost = 2, kMessages = 1 << 16;
+
+// The messages from one rank to another.
+struct Link {
+  struct Message {
+    uint32_t tag;
+    bool taken;
+    size_t at, bytes;
+  };
+  std::atomic<int> sent;
+  Message messages[kMessages];
+  char content[(size_t)400 << 20];
+};
+
+struct Job {
+  Exchange exchange;
+  Link links[kRanks][kRanks];
+};
+
+[[noreturn]] static void fail(const char* problem) {
+  std::printf("%s\n", problem);
+  std::fflush(stdout);
+  _exit(1);
+}
+
+// A thread reads the memory of each message at a random later time. A slow network also sleeps between
+// the pieces that it receives.
+class LateNetwork : public Network {
+ public:
+  LateNetwork(Job& job, int rank, unsigned seed, int sleep)
+      : job_(job), rank_(rank), random_(seed), sleep_(sleep), sender_([this] { send_all(); }) {}
+  ~LateNetwork() override {
+    ended_ = true;
+    sender_.join();
+  }
+
+  std::unique_ptr<Channel> channel(void* memory, size_t bytes) override {
+    return std::make_unique<LateChannel>(*this, (char*)memory, bytes);
+  }
+
+ private:
+  struct Send {
+    int to;
+    uint32_t tag;
+    const char* from;
+    size_t bytes;
+    std::atomic<int>* pending;  // of its channel
+  };
+
+  struct Receive {
+    int from;
+    uint32_t tag;
+    char* to;
+    size_t bytes;
+  };
+
+  class LateChannel : public Channel {
+   public:
+    LateChannel(LateNetwork& network, char* memory, size_t bytes)
+        : network_(network), memory_(memory), bytes_(bytes) {}
+    ~LateChannel() override {
+      if (sends_ || !receives_.empty()) {
+        fail("a channel is destroyed before all its messages have arrived");
+      }
+    }
+
+    void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
+      for_pieces(offset, bytes, [&](size_t at, size_t size) {
+        check(at, size);
+        ++sends_;
+        std::lock_guard<std::mutex> guard(network_.mutex_);
+        network_.sends_.push_back({rank, tag, memory_ + at, size, &sends_});
+      });
+    }
+
+    void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
+      for_pieces(offset, bytes, [&](size_t at, size_t size) {
+        check(at, size);
+        receives_.push_back({rank, tag, memory_ + at, size});
+      });
+    }
+
+    void wait(const std::function<void()>& progress) override {
+      while (sends_ || !receives_.empty()) {
+        if (!receives_.empty() && network_.take(receives_.front())) {
+          receives_.pop_front();
+          usleep((useconds_t)network_.sleep_);
+          progress();
+        }
+        usleep(10);
+      }
+    }
+
+   private:
+    void check(size_t at, size_t size) {
+      if (at + size > bytes_) {
+        fail("a message is not in the memory of its channel");
+      }
+    }
+
+    LateNetwork& network_;
+    char* const memory_;
+    const size_t bytes_;
+    std::atomic<int> sends_{0};
+    std::deque<Receive> receives_;
+  };
+
+  void send_all() {
+    while (!ended_) {
+      usleep(random_() % 4 ? 10 : 500);
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (sends_.empty()) {
+        continue;
+      }
+      const Send send = sends_.front();
+      sends_.pop_front();
+      lock.unlock();
+      auto& link = job_.links[rank_][send.to];
+      const int number = link.sent.load();
+      auto& message = link.messages[number];
+      message = {send.tag, false, used_[send.to], send.bytes};
+      if (number + 1 == kMessages || message.at + message.bytes > sizeof link.content) {
+        fail("too many messages for this driver");
+      }
+      std::memcpy(link.content + message.at, send.from, send.bytes);
+      used_[send.to] += send.bytes;
+      link.sent = number + 1;
+      --*send.pending;
+    }
+  }
+
+  bool take(const Receive& receive) {
+    auto& link = job_.links[receive.from][rank_];
+    int& first = first_[receive.from];
+    for (int number = first; number < link.sent.load(); ++number) {
+      auto& message = link.messages[number];
+      if (message.taken) {
+        first += number == first;
+      } else if (message.tag == receive.tag) {
+        if (message.bytes != receive.bytes) {
+          fail("a message has another size than its receive");
+        }
+        std::memcpy(receive.to, link.content + message.at, message.bytes);
+        message.taken = true;
+        return true;
+      }
+    }
+    return false;
+  }
+
+  Job& job_;
+  const int rank_;
+  std::mt19937 random_;
+  const int sleep_;  // microseconds
+  std::mutex mutex_;
+  std::deque<Send> sends_;
+  size_t used_[kRanks] = {};
+  int first_[kRanks] = {};
+  std::atomic<bool> ended_{false};
+  std::thread sender_;  // the last member: it uses the others
+};
+
+static float value(size_t i, int rank, int round) {
+  return (float)((int)((i * 2654435761u + (unsigned)(rank * 40503 + round)) >> 7) % 2001 - 1000);
+}
+
+static float total(size_t i, int round) {
+  float sum = 0;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    sum += value(i, rank, round);
+  }
+  return sum;
+}
+
+// Parts of any size, some of them empty, the same on all ranks.
+static std::vector<size_t> parts_of(size_t count, std::mt19937& random) {
+  std::vector<size_t> parts;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    parts.push_back(rank == kRanks - 1 ? count : random() % 3 ? count / 3 : 0);
+    count -= parts.back();
+  }
+  return parts;
+}
+
+static Parts in_bytes(std::vector<size_t> counts) {
+  for (auto& count : counts) {
+    count *= sizeof(float);
+  }
+  return Parts(counts);
+}
+
+static void check_round(HostGroup& group, int rank, int round, std::mt19937& random) {
+  const size_t count = 1 + random() % (random() % 2 ? 40000 : 400);
+  const bool arena = random() % 2;
+  auto* tensor = arena ? (float*)Arena::instance().allocate(count * sizeof(float)) : nullptr;
+  const bool allocated = tensor;
+  std::vector<float> heap(count), output(count + 1, -1);
+  tensor = allocated ? tensor : heap.data();
+  auto fill = [&] {
+    for (size_t i = 0; i < count; ++i) {
+      tensor[i] = value(i, rank, round);
+    }
+  };
+  fill();
+  GroupAllreduce reduce(group);
+  if (reduce.serves(count * sizeof(float))) {
+    // The blocks of Wire::kInt8 are rounded.
+    for (auto wire : {Wire::kElements, Wire::kInt8}) {
+      fill();
+      reduce.run(tensor, tensor, count, Element::kFloat32, 0.5, wire);
+      for (size_t i = 0; i < count; ++i) {
+        const float right = total(i, round) * 0.5f;
+        if (wire == Wire::kElements ? tensor[i] != right : std::fabs(tensor[i] - right) > 100) {
+          fail("an allreduce is wrong");
+        }
+      }
+    }
+  }
+  fill();
+  const auto counts = parts_of(count, random);
+  const Parts parts(counts);
+  const size_t begin = parts.begin(rank), own = parts.count(rank);
+  GroupReducescatter(group).run(tensor, output.data(), parts, Element::kFloat32, 1.0);
+  for (size_t i = 0; i < own; ++i) {
+    if (output[i] != total(begin + i, round)) {
+      fail("a reducescatter is wrong");
+    }
+  }
+  std::vector<float> gathered(count + 1, -1);
+  if (GroupAllgather(group).serves(count * sizeof(float))) {
+    GroupAllgather(group).run(output.data(), gathered.data(), in_bytes(counts));
+    for (size_t i = 0; i < count; ++i) {
+      if (gathered[i] != total(i, round)) {
+        fail("an allgather is wrong");
+      }
+    }
+  }
+  // Every rank divides its tensor in the same way: rank r receives part r of each.
+  std::vector<float> exchanged(own * kRanks + 1, -1);
+  GroupAlltoall(group).run(tensor, in_bytes(counts), exchanged.data(),
+                           in_bytes(std::vector<size_t>(kRanks, own)));
+  for (size_t i = 0; i < own * kRanks; ++i) {
+    if (exchanged[i] != value(begin + i % own, (int)(i / own), round)) {
+      fail("an alltoall is wrong");
+    }
+  }
+  if (gathered[count] != -1 || exchanged[own * kRanks] != -1 || output[own] != -1) {
+    fail("a collective has written too much");
+  }
+  if (allocated) {
+    Arena::instance().release(tensor);
+  }
+}
+
+static void check_sums(Job& job, int rank, unsigned seed, int rounds) {
+  const auto timeout = std::chrono::seconds(60);
+  auto network = [&](unsigned other) {
+    return std::make_unique<LateNetwork>(job, rank, seed * 100 + other + (unsigned)rank, 0);
+  };
+  HostGroup group(rank, kRanks, timeout, network(0));
+  auto reason = group.connect(
+      false, [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });
+  if (!reason.empty()) {
+    fail(reason.c_str());
+  }
+  std::mt19937 random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    check_round(group, rank, round, random);
+  }
+}
+
+static void check_separate(Job& job, int rank, unsigned seed, int rounds) {
+  HostGroup group(rank, kRanks, std::chrono::seconds(60),
+                  std::make_unique<LateNetwork>(job, rank, seed * 100 + (unsigned)rank, 0));
+  group.separate();
+  std::mt19937 random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    check_round(group, rank, round, random);
+  }
+}
+
+// Rank 3 sends 6 pieces, which take longer than the timeout and the 5 s for the ranks of the same host.
+static void check_slow(Job& job, int rank) {
+  HostGroup group(rank, kRanks, std::chrono::seconds(1),
+                  std::make_unique<LateNetwork>(job, rank, 1, 1300000));
+  auto reason = group.connect(
+      false, [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });
+  if (!reason.empty()) {
+    fail(reason.c_str());
+  }
+  const size_t bytes = 6 << 24;
+  std::vector<char> input(rank == 3 ? bytes : 1, 7), output(bytes);
+  GroupAllgather(group).run(input.data(), output.data(), Parts({0, 0, 0, bytes, 0}));
+  if (output.front() != 7 || output.back() != 7) {
+    fail("the gather is wrong");
+  }
+}
+
+static int run(Job& job, int rank, char** arguments) {
+  try {
+    if (std::strcmp(arguments[1], "slow") == 0) {
+      check_slow(job, rank);
+    } else if (std::strcmp(arguments[1], "sums") == 0) {
+      check_sums(job, rank, (unsigned)std::atoi(arguments[2]), std::atoi(arguments[3]));
+    } else {
+      check_separate(job, rank, (unsigned)std::atoi(arguments[2]), std::atoi(arguments[3]));
+    }
+  } catch (const std::exception& error) {
+    std::printf("rank %d: %s\n", rank, error.what());
+    std::fflush(stdout);
+    return 1;
+  }
+  return 0;
+}
+
+int main(int, char** arguments) {
+  auto& job = share<Job>();
+  job.exchange.size = kRanks;
+  for (int rank = 0; rank < kOnFirstHost; ++rank) {
+    if (fork() == 0) {
+      _exit(run(job, rank, arguments));
+    }
+  }
+  if (unshare(CLONE_NEWNET) != 0) {
+    std::perror("unshare");
+    return 1;
+  }
+  for (int rank = kOnFirstHost; rank < kRanks; ++rank) {
+    if (fork() == 0) {
+      _exit(run(job, rank, arguments));
+    }
+  }
+  return wait_for_all() != 0;
+}

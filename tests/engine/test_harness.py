@@ -1,0 +1,133 @@
+"""Faults of the engine's headers between real processes, see harness.cc."""
+
+import json
+import os
+import resource
+import subprocess
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from hvdkit.engine import patches
+from hvdkit.engine.toolchain import find_compiler
+
+HARNESS = Path(__file__).with_name("harness.cc")
+
+
+@pytest.fixture(scope="session")
+def headers(tmp_path_factory):
+    """A folder with the headers under the names that they have in Horovod's tree."""
+    folder = tmp_path_factory.mktemp("headers")
+    for patch in patches.series():
+        for path, content in patch.adds.items():
+            (folder / Path(path).name).write_text(content)
+    return folder
+
+
+def build(headers, folder, *flags):
+    built = folder / "harness"
+    sources = resources.files("hvdkit.engine").joinpath("sources")
+    paths = [f"-I{headers}", f"-I{sources}", str(HARNESS), "-o", str(built)]
+    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    done = subprocess.run(
+        [find_compiler().path, *options, *paths],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.fixture(scope="session")
+def harness(headers, tmp_path_factory):
+    return build(headers, tmp_path_factory.mktemp("harness"))
+
+
+@pytest.fixture(scope="session")
+def checked(headers, tmp_path_factory):
+    """The harness with checks of addresses and undefined behaviour."""
+    flags = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    return build(headers, tmp_path_factory.mktemp("checked"), *flags)
+
+
+def run(harness, *arguments, seconds=60, **env):
+    """Return the harness's output and status."""
+    done = subprocess.run(
+        [harness, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | env,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return done.stdout, done.returncode
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="two hosts need network namespaces")
+
+
+def test_more_ranks_than_files_that_may_be_sent_at_once(harness):
+    """Files that are being sent count for all processes of the user together, and the soft limit of
+    open files holds for them. root has no limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < 2000:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    assert run(harness, "peers", 24, 128, 2000, 0) == ("", 0)
+
+
+def test_silent_connections_of_strangers_do_not_keep_ranks_from_sharing_memory(harness):
+    assert run(harness, "peers", 3, 512, 1024, 100) == ("", 0)
+
+
+def test_a_rank_that_continues_after_the_error_changes_no_memory_of_others(harness):
+    assert run(harness, "stops") == ("", 0)
+
+
+def test_a_killed_rank_is_named_by_all_others(harness):
+    assert run(harness, "ends", 4) == ("", 0)
+
+
+@needs_root
+def test_collectives_of_two_hosts_are_right(harness):
+    assert run(harness, "hosts", 4) == ("", 0)
+
+
+def test_large_memory_is_allocated_while_signals_interrupt_large_requests(harness):
+    assert run(harness, "reserve") == ("", 0)
+
+
+def check_record(harness, folder):
+    assert run(harness, "record", folder) == ("", 0)
+    record = json.loads((folder / "rank-0.json").read_text())
+    assert (record["reason"], record["failed"]) == ("error", "failing")
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "request"]
+
+
+def test_a_record_of_an_error_stays_while_an_older_one_is_written(harness, tmp_path):
+    check_record(harness, tmp_path)
+
+
+@pytest.mark.long
+def test_the_same_with_sanitizers(checked, tmp_path):
+    for arguments in [("peers", 24, 512, 1024, 100), ("ends", 40), ("reserve",)]:
+        assert run(checked, *arguments, seconds=200) == ("", 0), arguments
+    for _ in range(10):
+        assert run(checked, "stops") == ("", 0)
+    check_record(checked, tmp_path)
+
+
+@needs_root
+@pytest.mark.long
+def test_collectives_of_two_hosts_with_sanitizers(checked):
+    assert run(checked, "hosts", 40, seconds=300) == ("", 0)
+
+
+@pytest.mark.long
+def test_threads_do_not_race(headers, tmp_path):
+    raced = build(headers, tmp_path, "-g", "-fsanitize=thread")
+    (tmp_path / "records").mkdir()
+    assert run(raced, "threads", tmp_path / "records", 5, seconds=120) == ("", 0)
