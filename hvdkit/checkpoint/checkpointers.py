@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hvdkit.checkpoint.postponement import STOP_SECONDS
 from hvdkit.checkpoint.signals import StopRequest
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.script_end import note_end_with
@@ -62,6 +63,8 @@ class Member:
         before: its last call with an earlier step than that of `last`.
         saved: the step that it has saved or restored last; None for none.
         restored: the step that it has restored, until the first call after that; None for none.
+        first: the place of its first call in the order of all calls.
+        can_stop: whether the script calls `maybe_save`, and not only `save`.
         restores: whether it resumes at a step of its folder.
         same_steps: those that the script calls, or has restored, with the same steps.
     """
@@ -76,10 +79,18 @@ class Member:
     before: _Call = field(default=_Call(None, 0))
     saved: int | None = None
     restored: int | None = None
+    first: int = 0
+    can_stop: bool = False
     same_steps: weakref.WeakSet[Member] = field(default_factory=weakref.WeakSet)
 
-    def call(self, step: int) -> None:
-        """Record a call. A second call in a row with the same step, as of `save`, is the same."""
+    def call(self, step: int, can_stop: bool = False) -> None:
+        """Record a call. A second call in a row with the same step, as of `save`, is the same.
+
+        Args:
+            step: its step.
+            can_stop: whether it is a call of `maybe_save`.
+        """
+        self.can_stop |= can_stop
         self.restored = None
         is_repeated = step == self.last.step and self.last.at == self.checkpointers.calls
         if is_repeated and self.is_called:
@@ -87,6 +98,7 @@ class Member:
         if step != self.last.step:
             self.before = self.last
         self.last = _Call(step, self.checkpointers.count())
+        self.first = self.first or self.last.at
         self._note_same_step()
 
     def record_restore(self, step: int | None, from_folder: bool = True) -> None:
@@ -123,6 +135,11 @@ class Member:
     def is_called(self) -> bool:
         """Whether the script has called `maybe_save` or `save`, since the last restore."""
         return self.last.at > 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the script has called it, or has restored a step of its folder."""
+        return self.is_called or self.restored is not None
 
     def beside(self) -> tuple[str, ...]:
         """Return the folders of the checkpointers that are called with the same steps.
@@ -186,7 +203,7 @@ class Checkpointers:
             *(self, store, frozenset(ranks), weakref.ref(manager), self._made, restores)
         )
         self._open.add(member)
-        self.request.end_process = self.request.stopped_at = None
+        self.request.stopped_at = None
         return member
 
     def others(self, member: Member) -> list[Member]:
@@ -210,12 +227,22 @@ class Checkpointers:
             step: the step of the call.
         """
         others = [each for each in self._saved if each.saved != step]
-        if member in self._saved or any(each in member.same_steps for each in others):
+        # An inner loop, such as that of a GAN's critic, may call one several times, with the same
+        # step, or before the outer loop calls the others. The stop waits for them.
+        if member in others or any(each in member.same_steps for each in others):
             since = min(each.last.at for each in self._saved)
-            if self._may_stop(member, [each for each in self._open if each.last.at >= since]):
+            stops_since = self.stops_since
+            is_overdue = stops_since and time.monotonic() - stops_since >= STOP_SECONDS
+            needed = [
+                each
+                for each in self._open
+                if each.last.at >= since
+                or (each.can_stop and each.is_called and each.is_in_use and not is_overdue)
+            ]
+            if self._may_stop(member, needed):
                 return True
             self.begin_stop_again()
-        elif others:
+        elif others and not member.is_called:
             # The first call of a checkpointer that the loop calls in some iterations only.
             self.begin_stop_again()
         return False
@@ -243,9 +270,18 @@ class Checkpointers:
         called = [
             other
             for other in self.others(member)
-            if other.last.at > member.before.at and other.last.step == member.last.step
+            if other.last.at > member.before.at
+            and (
+                other.last.step == member.last.step
+                # With different step numbers, an iteration begins with the one called first.
+                or (
+                    member.before.at > 0
+                    and other.first < member.first
+                    and other not in member.same_steps
+                )
+            )
         ]
-        if any(other.saved != member.last.step for other in called):
+        if any(other.saved != other.last.step for other in called):
             return True
         self._saved.update(dict.fromkeys(called, False))
         return False
@@ -296,7 +332,7 @@ class Checkpointers:
 
         Each checkpointer that was called has then saved a step, or has restored one.
         """
-        used = [each for each in (*self._open, *self._closed) if each.is_called or each.restored]
+        used = [each for each in (*self._open, *self._closed) if each.is_used]
         return bool(used) and all(each.saved is not None for each in used)
 
     def folders(self, member: Member) -> list[Store]:
@@ -304,7 +340,7 @@ class Checkpointers:
         return [
             each.store
             for each in (*self._open, *self._closed)
-            if each.restores and each.ranks == member.ranks and (each.is_called or each.restored)
+            if each.restores and each.ranks == member.ranks and each.is_used
         ]
 
     def is_last(self, member: Member) -> bool:

@@ -18,6 +18,7 @@ from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.checkpointers import Checkpointers
 from hvdkit.checkpoint.common_step import CommonStep, can_restore, newest_common
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
+from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.postponement import PendingGradients, Postponement, WindowGradients
@@ -342,7 +343,7 @@ class Manager:
         if agreed.blocked:
             return False
         ends = agreed.stops > 0 and self._checkpointers.has_saved_loop(self._member, int(step))
-        self._member.call(int(step))
+        self._member.call(int(step), can_stop=True)
         waits = agreed.waiting > 0 and not agreed.first & calls.OVERDUE
         if agreed.stops and self._begins_to_stop(ends):
             return self._save_to_stop(step, epoch, metrics, waits, agreed.waiting > 0)
@@ -419,7 +420,12 @@ class Manager:
 
     def _can_restore(self) -> bool:
         """Return whether a new start of the script finds a common step. On the first rank only."""
-        return can_restore(self._checkpointers.folders(self._member))
+        try:
+            return can_restore(self._checkpointers.folders(self._member))
+        except CheckpointError as error:
+            # The training goes on, or is complete, without an answer.
+            _log.warning("whether the job can be resumed now is not known: %s", error)
+            return False
 
     def save_and_stop(
         self,

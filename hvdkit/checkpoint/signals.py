@@ -31,8 +31,8 @@ class StopRequest:
             there was no request.
         unanswered: the last signal, until the job is stopped for it; None if there is none.
         stopped_at: when the job was stopped (`time.monotonic`); None if it was not.
-        end_process: called with the first signal after the last checkpointer was closed, if the
-            process can be resumed. It ends the process.
+        end_process: called with the first signal after the last checkpointer was closed, and before
+            another one records signals, if the process can be resumed. It ends the process.
     """
 
     def __init__(self) -> None:

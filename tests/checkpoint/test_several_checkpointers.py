@@ -20,7 +20,7 @@ from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Store
 from tests.checkpoint.simulated_state import Arrays
-from tests.core.simulated_ranks import on_every_rank
+from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 from tests.searching import search_settings
 
 RANKS = 2
@@ -236,3 +236,126 @@ def test_a_disturbed_script_ends_as_an_undisturbed_one(kept, request):
         check(script)
 
     search()
+
+
+def both(stack, collectives, folder, names, **given):
+    """Return two checkpointers without handlers, which `stack` closes."""
+    return [
+        stack.enter_context(
+            Manager(
+                *(Store(str(folder / name)), collectives, {"model": Arrays(1)}),
+                stop_signals=(),
+                **given,
+            )
+        )
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("counts", ["the same steps", "their own steps"])
+@pytest.mark.parametrize("every_steps", [1, 1000])
+@pytest.mark.parametrize("signal_at", [6, 8, 10])
+def test_a_stop_saves_a_generator_with_the_critic_of_its_inner_loop(
+    kept, tmp_path, counts, every_steps, signal_at
+):
+    """The critic makes five steps for each of the generator. The signal comes in iteration 2."""
+
+    def run(collectives):
+        with contextlib.ExitStack() as stack:
+            names = ("critic", "generator")
+            critic, generator = both(stack, collectives, tmp_path, names, every_steps=every_steps)
+            request, passes = Checkpointers.of(collectives.rank).request, 0
+            for step in range(1, 5):
+                for _ in range(5):
+                    passes += 1
+                    if passes == signal_at and collectives.rank == 1:
+                        request.record(signal.SIGTERM)
+                    critic.maybe_save(step if counts == "the same steps" else passes)
+                generator.maybe_save(step)
+
+    Checkpointers._of_ranks.clear()
+    ends = on_every_rank(RANKS, run)
+    assert all(isinstance(each, Stopped) for each in ends), ends
+    assert steps(tmp_path / "generator")[-1:] == [2]
+    assert steps(tmp_path / "critic")[-1:] == [2 if counts == "the same steps" else 10]
+
+
+@pytest.mark.parametrize("call", ["save", "maybe_save"])
+def test_a_stop_does_not_wait_for_a_checkpointer_called_at_times(kept, tmp_path, monkeypatch, call):
+    """It waits for a call of `maybe_save`, but not for long."""
+    if call == "maybe_save":
+        monkeypatch.setattr("hvdkit.checkpoint.checkpointers.STOP_SECONDS", 0.0)
+
+    def run(collectives):
+        with contextlib.ExitStack() as stack:
+            main, best = both(stack, collectives, tmp_path, ("main", "best"))
+            for step in range(1, 100):
+                if step == 51:
+                    Checkpointers.of(collectives.rank).request.record(signal.SIGTERM)
+                main.maybe_save(step)
+                if step == 50:
+                    getattr(best, call)(1)
+
+    Checkpointers._of_ranks.clear()
+    ends = on_every_rank(RANKS, run)
+    assert all(isinstance(each, Stopped) for each in ends), ends
+    assert steps(tmp_path / "main") == [51]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_restored_step_can_be_resumed(kept, tmp_path, step):
+    def run(collectives):
+        store = Store(str(tmp_path))
+        manager = Manager(store, collectives, {"model": Arrays(1)}, stop_signals=())
+        if manager.restore() is None:
+            manager.save(step)
+        else:
+            Checkpointers.of(collectives.rank).request.record(signal.SIGTERM)
+        manager.close()
+
+    for expected in (type(None), Stopped):
+        Checkpointers._of_ranks.clear()
+        ends = on_every_rank(RANKS, run)
+        assert all(isinstance(each, expected) for each in ends), ends
+
+
+def test_a_folder_that_cannot_be_read_at_the_end_leaves_a_training_complete(
+    kept, tmp_path, monkeypatch, caplog
+):
+    def unreadable(stores):
+        raise CheckpointError("the server is away")
+
+    monkeypatch.setattr("hvdkit.checkpoint.manager.can_restore", unreadable)
+
+    def run(collectives):
+        with Manager(
+            Store(str(tmp_path)), collectives, {"model": Arrays(1)}, stop_signals=()
+        ) as manager:
+            manager.save(1)
+
+    Checkpointers._of_ranks.clear()
+    assert on_every_rank(RANKS, run) == [None] * RANKS
+    assert "the server is away" in caplog.text
+
+
+@pytest.mark.parametrize("schedule", [None, 1000])
+def test_a_signal_before_the_next_checkpointer_records_signals_is_not_lost(tmp_path, schedule):
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    Checkpointers._of_ranks.clear()
+
+    def make(name, schedule):
+        ranks = SimulatedCollectives(SimulatedGroup(1), 0)
+        store = Store(str(tmp_path / name))
+        return Manager(store, ranks, {"model": Arrays(1)}, every_steps=schedule)
+
+    try:
+        with make("first", 1) as first:
+            first.maybe_save(1)
+        second = make("second", schedule)
+        with pytest.raises(Stopped) as stopped:
+            signal.raise_signal(signal.SIGUSR1)
+        assert stopped.value.step == 1
+        second.abandon()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+        Checkpointers._of_ranks.clear()
