@@ -66,6 +66,7 @@ class Member:
         first: the place of its first call in the order of all calls.
         can_stop: whether the script calls `maybe_save`, and not only `save`.
         restores: whether it resumes at a step of its folder.
+        subjects: the ids of the models and optimizers that it saves.
         same_steps: those that the script calls, or has restored, with the same steps.
     """
 
@@ -75,6 +76,7 @@ class Member:
     manager: weakref.ref[_Waiting]
     number: int
     restores: bool
+    subjects: frozenset[int]
     last: _Call = field(default=_Call(None, 0))
     before: _Call = field(default=_Call(None, 0))
     saved: int | None = None
@@ -149,7 +151,11 @@ class Member:
         return tuple(
             relative(other.store, self.store)
             for other in self.checkpointers.others(self)
-            if other in self.same_steps and other.restores and other.is_in_use
+            if other in self.same_steps
+            and other.restores
+            and other.is_in_use
+            # An archive of the same model need not have the steps of its checkpoints.
+            and not other.subjects & self.subjects
         )
 
 
@@ -195,12 +201,18 @@ class Checkpointers:
         return self.calls
 
     def add(
-        self, manager: _Waiting, store: Store, ranks: Collection[int], restores: bool
+        self,
+        manager: _Waiting,
+        store: Store,
+        ranks: Collection[int],
+        restores: bool,
+        subjects: frozenset[int] = frozenset(),
     ) -> Member:
         """Add a new checkpointer; see `Member`. Only a weak reference to it is kept."""
         self._made += 1
         member = Member(
-            *(self, store, frozenset(ranks), weakref.ref(manager), self._made, restores)
+            *(self, store, frozenset(ranks), weakref.ref(manager), self._made, restores),
+            subjects=subjects,
         )
         self._open.add(member)
         self.request.stopped_at = None

@@ -7,7 +7,7 @@ clock, a signal, a failed write) are communicated before a decision depends on t
 
 import logging
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -114,6 +114,8 @@ class Manager:
         replicas: returns a `ReplicaCheck` for each optimizer, in the same order on all ranks; None
             for an optimizer whose replicas are not compared. Each save runs these checks.
         allocate: allocates the first rank's memory for its copy of the state.
+        subjects: the models and optimizers that are saved. Checkpointers of the same ones, such as
+            an archive, need not have the same steps.
 
     Raises:
         UsageError: an argument is invalid.
@@ -140,6 +142,7 @@ class Manager:
         cannot_save_now: Callable[[], bool] = lambda: False,
         replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
+        subjects: Iterable[object] = (),
     ) -> None:
         self._schedule = Schedule(every_steps, every_minutes)
         for name in (*parts, *(rank_parts or {})):
@@ -169,7 +172,7 @@ class Manager:
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
         self._member = self._checkpointers.add(
-            self, store, collectives.ranks, restores=not overwrite
+            self, store, collectives.ranks, not overwrite, frozenset(map(id, subjects))
         )
         follow(self)
 

@@ -359,6 +359,7 @@ class Checkpoint(LastCallback):
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,
+            subjects=[model],
             **self._settings,
         )
         weakref.finalize(self, self._manager.abandon)

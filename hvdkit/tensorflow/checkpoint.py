@@ -177,6 +177,7 @@ class Checkpointer(Manager):
                 *(d.replicas if d.check_parameters else None for d in distributions.values()),
                 tapes,
             ],
+            subjects=[*models.values(), *optimizers.values()],
         )
         if first:
             saved = [v for each in (models | optimizers).values() for v in _variables(each)]

@@ -198,6 +198,7 @@ class Checkpointer(Manager):
             gradients=_WaitingGradients(wrapped),
             replicas=lambda: checks,
             allocate=host_memory,
+            subjects=[*models.values(), *optimizers.values()],
         )
 
     @property

@@ -866,6 +866,34 @@ def test_two_checkpointers_restore_one_step(hvd, order, damaged):
         assert values == [2.0, 2.0]
 
 
+def test_an_archive_of_a_model_need_not_have_the_steps_of_its_checkpoints(hvd):
+    def checkpointers():
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        return (
+            hvd.Checkpointer(folder / "main", model=model, every_steps=2, keep_last=2),
+            hvd.Checkpointer(folder / "archive", model=model),
+        )
+
+    with shared_folder(hvd) as folder:
+        main, archive = checkpointers()
+        with main, archive:
+            for step in range(1, 12):
+                main.maybe_save(step)
+                if step == 4:
+                    archive.save(step)
+        main, archive = checkpointers()
+        with main, archive:
+            assert [archive.restore().step, main.restore().step] == [4, 10]
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(hvd.Stopped) as stopped:
+                for step in range(11, 14):
+                    main.maybe_save(step)
+            # The loop must begin again to show that it does not call the archive.
+            assert stopped.value.step == 11
+
+
 def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):
     """Slurm's scancel sends such a signal. If a worker ended, its rank would also end."""
     dataset = torch.utils.data.TensorDataset(torch.arange(64.0))
