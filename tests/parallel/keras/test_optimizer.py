@@ -379,6 +379,30 @@ def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     wait_for_all(hvd)
 
 
+def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
+    """A rank traces by itself, so a trace must not start a collective."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as tensorflow_adapter
+
+    model = oracle.dense_model()
+    variables = model.trainable_variables
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))
+
+    @tf.function
+    def gradients(inputs, targets):
+        with tf.GradientTape() as tape:
+            loss = oracle.loss_of(model, inputs, targets)
+        return tensorflow_adapter.DistributedGradientTape(tape).gradient(loss, variables)
+
+    for rows in (len(inputs), len(inputs) - (hvd.rank() == 0), len(inputs)):
+        optimizer.apply(gradients(inputs[:rows], targets[:rows]), variables)
+    assert oracle.same_everywhere(hvd, model.get_weights())
+
+
 def test_a_wrapped_optimizer_after_a_loop_with_a_tape(hvd):
     """The tape's gradients went to another optimizer, so nothing is reduced twice."""
     if keras.backend.backend() == "torch":
