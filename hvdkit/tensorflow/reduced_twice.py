@@ -43,8 +43,9 @@ def are_reduced(
     """Return whether a tape has reduced the gradients that an optimizer is about to reduce.
 
     A collective outside of graphs, if a tape has reduced gradients of these variables there since
-    the optimizer's last update. Not found: gradients that a graph returns for an eager update. A script may have used them for another optimizer, so the ranks compare
-    the gradients: after a reduction, they are equal.
+    the optimizer's last update. A script may have used them for another optimizer, so the ranks
+    compare the gradients: after a reduction, they are equal. Gradients that a graph returns for an
+    eager update are not found.
 
     Args:
         gradients: the gradients; None for a missing one.

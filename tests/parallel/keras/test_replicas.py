@@ -218,7 +218,8 @@ def test_ranks_that_number_layers_differently(hvd, tmp_path):
 def test_an_option_of_the_optimizer_on_one_rank(hvd):
     model = model_of(hvd, check_interval=3, use_ema=hvd.rank() == 0)
     # hvdkit.keras has no `broadcast_optimizer_state`.
-    with pytest.raises(RankMismatchError, match="the same options on all ranks. .* of one rank.$"):
+    advice = r"the same options on all ranks. .* \(hvd.broadcast_optimizer_state of PyTorch\)\.$"
+    with pytest.raises(RankMismatchError, match=advice):
         fit(hvd, model)
 
 
