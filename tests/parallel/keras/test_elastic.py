@@ -195,5 +195,5 @@ def test_callbacks_that_commits_would_make_wrong_are_refused(hvd, tmp_path, name
     }
     # `fit` drops a `BackupAndRestore` of other ranks than 0, and compares a `SwapEMAWeights`.
     callbacks = [make[name](), hvd.elastic.CommitStateCallback(state)]
-    with pytest.raises(UsageError, match=rf"rank 0: UsageError: {name}"):
+    with pytest.raises(UsageError, match=rf"ranks? 0.*: UsageError: {name}"):
         model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0, callbacks=callbacks)
