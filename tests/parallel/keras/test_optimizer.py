@@ -314,13 +314,22 @@ def test_a_strategy_raises(hvd):
 class OwnUpdate(keras.optimizers.SGD):
     """An optimizer whose own `apply_gradients` does not call `apply`."""
 
-    def apply_gradients(self, grads_and_vars):
+    def apply_gradients(self, grads_and_vars, factor=0.1):
         pairs = list(grads_and_vars)
         if not self.built:
             self.build([variable for _, variable in pairs])
         for gradient, variable in pairs:
-            variable.assign_sub(0.1 * keras.ops.sign(gradient) * keras.ops.abs(gradient) ** 0.5)
+            variable.assign_sub(factor * keras.ops.sign(gradient) * keras.ops.abs(gradient) ** 0.5)
         self.iterations.assign_add(1)
+        return factor
+
+
+def test_the_arguments_and_the_result_of_an_own_apply_gradients(hvd):
+    variable = keras.Variable(np.ones(2, "float32"))
+    optimizer = hvd.DistributedOptimizer(OwnUpdate(0.1))
+    gradient = keras.ops.ones(2) * (4.0 if hvd.rank() == 0 else 0.0) * hvd.size()
+    assert optimizer.apply_gradients([(gradient, variable)], 0.25) == 0.25
+    np.testing.assert_allclose(variable.numpy(), [0.5, 0.5], 1e-6)
 
 
 @pytest.mark.long_with("keras-tensorflow")
