@@ -6,6 +6,7 @@ the batch. Importing hvdkit.keras calls `wrap_train_function`.
 """
 
 import functools
+import time
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from hvdkit.keras import backend
 from hvdkit.keras.models import distributions_of, has_own_step
 
 _NAME = "hvdkit.keras.batch"
+_LEFT = "fit was left with an error"
 
 
 class BatchCheck:
@@ -27,12 +29,14 @@ class BatchCheck:
         group: as given.
         trained: the number of batches of this epoch that this rank has trained.
         together: the number of batches in an execution; `trained` may contain the whole last one.
+        times: the step times of the model's wrapped optimizers.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.trained = 0
         self.together = 1
+        self.times: list[Any] = []
         self._on = False
         self._in_graph: Any = None
         if backend.NAME == "tensorflow":
@@ -57,7 +61,7 @@ class BatchCheck:
 
     def begins_in_graph(self, data: Any) -> Any:
         """Do the same in a graph of TensorFlow; see `hvdkit.tensorflow.batch_check`."""
-        return self._in_graph(data)
+        return self._in_graph(data, self.times)
 
     def ends(self) -> None:
         """Check that no rank begins a batch. A collective; called where other collectives follow.
@@ -68,14 +72,35 @@ class BatchCheck:
         """
         self._check(has_batch=False)
 
+    def enters(self) -> None:
+        """Wait until all ranks call `fit`. A collective.
+
+        An earlier `fit` may have raised an error on this rank only. Then the others call `begins`
+        or `ends`, and raise an error, too.
+        """
+        if self.group.single_rank:
+            return
+        while True:
+            count, _, entering = self._sums([1, 0, 1])
+            if entering == count:
+                return
+            group_by_text(self.group, _LEFT, f"{_NAME}.who")
+
+    def _sums(self, values: list[int]) -> list[int]:
+        """Sum 1, whether this rank has a batch, and whether it begins a `fit`, over the ranks."""
+        if self._in_graph is None:
+            return list(self.group.sum(values, _NAME))
+        began = time.monotonic()
+        sums = self._in_graph.sums(values)
+        for times in self.times:
+            times.count_wait(time.monotonic() - began)
+        return list(sums)
+
     def _check(self, has_batch: bool) -> None:
         if not self._on:
             return
-        if self._in_graph is None:
-            count, having = self.group.sum([1, int(has_batch)], _NAME)
-        else:
-            count, having = self._in_graph.sums(has_batch)
-        if having not in (0, count):
+        count, having, entering = self._sums([1, int(has_batch), 0])
+        if entering or having not in (0, count):
             self._fail(has_batch)
 
     def _fail(self, has_batch: bool) -> None:
@@ -85,6 +110,12 @@ class BatchCheck:
         elif self.together > 1:
             mine = f"at most {mine}"
         by_rank = "; ".join(group_by_text(self.group, mine, f"{_NAME}.who"))
+        if _LEFT in by_rank:
+            raise UsageError(
+                f"some ranks have left fit with an error and call fit again, while other ranks "
+                f"still train ({by_rank} in this epoch), so the job would hang. Raise such an "
+                f"error on every rank"
+            )
         raise UsageError(
             f"the data of some ranks have ended earlier than those of other ranks ({by_rank} in "
             f"this epoch), so the job would hang. Give all ranks the same number of batches: with "
@@ -103,6 +134,7 @@ def batch_check_of(model: Any) -> BatchCheck:
     check = _checks.get(model)
     if check is None or check.group.process_set is not group.process_set:
         check = _checks[model] = BatchCheck(group)
+    check.times = [distribution.times for distribution in distributions]
     return check
 
 

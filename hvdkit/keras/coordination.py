@@ -5,11 +5,13 @@ The callback list of `hvdkit.keras.training` makes a `Coordination` for each `fi
 
 import logging
 import math
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdkit.core.bucketing import without_layer_numbers, without_model_names
 from hvdkit.core.consistency import (
@@ -23,7 +25,7 @@ from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.batch_check import batch_check_of
-from hvdkit.keras.functions import broadcast_model
+from hvdkit.keras.functions import broadcast_model, calls
 from hvdkit.keras.initial_epoch import initial_epoch
 from hvdkit.keras.layer_state import compare_layers
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
@@ -61,6 +63,8 @@ _SAME_DATA_ADVICE = (
 )
 
 _logged: set[str] = set()
+# The models in whose training step a collective was called, when it ran or was traced.
+_calling: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_batch_begin", "on_train_batch_end", "on_batch_end")
 
@@ -93,6 +97,7 @@ class Coordination:
         group: the collectives of the coordinated ranks.
         checks_loss: whether a callback on any rank reacts to a loss that is not finite.
         stops_at_batches: whether a callback on any rank may stop training after a batch.
+        changes_at_end: whether `on_train_end` of a callback on any rank may change weights.
     """
 
     def __init__(
@@ -114,9 +119,10 @@ class Coordination:
             collective = [*collective, *changing]
         self._collective = ", ".join(collective) or "none"
         self.in_use = requested or self._trains_together
-        # `begin` sets these two to the same values on all ranks, even if the callbacks differ.
-        self.checks_loss = False
-        self.stops_at_batches = False
+        # `begin` sets these to the same values on all ranks, even if the callbacks differ.
+        self.checks_loss = self.stops_at_batches = self.changes_at_end = False
+        # Whether this `fit` has trained a batch. All ranks have the same number of batches.
+        self._has_trained = False
         self._stop_deferred = False
         self._compares_values = self._compares_unreduced = False
         # The `Distribution`s, one per wrapped optimizer, whose variables are compared every few
@@ -130,6 +136,8 @@ class Coordination:
         self._trained: MetricState | None = None
         # The first losses of this `fit` on this rank.
         self._first_losses: list[float] = []
+        # `calls()` before a batch.
+        self._calls = 0
         self._same_data: SameData | None = SameData(
             self.group, self._digest_of_losses, "losses", _SAME_DATA_ADVICE
         )
@@ -179,6 +187,7 @@ class Coordination:
         values = [1, int(self.in_use), int(self._needs_one_model), int(known), int(unbuilt)]
         values += [int(bool(synchronized)), *own, *(n * n for n in own)]
         with warning_while_waiting(log, backend.hvd.rank(), "fit", _WAITING_ADVICE):
+            self._batches.enters()
             totals = self.group.sum(values, "hvdkit.keras.fit")
         count, in_use, needs, all_known, any_unbuilt, any_synchronized, *sums = totals
         differ = [not _are_equal(count, sums[k], sums[k + 4]) for k in range(4)]
@@ -255,10 +264,12 @@ class Coordination:
         own = [terminates, acts, restores, restored, compares, bool(reducing), True, left_open]
         own += [batches, batches * batches]
         own += [all(d.check_parameters for d in self.distributions), self._has_own_step]
+        own.append(any(map(_changes_at_end, callbacks)))
         counts = self.group.sum([int(value) for value in own], "hvdkit.keras.begin")
         self.checks_loss, self.stops_at_batches = bool(counts[0]), bool(counts[1])
         self._compares_values, self._trains_one_model = (n == counts[6] for n in counts[4:6])
         self._compares_unreduced = counts[10] == counts[6]
+        self.changes_at_end = bool(counts[12])
         self._batches.turn(self._trains_one_model)
         own_steps = backend.NAME == "tensorflow" and counts[11] == counts[6]
         self._asks_tapes = own_steps and not self._trains_one_model
@@ -373,6 +384,9 @@ class Coordination:
             for v, digest in zip(variables, digests, strict=True)
         ]
         anywhere = self.group.max([int(value) for value in excluded], "hvdkit.keras.local")
+        exempt = {id(v) for v, skip in zip(variables, anywhere, strict=True) if skip}
+        for distribution in checked:
+            distribution.exempt = exempt
         triples = zip(variables, digests, anywhere, strict=True)
         compared = [(v, digest) for v, digest, skip in triples if not skip]
         check_values(self.group, compared, self._unapplied())
@@ -445,6 +459,7 @@ class Coordination:
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
+        self._has_trained = True
         for distribution in self._compared:
             distribution.batches += batches
             if distribution.replicas.is_due(distribution.batches, batches):
@@ -455,11 +470,14 @@ class Coordination:
 
     def note_logs(self, logs: dict[str, Any] | None) -> None:
         """Record the loss of a batch, as Keras has computed it. Not a collective."""
+        if calls() != self._calls:
+            _calling.add(self.model)
         # A `train_step` of the model may return losses that it has reduced.
         reads = bool(self.distributions) and not self._has_own_step
         if reads and len(self._first_losses) < PASSES:
-            loss = float(keras.ops.convert_to_numpy((logs or {}).get("loss", 0.0)))
-            self._first_losses.append(loss)
+            loss = np.asarray(keras.ops.convert_to_numpy((logs or {}).get("loss", 0.0)))
+            # A model's `compute_metrics` may return a vector, which is not compared.
+            self._first_losses.append(float(loss) if loss.ndim == 0 else 0.0)
 
     def _compare_data(self) -> None:
         """Compare the first losses, with the first comparison of a `fit`. A collective."""
@@ -469,26 +487,30 @@ class Coordination:
 
     def _digest_of_losses(self) -> int | None:
         losses = self._first_losses
+        if self.model in _calling:
+            return None  # the losses depend on the data of all ranks
         if len(losses) < PASSES or not all(map(math.isfinite, losses)) or not any(losses):
             return None
         return int.from_bytes(digest([repr(loss) for loss in losses])[:8], "little")
 
-    def compare_at_end(self, callbacks: Sequence[Any]) -> None:
-        """Compare trained variables at the end of a `fit`. A collective.
+    def compare_at_end(self, callbacks: Sequence[Any] = ()) -> None:
+        """Compare trained variables at the end of a `fit` that has trained. A collective.
 
         Args:
-            callbacks: the callbacks of this rank whose `on_train_end` may have changed weights.
+            callbacks: the callbacks of this rank whose `on_train_end` was called.
 
         Raises:
             RankMismatchError: on every rank, see `ReplicaCheck.compare`.
         """
-        for distribution in self._compared:
+        for distribution in self._compared if self._has_trained else ():
             if not distribution.replicas.settings.interval:
                 continue
             try:
                 distribution.replicas.compare(distribution.batches)
             except RankMismatchError as error:
-                mine = ", ".join(type(c).__name__ for c in callbacks if _acts_at_end(c)) or "none"
+                mine = (
+                    ", ".join(type(c).__name__ for c in callbacks if _changes_at_end(c)) or "none"
+                )
                 by_rank = group_by_text(distribution.collectives, mine, "hvdkit.keras.end")
                 if len(by_rank) == 1:
                     raise
@@ -508,6 +530,7 @@ class Coordination:
         """
         if backend.NAME == "torch":
             self._batches.begins()
+        self._calls = calls()
         for distribution in self._compared:
             distribution.times.start()
 
@@ -641,22 +664,22 @@ class Coordination:
         return state
 
 
-def _acts_at_end(callback: Any) -> bool:
-    """Return whether a callback has a hook `on_train_end`."""
-    # A LambdaCallback's hook is a function.
-    hook = callback.on_train_end
-    return getattr(hook, "__func__", hook) is not keras.callbacks.Callback.on_train_end
+def _changes_at_end(callback: Any) -> bool:
+    """Return whether `on_train_end` of a callback may change weights."""
+    if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
+        return True
+    return isinstance(callback, keras.callbacks.SwapEMAWeights) or _is_own(callback.on_train_end)
 
 
 def _acts_on_batches(callback: Any) -> bool:
     """Return whether a callback of a user has hooks for batches, and may stop training there."""
-    for name in _BATCH_HOOKS:
-        hook = getattr(callback, name)
-        # A LambdaCallback's hooks are a user's functions.
-        owner = (getattr(hook, "__module__", None) or "").split(".")[0]
-        if owner not in ("keras", "hvdkit"):
-            return True
-    return False
+    return any(_is_own(getattr(callback, name)) for name in _BATCH_HOOKS)
+
+
+def _is_own(hook: Any) -> bool:
+    """Return whether a callback's hook is a user's; those of a LambdaCallback are functions."""
+    owner = (getattr(hook, "__module__", None) or "").split(".")[0]
+    return owner not in ("keras", "hvdkit")
 
 
 def _name_of(variable: Any) -> str:

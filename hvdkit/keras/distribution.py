@@ -64,11 +64,14 @@ class Distribution:
         self.collectives = backend.collectives(process_set)
         self.check_settings = check_settings
         self.batches = 0
+        self.exempt: set[int] = set()
         self.applied = False
         self.replicas = ReplicaCheck(
             self.collectives,
             check_settings,
-            lambda: keras_replicas(self.shared_variables, self._optimizer),
+            lambda: keras_replicas(
+                [v for v in self.shared_variables if id(v) not in self.exempt], self._optimizer
+            ),
             lambda: steps_of(self._optimizer),
         )
         self.times = backend.step_times()
@@ -119,13 +122,19 @@ class Distribution:
             update = functools.partial(kind.apply, optimizer)
             self._apply(optimizer, update, list(grads), trainable_variables)
 
-        def apply_gradients(grads_and_vars: Any, **options: Any) -> Any:
+        def apply_gradients(grads_and_vars: Any, *args: Any, **options: Any) -> Any:
+            result = None
+
             def update(grads: Sequence[Any], variables: Sequence[Any]) -> None:
-                kind.apply_gradients(optimizer, zip(grads, variables, strict=True), **options)
+                nonlocal result
+                pairs = zip(grads, variables, strict=True)
+                result = kind.apply_gradients(optimizer, pairs, *args, **options)
 
             grads, variables = zip(*grads_and_vars, strict=True)
             self._apply(optimizer, update, list(grads), list(variables))
-            return optimizer.iterations
+            # With a condition, a result in a graph exists in one branch only.
+            conditional = self.accumulation_steps > 1 or self._on_nonfinite != IGNORE
+            return optimizer.iterations if conditional else result
 
         def scale_loss(loss: Any) -> Any:
             self._expect_gradients()

@@ -1,8 +1,9 @@
 """Collectives on values, models and optimizers, for every backend of Keras."""
 
+import functools
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import keras
 
@@ -14,7 +15,26 @@ from hvdkit.keras.models import finalize
 
 hvd = backend.hvd
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+_calls = 0
 
+
+def calls() -> int:
+    """Return how often this process has called a collective of this module, also in traces."""
+    return _calls
+
+
+def _counted(function: _F) -> _F:
+    @functools.wraps(function)
+    def counted(*args: Any, **options: Any) -> Any:
+        global _calls
+        _calls += 1
+        return function(*args, **options)
+
+    return cast(_F, counted)
+
+
+@_counted
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -57,6 +77,7 @@ def allreduce(
     )
 
 
+@_counted
 def allgather(value: Any, name: str | None = None) -> Any:
     """Return all ranks' values, concatenated along the first dimension.
 
@@ -66,6 +87,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
     return hvd.allgather(keras.ops.convert_to_tensor(value), name=name)
 
 
+@_counted
 def gather_for_loss(value: Any, name: str | None = None) -> Any:
     """Return all ranks' rows for a loss that each rank computes of them, as in SimCLR or CLIP.
 
@@ -75,11 +97,13 @@ def gather_for_loss(value: Any, name: str | None = None) -> Any:
     return hvd.gather_for_loss(keras.ops.convert_to_tensor(value), name=name)
 
 
+@_counted
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Return rank `root_rank`'s value; shapes and dtypes must be the same on all ranks."""
     return hvd.broadcast(keras.ops.convert_to_tensor(value), root_rank, name=name)
 
 
+@_counted
 def reducescatter(value: Any, name: str | None = None, op: Any = None) -> Any:
     """Return this rank's slice, along the first dimension, of the mean over ranks or of `op`."""
     return hvd.reducescatter(

@@ -102,7 +102,8 @@ class MonitorCallback(LastCallback):
             self._steps = epoch * (self.params.get("steps") or 0)
         self._monitor.steps = self._steps
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
+    def batch_is_read(self) -> None:
+        """Count the time since the last batch. Not a collective."""
         if self._monitor is None or self._batch_ended is None or backend.NAME != "torch":
             return  # on TensorFlow, the training function reads the batch
         self._monitor.add_data_time(time.perf_counter() - self._batch_ended)

@@ -87,8 +87,8 @@ def DistributedOptimizer(
             `fit`, and raise on every rank if they differ.
         check_interval: the number of batches of `fit` between two comparisons of the trained
             variables and the optimizer's variables. The first comparisons are earlier: after
-            batches 10, 20, 40 and so on. `fit` also compares at its end, if the last comparison was
-            10 batches ago or more. 0: never. Needs `check_parameters`.
+            batches 10, 20, 40 and so on. `fit` also compares at its end. 0: never. Needs
+            `check_parameters`.
         on_mismatch: what to do if a comparison of `check_interval` finds a difference. `"stop"`
             raises `RankMismatchError` on every rank; a difference as small as rounding is only
             logged. `"repair"` copies the values of the majority of ranks to all ranks. Without a

@@ -171,6 +171,9 @@ class LastCallback(CollectiveCallback):
     def epoch_begins(self, epoch: int) -> None:
         """Called before the first batch of epoch `epoch` is read."""
 
+    def batch_is_read(self) -> None:
+        """Called before a batch, before the coordination waits for other ranks."""
+
     def batches_trained(self, batches: range) -> None:
         """Called after `batches` have been trained, before the hooks of other callbacks.
 
@@ -280,11 +283,11 @@ class _CoordinatedList(CountsBatches):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._in_fit = False
         self._coordination.end()
+        # Before the hook of `BackupAndRestore`, which deletes its files.
+        self._coordination.compare_at_end()
         super().on_train_end(logs)  # type: ignore[misc]
-        # After the hooks of callbacks, which may change weights.
-        self._coordination.compare_at_end(
-            [c for c in self.callbacks if not isinstance(c, (*_WRITERS, ProgbarLogger))]
-        )
+        if self._coordination.changes_at_end:
+            self._coordination.compare_at_end(self.callbacks)
 
 
 class _LocalList:
@@ -337,6 +340,11 @@ class _ListWithLastCallbacks(CountsBatches):
         forget_reads()
         for callback in self._last:
             callback.epoch_begins(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        for callback in self._last:
+            callback.batch_is_read()
+        super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         batches = self.executed(batch)

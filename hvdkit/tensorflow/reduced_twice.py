@@ -21,7 +21,8 @@ _Key = tuple[tuple[int, ...], int]
 
 #: The variables whose gradients tapes have reduced, in each graph that is being traced.
 _in_graphs: "weakref.WeakKeyDictionary[tf.Graph, set[_Key]]" = weakref.WeakKeyDictionary()
-#: The same, anywhere, since a wrapped optimizer has updated them.
+#: The same outside of graphs, since a wrapped optimizer has updated them. Not of graphs: each rank
+#: decides when it traces, and all ranks must call the collective of `are_reduced`.
 _since_update: "weakref.WeakValueDictionary[_Key, tf.Variable]" = weakref.WeakValueDictionary()
 
 
@@ -30,8 +31,9 @@ def record(sources: Sequence[Any], process_set: mpi_ops.ProcessSet) -> None:
     if not process_set.included() or process_set.size() == 1:
         return
     found = {_key(variable, process_set.ranks): variable for variable in _variables(sources)}
-    _since_update.update(found)
-    if not tf.executing_eagerly():
+    if tf.executing_eagerly():
+        _since_update.update(found)
+    else:
         _in_graphs.setdefault(root_graph(), set()).update(found)
 
 
@@ -40,9 +42,10 @@ def are_reduced(
 ) -> bool:
     """Return whether a tape has reduced the gradients that an optimizer is about to reduce.
 
-    A collective outside of graphs, if a tape has reduced gradients of these variables since the
-    optimizer's last update. A script may have used them for another optimizer, so the ranks compare
-    the gradients: after a reduction, they are equal.
+    A collective outside of graphs, if a tape has reduced gradients of these variables there since
+    the optimizer's last update. A script may have used them for another optimizer, so the ranks
+    compare the gradients: after a reduction, they are equal. Gradients that a graph returns for an
+    eager update are not found.
 
     Args:
         gradients: the gradients; None for a missing one.

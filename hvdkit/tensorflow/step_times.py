@@ -54,7 +54,7 @@ class GraphTimes:
             [each for each in gradients if each is not None], expand_composites=True
         )
         # A backward pass begins with the last variables.
-        return [_clock_after(tensors[-1:]), _clock_after(tensors)]
+        return [clock_after(tensors[-1:]), clock_after(tensors)]
 
     def end_reduction(self, begun: Sequence[Any], reduced: Sequence[Any]) -> tf.Tensor | None:
         """Add the times of one step.
@@ -70,11 +70,28 @@ class GraphTimes:
             self._eager = _added(self._eager, [*begun, time.monotonic()])
             return None
         tensors = [each for each in reduced if each is not None]
-        end = _clock_after(tf.nest.flatten(tensors, expand_composites=True))
+        end = clock_after(tf.nest.flatten(tensors, expand_composites=True))
         handle = self._graph.handle()
         values = _added(tf.unstack(self._graph.read(handle)), [*begun, end])
         self._graph.assign(handle, tf.stack(values))
         return handle
+
+    def count_wait_in_graph(self, began: tf.Tensor, ended: tf.Tensor) -> tf.Operation:
+        """Count a wait before the first gradient as `WAIT`; return the operation.
+
+        Args:
+            began, ended: times of `clock_after`.
+        """
+        handle = self._graph.handle()
+        return self._graph.assign(
+            handle, tf.stack(_waited(tf.unstack(self._graph.read(handle)), ended - began))
+        )
+
+    def count_wait(self, seconds: float) -> None:
+        """Count a wait between two steps as `WAIT`, outside of graphs."""
+        graph, self._eager = self._graph.numpy().tolist(), _waited(self._eager, seconds)
+        if graph[-1]:
+            self._graph.set([*graph[:-1], graph[-1] + seconds])
 
     def take_in_graph(self, handle: tf.Tensor) -> tf.Tensor:
         """Return the seconds in each of `_SECTIONS` since the last call, and count from 0 again."""
@@ -228,10 +245,21 @@ class TapeStragglers:
         return tf.ensure_shape(tf.py_function(compare, [summed], tf.int32), ())
 
 
-def _clock_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the time at which tensors exist, in a graph."""
+def clock_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the time of day at which tensors exist, in a graph."""
     with tf.control_dependencies(list(tensors)):
         return tf.timestamp()
+
+
+def _waited(values: Sequence[Any], seconds: Any) -> list[Any]:
+    """Add a wait after the last reduction to the sums, if this time is known; see `_added`."""
+    *sums, last = values
+    if isinstance(last, float):
+        seconds = seconds if last else 0.0
+    else:
+        seconds = tf.where(last > 0, seconds, tf.zeros_like(last))
+    wait = _SECTIONS.index(WAIT)
+    return [*(s + seconds * (k == wait) for k, s in enumerate(sums)), last + seconds]
 
 
 def _added(values: Sequence[Any], times: Sequence[Any]) -> list[Any]:

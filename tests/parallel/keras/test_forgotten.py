@@ -17,6 +17,32 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.parametrize("kind", ["of all rows", "of each column"])
+def test_losses_that_are_not_compared(hvd, kind):
+    """Ranks with different data have the same loss of all rows, and a vector is no loss to show."""
+    import keras
+
+    class Columns(keras.Sequential):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            found = super().compute_metrics(x, y, y_pred, sample_weight)
+            if kind == "of each column":
+                found["loss"] = keras.ops.mean((y - y_pred) ** 2, axis=0)
+            return found
+
+    def of_all_rows(y, z):
+        z, y = hvd.gather_for_loss(z, name="z"), hvd.allgather(y, name="y")
+        return keras.ops.mean((z - y) ** 2)
+
+    keras.utils.set_random_seed(1)
+    model = Columns([keras.Input((3,)), keras.layers.Dense(2)])
+    loss = of_all_rows if kind == "of all rows" else "mse"
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=loss)
+    x = np.random.default_rng(hvd.rank()).normal(size=(48, 3)).astype("float32")
+    with recorded("hvdkit") as log:
+        model.fit(x, x[:, :2], batch_size=4, shuffle=False, verbose=0)
+    assert not [r.getMessage() for r in log if "same losses" in r.getMessage()]
+
+
 @pytest.mark.parametrize("missing", FORGOTTEN)
 def test_a_missing_line_is_named(hvd, missing):
     import keras

@@ -90,6 +90,27 @@ def test_records_of_fit(hvd):
     assert kept.records[3].metrics[metrics.STEP].by_rank[0] * 4 <= spent + 1e-3
 
 
+def test_only_the_rank_that_reads_slowly_has_data_time(hvd):
+    """On PyTorch, which reads a batch outside of the step."""
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("TensorFlow reads a batch in the step")
+    x, y = data(hvd)
+
+    def batches():
+        for _ in range(6):
+            time.sleep(0.1 * (hvd.rank() == 1))
+            yield x, y
+
+    kept = Kept()
+    callbacks = [hvd.callbacks.MonitorCallback([kept], every=6)]
+    model_of(hvd).fit(batches(), steps_per_epoch=6, verbose=0, callbacks=callbacks)
+    if hvd.rank() == 0:
+        seconds = kept.records[0].metrics[metrics.DATA].by_rank
+        assert seconds[0] < 0.04 < 0.06 < seconds[1], seconds
+
+
 @pytest.mark.long_with("keras-tensorflow")
 def test_the_learning_rate_of_a_multi_optimizer_is_that_of_its_first_optimizer(hvd):
     import keras

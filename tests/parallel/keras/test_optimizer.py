@@ -314,13 +314,22 @@ def test_a_strategy_raises(hvd):
 class OwnUpdate(keras.optimizers.SGD):
     """An optimizer whose own `apply_gradients` does not call `apply`."""
 
-    def apply_gradients(self, grads_and_vars):
+    def apply_gradients(self, grads_and_vars, factor=0.1):
         pairs = list(grads_and_vars)
         if not self.built:
             self.build([variable for _, variable in pairs])
         for gradient, variable in pairs:
-            variable.assign_sub(0.1 * keras.ops.sign(gradient) * keras.ops.abs(gradient) ** 0.5)
+            variable.assign_sub(factor * keras.ops.sign(gradient) * keras.ops.abs(gradient) ** 0.5)
         self.iterations.assign_add(1)
+        return factor
+
+
+def test_the_arguments_and_the_result_of_an_own_apply_gradients(hvd):
+    variable = keras.Variable(np.ones(2, "float32"))
+    optimizer = hvd.DistributedOptimizer(OwnUpdate(0.1))
+    gradient = keras.ops.ones(2) * (4.0 if hvd.rank() == 0 else 0.0) * hvd.size()
+    assert optimizer.apply_gradients([(gradient, variable)], 0.25) == 0.25
+    np.testing.assert_allclose(variable.numpy(), [0.5, 0.5], 1e-6)
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -377,6 +386,30 @@ def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     expected = op == "Average" and hvd.rank() == 0
     assert sum("gradients are reduced twice" in text for text in texts) == expected
     wait_for_all(hvd)
+
+
+def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
+    """A rank traces by itself, so a trace must not start a collective."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as tensorflow_adapter
+
+    model = oracle.dense_model()
+    variables = model.trainable_variables
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))
+
+    @tf.function
+    def gradients(inputs, targets):
+        with tf.GradientTape() as tape:
+            loss = oracle.loss_of(model, inputs, targets)
+        return tensorflow_adapter.DistributedGradientTape(tape).gradient(loss, variables)
+
+    for rows in (len(inputs), len(inputs) - (hvd.rank() == 0), len(inputs)):
+        optimizer.apply(gradients(inputs[:rows], targets[:rows]), variables)
+    assert oracle.same_everywhere(hvd, model.get_weights())
 
 
 def test_a_wrapped_optimizer_after_a_loop_with_a_tape(hvd):

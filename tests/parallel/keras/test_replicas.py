@@ -1,6 +1,7 @@
 """Variables that change on one rank only are found in `fit`."""
 
 import contextlib
+import os
 import re
 
 import numpy as np
@@ -218,8 +219,35 @@ def test_ranks_that_number_layers_differently(hvd, tmp_path):
 def test_an_option_of_the_optimizer_on_one_rank(hvd):
     model = model_of(hvd, check_interval=3, use_ema=hvd.rank() == 0)
     # hvdkit.keras has no `broadcast_optimizer_state`.
-    with pytest.raises(RankMismatchError, match="the same options on all ranks. .* of one rank.$"):
+    advice = r"the same options on all ranks. .* \(hvd.broadcast_optimizer_state of PyTorch\)\.$"
+    with pytest.raises(RankMismatchError, match=advice):
         fit(hvd, model)
+
+
+def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd):
+    """`BackupAndRestore` deletes its files in `on_train_end`."""
+    import keras
+
+    model = model_of(hvd)
+    with common_folder(hvd) as folder:
+        with pytest.raises(RankMismatchError, match="after step 3: "):
+            fit(
+                hvd,
+                model,
+                lambda batch: times_two(model.layers[1].kernel) if batch == 2 else None,
+                batches=3,
+                callbacks=[keras.callbacks.BackupAndRestore(f"{folder}/backup", save_freq=1)],
+            )
+        assert same_everywhere(os.path.exists(f"{folder}/backup"))
+
+
+def test_a_fit_without_an_epoch_compares_nothing(hvd):
+    """As after a resume of a complete training, where only rank 0 may have loaded an optimizer."""
+    model = model_of(hvd)
+    if hvd.rank() == 0:
+        model.optimizer.build(model.trainable_variables)
+    x = np.ones((4, 3))
+    model.fit(x, x[:, :1], initial_epoch=2, epochs=2, verbose=0)
 
 
 @pytest.mark.long_with("keras-tensorflow")
