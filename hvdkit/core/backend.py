@@ -63,7 +63,7 @@ class RoundMemory(BucketMemory[Buffer], Protocol[Buffer]):
     """`BucketMemory` in a framework without graphs, which a synchronizer uses in many rounds."""
 
     def end_round(self, reduced: bool) -> None:
-        """Give each gradient that the script holds its memory back, with its new value.
+        """Give each gradient that needs memory of its own this memory, with its new value.
 
         Args:
             reduced: whether the buffers have the reduced gradients; otherwise the round has failed.

@@ -91,8 +91,12 @@ class TorchMemory:
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         # Buffers whose views are or were gradients, the newest first.
         self._lent: list[torch.Tensor] = []
-        # Parameters whose gradients somebody else holds, with the gradient and its new value.
-        self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        # Whether somebody has held a part of a buffer, which pins all of it. Gradients then get
+        # memory of their own after each round.
+        self._separates = False
+        # Parameters whose gradients keep or get memory of their own, with this gradient (None for a
+        # new one) and its new value.
+        self._own: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         # The views of the last packed buffer.
         self._views: list[torch.Tensor] = []
 
@@ -137,10 +141,15 @@ class TorchMemory:
             if tensors == len(inside):
                 self._lent.insert(0, self._lent.pop(n))
                 return flat, inside
+            # If as many tensors as gradients are held, they need all of the memory. So it is with
+            # the sum of earlier passes.
+            if tensors is not None and tensors - len(inside) < len(self._places):
+                self._separates = True
         flat = self._empty(getattr(torch, self._bucket.dtype), shared=True)
         # Gradients often alternate between two buffers, and a CPU needs long to allocate memory. An
         # accelerator's allocator keeps it.
         two = flat.device.type == "cpu" and holders.tensors_in(flat) is not None
+        two = two and not self._separates
         self._lent = [flat, *self._lent[:two]]
         return flat, set()
 
@@ -173,23 +182,26 @@ class TorchMemory:
         """See `BucketMemory`. Does not touch gradients in the buffer if the factor is 1."""
         flat, inside = self._lend()
         outside, targets, missing = [], [], []
+        separates = self._separates and self._keeps_memory
         for k, p in enumerate(self._parameters):
             if k in inside:
                 continue
             view = self._view(flat, k)
             held = self._is_held(p)
-            gradient = p.grad
+            gradient, own = p.grad, None
             if gradient is None or gradient.shape != view.shape:
                 missing.append(view)
             else:
                 outside.append(self._dense(k, gradient))
                 targets.append(view)
-                if held and is_writable(gradient):
-                    self._held.append((p, gradient, view))
+                if (held or separates) and not gradient.is_sparse and is_writable(gradient):
+                    own = gradient
             # A frozen parameter gets no gradient, so that the optimizer skips it. If a parameter
             # has another dtype, device or shape than before, the result of this round is not used.
             if (gradient is not None or p.requires_grad) and fits(p, view):
                 p.grad = view
+                if own is not None or self._separates:
+                    self._own.append((p, own, view))
         _cast_scaled_all(outside, targets, factor)
         for view in missing:
             view.zero_()
@@ -204,10 +216,12 @@ class TorchMemory:
     @torch.no_grad()
     def end_round(self, reduced: bool) -> None:
         """See `BucketMemory`."""
-        held, self._held = self._held, []
-        for p, gradient, view in held:
+        own, self._own = self._own, []
+        for p, gradient, view in own:
             if p.grad is view:
-                if reduced:
+                if gradient is None:
+                    gradient = view.clone()
+                elif reduced:
                     gradient.copy_(view)
                 p.grad = gradient
 

@@ -3,7 +3,10 @@
 from dataclasses import asdict
 
 import hypothesis.strategies as st
+import pytest
+import torch
 from hypothesis import given
+from torch import nn
 
 from tests.parallel.torch.held_gradients import ACTIONS, OPTIMIZERS, Setting, run_sequence
 from tests.searching import search_settings
@@ -34,3 +37,40 @@ def test_sequences(rank_pool, request):
         rank_pool.run(__name__, "sequence", {"setting": asdict(setting), "actions": actions})
 
     run()
+
+
+@pytest.mark.parametrize("keep", ["gradient", "view", "array"])
+def test_a_kept_gradient_keeps_no_other_memory(hvd, keep):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 200), nn.Linear(200, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    kept, values, sizes = [], [], []
+    for step in range(5):
+        (model(torch.randn(4, 100) + hvd.rank()).square().mean()).backward()
+        optimizer.step()
+        gradient = model[0].bias.grad
+        kept.append({"gradient": gradient, "view": gradient[:9]}.get(keep, gradient.numpy()))
+        values.append(gradient.clone())
+        if step:
+            sizes.append({p.grad.untyped_storage().nbytes() // 4 for p in model.parameters()})
+        del gradient
+        optimizer.zero_grad()
+    assert sizes == [{p.numel() for p in model.parameters()}] * 4
+    for tensor, value in zip(kept, values, strict=True):
+        assert torch.equal(torch.as_tensor(tensor), value[: len(tensor)])
+    assert torch.equal(values[-1], hvd.broadcast(values[-1], 0, name="kept"))
+
+
+def test_gradients_that_nobody_keeps_stay_in_their_bucket(hvd):
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    for step in range(4):
+        for _ in range(1 + step):  # the sum of several passes
+            model(torch.randn(4, 10)).square().mean().backward()
+            optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        memory = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+        assert len(memory) == 1
+        optimizer.zero_grad()
