@@ -372,4 +372,9 @@ def adopt_orphans() -> None:
 
 def die_with_parent() -> None:
     """Make the kernel kill this process when the thread that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    get_signal_with_parent(signal.SIGKILL)
+
+
+def get_signal_with_parent(number: int) -> None:
+    """Make the kernel send this process a signal when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)

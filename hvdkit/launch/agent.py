@@ -115,7 +115,8 @@ class Agent:
 
     def run(self) -> None:
         """Handle messages until every process of the job on this host has ended."""
-        adopt_orphans()
+        if self._overrides is None:  # a user's process may have orphans of other programs
+            adopt_orphans()
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
         # A batch system may send it to all processes, for scripts that handle it.

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -36,12 +36,16 @@ ORPHAN_GRACE = 8.0
 _POLL_SECONDS = 0.05
 _READ_BYTES = 4096
 
-# The pids of the children of this process that are no adopted orphans; None if it adopts none.
+# The pids of the children of this process that are no adopted orphans; None if it adopts none. Then
+# the processes of a keeper that was killed are found as those of `ProcessGroup` are.
 _own_children: set[int] | None = None
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of the processes of a keeper that is killed."""
+    """Make this process the parent of the processes of a keeper that is killed.
+
+    Only for a process whose descendants are all of the job: it ends each orphan that it gets.
+    """
     global _own_children
     processes.adopt_orphans()
     _own_children = {child.pid for child in psutil.Process().children()}
@@ -97,7 +101,15 @@ class KeptProcess:
             elif data == b"":
                 # The keeper was killed. The kernel then kills the process.
                 self.returncode = -signal.SIGKILL
+            else:
+                self._continue_keeper()
         return self.returncode
+
+    def _continue_keeper(self) -> None:
+        """Continue the keeper if it was stopped. It could not report the end of the process."""
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            if os.waitid(os.P_PID, self.keeper, os.WSTOPPED | os.WNOHANG):
+                os.kill(self.keeper, signal.SIGCONT)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, and return the exit status."""
@@ -118,6 +130,10 @@ class KeptProcess:
     def kill(self) -> None:
         """Send SIGKILL, if the process still runs."""
         self.send_signal(signal.SIGKILL)
+
+    def has_lost_keeper(self) -> bool:
+        """Return whether the keeper was killed."""
+        return bool(os.waitid(os.P_PID, self.keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT))
 
     def close(self) -> None:
         """End the keeper, after all its descendants have ended, and close the pipes."""
@@ -185,6 +201,11 @@ class KeptGroup(ProcessGroup):
                     streams.append(None)
                 ends.append(end)
             parent = os.getpid()
+            inherited = [*ends, stdin, *pass_fds]
+            # A keeper must not run the handlers of this process.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            on_exit.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 with warnings.catch_warnings():
                     # Other threads may exist. The new process uses none of their locks.
@@ -196,7 +217,8 @@ class KeptGroup(ProcessGroup):
             if keeper == 0:
                 # An exception must not reach the caller, whose code must not run in this process.
                 with contextlib.suppress(BaseException):
-                    made = _Keeper(parent, lifeline_end, reports_end)
+                    made = _Keeper(self._id, parent, lifeline_end, reports_end, inherited)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                     try:
                         out, errors = ends
                         made.start(command, env, cwd, out, errors, stdin, True, cpus, pass_fds)
@@ -229,37 +251,53 @@ class KeptGroup(ProcessGroup):
 
     def _find_others(self) -> set[psutil.Process]:
         children = processes.children_of_all()
-        keepers = {process.keeper for process in self._kept}
-        adopted: set[psutil.Process] = set()
+        others = processes.descendants(children, [each.keeper for each in self._kept])
         if _own_children is not None:
-            adopted = {
-                child for child in children.get(os.getpid(), ()) if child.pid not in _own_children
-            }
-        return adopted | processes.descendants(
-            children, [*keepers, *(child.pid for child in adopted)]
-        )
+            mine = children.get(os.getpid(), ())
+            adopted = {child for child in mine if child.pid not in _own_children}
+            return others | adopted | processes.descendants(children, [p.pid for p in adopted])
+        self._found |= others
+        if any(process.has_lost_keeper() for process in self._kept):
+            return super()._find_others()
+        return others
 
 
 class _Keeper(ProcessGroup):
     """The group of a process and all its descendants, in their keeper.
 
     Args:
+        group: the id of the group of its parent.
         parent: the pid of the process that has started it.
         lifeline: the read end of a pipe that ends with this process.
         reports: the write end of the pipe for reports.
+        inherited: the descriptors and files that the process to start gets, or values like
+            `subprocess.DEVNULL` and None. All others are closed.
     """
 
-    def __init__(self, parent: int, lifeline: int, reports: int) -> None:
+    def __init__(
+        self,
+        group: str,
+        parent: int,
+        lifeline: int,
+        reports: int,
+        inherited: Sequence[int | IO[bytes] | None],
+    ) -> None:
         super().__init__()
+        self._id = group
         self._parent, self._lifeline, self._reports = parent, lifeline, reports
         signal.set_wakeup_fd(-1)
         for number in (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGCHLD):
             # Not SIG_IGN, which the started process would inherit.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
+        # Among the others are the lifelines of earlier keepers.
+        files = {each if isinstance(each, int) else each.fileno() for each in inherited if each}
+        _close_all_but({*range(3), lifeline, reports, *files})
         # A signal to the process group of the parent must not end this process.
         os.setsid()
         processes.adopt_orphans()
+        # If it is stopped, it must notice the end of the parent nevertheless.
+        processes.get_signal_with_parent(signal.SIGCONT)
 
     def keep(self) -> NoReturn:
         """Report the end of the process. When the parent has ended, end all descendants."""
@@ -272,10 +310,7 @@ class _Keeper(ProcessGroup):
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor not in (self._lifeline, self._reports, woken, wakeup):
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+        _close_all_but({*range(3), self._lifeline, self._reports, woken, wakeup})
         with contextlib.suppress(OSError):  # the parent has ended, which the lifeline tells
             os.write(self._reports, b"%d\n" % process.pid)
         reported = False
@@ -293,7 +328,8 @@ class _Keeper(ProcessGroup):
                 os.read(woken, _READ_BYTES)
         files = mpi_segments.mpich_files(process.pid)
         # At once: the launcher may start the next ranks already.
-        process.kill()
+        with contextlib.suppress(PermissionError):  # a rank of another user
+            process.kill()
         try:
             for _ in self.terminate(ORPHAN_GRACE):
                 self._reap(process)
@@ -329,6 +365,13 @@ def _wait_for(descriptors: Sequence[int], seconds: float | None = None) -> list[
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return [found for found, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in kept:
+            with contextlib.suppress(OSError):  # that of the list
+                os.close(descriptor)
 
 
 def _do_nothing(number: int, frame: object) -> None:

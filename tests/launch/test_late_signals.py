@@ -131,7 +131,7 @@ def test_ctrl_c_does_not_hide_that_ranks_may_still_run(tmp_path):
         text=True,
     ) as job:
         rank = psutil.Process(int(job.stdout.readline().split()[-1]))
-        agent = rank.parent()
+        agent = rank.parent().parent()
         agent.suspend()
         try:
             for _ in range(2):

@@ -24,6 +24,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 #: Start a process of the other user, and print its number.
 CHILD = f"import subprocess; print(subprocess.Popen({SLEEP}, user={OTHER}, stdout=-3).pid)"
+#: Become a process of the other user, and print its number.
+RANK = f"import os, time; os.setuid({OTHER}); print(os.getpid(), flush=True); time.sleep(60)"
 GROUP = """
 import os, pathlib, sys, time
 from hvdkit.errors import HvdkitError
@@ -82,10 +84,9 @@ def test_a_signal_to_a_rank_of_another_user():
 
 
 def test_a_rank_of_another_user_that_does_not_end():
-    code = f"import os, time; os.setuid({OTHER}); print(flush=True); time.sleep(60)"
     output = run(
         f"""
-process = group.start([sys.executable, "-c", {code!r}], os.environ, stdout=-1)
+process = group.start([sys.executable, "-c", {RANK!r}], os.environ, stdout=-1)
 process.stdout.readline()
 print(process.pid)
 try:
@@ -132,7 +133,27 @@ os._exit(0)
     other, left = map(int, output.split())
     with killed_at_the_end(left):
         wait_until_gone(other)
-        deadline = time.monotonic() + 20
-        while any(tmp_path.iterdir()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_empty(tmp_path)
+
+
+def test_the_keeper_of_a_rank_of_another_user_deletes_the_folders(tmp_path):
+    output = run(
+        f"""
+from hvdkit.faults.record_folder import RecordFolder
+import tempfile
+tempfile.tempdir = {str(tmp_path)!r}
+folder = RecordFolder().path
+rank = group.start([sys.executable, "-c", {RANK!r}], os.environ, stdout=-1)
+print(rank.stdout.readline().decode(), flush=True)
+os._exit(0)
+"""
+    )
+    with killed_at_the_end(int(output)):
+        wait_until_empty(tmp_path)
+
+
+def wait_until_empty(folder):
+    deadline = time.monotonic() + 20
+    while any(folder.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
