@@ -90,7 +90,7 @@ class GradientDigest:
         self._passes: Counter[int] = Counter()
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Add a gradient, unless it is zero.
+        """Add a gradient, unless it is zero or not finite.
 
         Args:
             number: the number of its parameter.
@@ -102,7 +102,10 @@ class GradientDigest:
         parts = [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
         # Usually the first elements suffice, and `any` of a large tensor takes long.
         elements = parts[-1].reshape(-1)
-        if bool(elements[:1024].any()) or bool(elements.any()):
+        if not bool(elements[:1024].any()) and not bool(elements.any()):
+            return
+        # Gradients of different data may be NaN alike, as after an overflow.
+        if bool(elements.isfinite().all()):
             text = f"{number} {self._passes[number]} {digests(parts)}"
             self._sum = (self._sum + xxhash.xxh64_intdigest(text.encode())) % (1 << 64)
 

@@ -51,7 +51,8 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         own = mpi_ops.rank() if rank is None else rank
         super().__init__(dataset, size, own, *args, **kwargs)
         # The state of the warnings, which only the first rank logs.
-        self._iterated = own > 0
+        overridden = type(self).__iter__ is not DistributedSampler.__iter__
+        self._iterated = own > 0 or overridden
         self._steps_at_epoch: int | None = None
         # The epoch whose samples were all given while an optimizer made steps.
         self._trained_epoch: int | None = None

@@ -263,3 +263,36 @@ def check_swaps(hvd, tmp_path, script, pairs):
         assert all(failed) or not any(failed), (one, other, failed)
         loud = all(failed) or ranks[0][2]
         assert loud or is_right(ranks, expected), (one, other, ranks)
+
+
+def test_a_sampler_with_an_order_of_its_own_causes_no_warning(hvd):
+    class Own(hvd.DistributedSampler):
+        def __iter__(self):
+            return iter(range(self.rank, SAMPLES, self.num_replicas))
+
+    sampler = Own(data())
+    model = make_model(hvd)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    with recorded("hvdkit") as log:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x, y in DataLoader(data(), batch_size=24, sampler=sampler):
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not [record.getMessage() for record in log if record.levelno >= logging.WARNING]
+
+
+def test_gradients_that_overflow_in_the_first_passes_are_not_the_same_data(hvd):
+    model = nn.Linear(5, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    with recorded("hvdkit") as log:
+        for step in range(12):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * step + hvd.rank()))
+            (model(x).square().mean() * (float("nan") if step < 3 else 1)).backward()
+            if step >= 3:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert not [record.getMessage() for record in log if record.levelno >= logging.WARNING]
