@@ -887,11 +887,15 @@ def test_an_archive_of_a_model_need_not_have_the_steps_of_its_checkpoints(hvd):
         with main, archive:
             assert [archive.restore().step, main.restore().step] == [4, 10]
             os.kill(os.getpid(), signal.SIGTERM)
-            with pytest.raises(hvd.Stopped) as stopped:
-                for step in range(11, 14):
+            stopped = []
+            for step in range(11, 14):
+                try:
                     main.maybe_save(step)
+                except hvd.Stopped as error:
+                    stopped.append(error.step)
+                    break
             # The loop must begin again to show that it does not call the archive.
-            assert stopped.value.step == 11
+            assert stopped == [11]
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_of_a_loader(hvd):
