@@ -224,13 +224,13 @@ def test_an_option_of_the_optimizer_on_one_rank(hvd):
         fit(hvd, model)
 
 
-def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd):
+def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd, tmp_path):
     """`BackupAndRestore` deletes its files in `on_train_end`."""
     import keras
 
     model = model_of(hvd)
     with common_folder(hvd) as folder:
-        with pytest.raises(RankMismatchError, match="after step 3: "):
+        with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 3: "):
             fit(
                 hvd,
                 model,
