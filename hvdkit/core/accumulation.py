@@ -1,11 +1,9 @@
 """Accumulation windows: several backward passes for one step of the optimizer.
 
-A window of `accumulation_steps` ends with the n-th call of the optimizer's `step()`. So it does not
-depend on which parameters a pass reaches, or whether this rank has made one. Calls before this
-rank's first pass do not count: scripts make one before the first step of a scheduler. The passes
-before the last call only add to the gradients on each rank, and the others are reduced. A script
-may also make all n passes of a window before it calls `step()` for the first time. This counts
-passes that reach the optimizer.
+A window of `accumulation_steps` ends with the n-th call of the optimizer's `step()` after a pass.
+So it does not depend on which parameters a pass reaches. The passes before the last call only add
+to the gradients on each rank, and the others are reduced. A script may also make all n passes of a
+window before it calls `step()` for the first time. This counts passes that reach the optimizer.
 
 A window of `backward_passes_per_step` ends with each step. Its passes before the n-th one that
 reaches the optimizer do not communicate.
@@ -69,7 +67,9 @@ class PassCount:
 
 _AMBIGUOUS = (
     "step() was called after {count} backward passes, and accumulation_steps is {size}, but not "
-    "all of these passes reached each optimizer. So the calls of step() count, not the passes. "
+    "all of these passes reached each optimizer. The calls of step() count: call step() after each "
+    "pass. If several passes belong to one batch, make all but the last one under "
+    "hvd.no_sync(optimizer)"
 )
 
 
@@ -104,8 +104,6 @@ class Window:
         self.size = size
         self.mean = mean
         self._all = PassCount()
-        # The number of passes of all optimizers before the first window.
-        self._first = 0
         # Whether the script has called `step()` within a window.
         self._counts_calls = False
         self._warned = False
@@ -114,7 +112,7 @@ class Window:
 
     def begin(self, all_passes: PassCount) -> None:
         """Begin the first window; `all_passes` counts those of all optimizers."""
-        self._all, self._first = all_passes, all_passes.passes
+        self._all = all_passes
         self.close()
 
     @property
@@ -166,9 +164,7 @@ class Window:
         self.passes += 1
 
     def count_call(self) -> str:
-        """Count a call of `step()` in an open window, unless this rank has never made a pass.
-
-        A rank that has no pass for a batch calls `step()`, too, and contributes zeros.
+        """Count a call of `step()` in an open window, unless no pass was made since the last one.
 
         Returns:
             A warning; "" for none.
@@ -177,9 +173,10 @@ class Window:
             HvdkitError: another optimizer, whose `step()` was called after the same passes, makes a
                 step.
         """
-        warning = self._check(ended=False) if self._seen != self._all.passes else ""
-        self._seen = self._all.passes
-        if self._seen != self._first:
+        warning = ""
+        if self._seen != self._all.passes:
+            warning = self._check(ended=False)
+            self._seen = self._all.passes
             self.calls, self.passes, self._counts_calls = self.calls + 1, 0, True
         return warning
 
@@ -193,25 +190,17 @@ class Window:
             self._check(ended=True)
 
     def _check(self, ended: bool) -> str:
-        # Earlier passes, such as those of a model that is gone, are not passes of this window.
+        # Earlier passes, such as those of a model that exists no more, are not passes of this window.
         count = min(self._all.before_step, self._all.counted - self._begin)
         if count < self.size:
             return ""
         text = _AMBIGUOUS.format(count=count, size=self.size)
         if self._all.is_contradicted(ended):
-            raise HvdkitError(
-                f"{text}Another optimizer makes a step after the same passes. If the passes belong "
-                f"to {count} batches, call step() after each pass. If they belong to one batch, "
-                f"make all but the last one under hvd.no_sync(optimizer)"
-            )
+            raise HvdkitError(f"{text}. Another optimizer makes a step after the same passes.")
         if ended or self._warned:
             return ""
         self._warned = True
-        return (
-            f"{text}If the script calls step() once for each batch, this is right, and nothing is "
-            f"to be changed. If it calls step() once for {self.size} batches, call step() after "
-            f"each pass"
-        )
+        return text
 
     def end_early(self) -> bool:
         """End the window before it is whole; return whether it has any pass."""

@@ -31,21 +31,9 @@ def test_a_window_is_open_until_the_last_call(reached):
             assert window.open == (call < 2)
             if window.open:
                 assert not window.count_call()
+                assert not window.count_call()  # no pass was made in between
                 assert window.made == call + 1
         window.close()
-
-
-def test_calls_before_the_first_pass_do_not_count_but_later_ones_without_a_pass_do():
-    window, everyone = Window(3), PassCount()
-    everyone.add(counted=True)  # of an optimizer that was made earlier
-    window.begin(everyone)
-    for calls in (0, 0, 1, 2):
-        if calls == 1:
-            everyone.add(counted=True)
-        everyone.begin_step()
-        assert not window.count_call()
-        assert window.calls == calls
-    assert not window.open
 
 
 def test_without_accumulation_no_window_is_open():

@@ -561,7 +561,7 @@ def test_a_pass_for_each_optimizer_before_the_steps(hvd, passes):
     for model, reference in zip(models, references, strict=True):
         assert_close(model, reference)
     # Two passes could also be a window.
-    warnings = ["nothing is to be changed" in record.getMessage() for record in records]
+    warnings = ["call step() after each pass" in record.getMessage() for record in records]
     assert warnings == [True] * (2 if passes == 2 and hvd.rank() == 0 else 0)
 
 
@@ -613,7 +613,7 @@ def test_autograd_grad_in_a_whole_window(hvd, kind):
     assert optimizer.stepped
 
 
-def test_a_call_of_step_before_the_first_pass_does_not_count(hvd):
+def test_a_call_of_step_without_a_pass_does_not_count(hvd):
     model = small_model()
     optimizer = wrapped(hvd, model)
     optimizer.step()  # as before the first step of a scheduler
@@ -621,25 +621,5 @@ def test_a_call_of_step_before_the_first_pass_does_not_count(hvd):
         backward(hvd, model, number)
         optimizer.step()
         assert optimizer.stepped == (number == 2)
-
-
-@pytest.mark.parametrize("missing", [1, 2, 3, 5, 8])
-def test_a_batch_without_a_pass_on_one_rank_counts(hvd, missing):
-    """As a batch without a sample that has a loss."""
-    model, reference = linear(5, 2), linear(5, 2)
-    reference.load_state_dict(model.state_dict())
-    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
-    for number in range(9):
-        for rank in range(hvd.size()):
-            if rank == 1 and number == missing:
-                continue
-            if rank == hvd.rank():
-                loss_of(model, batch_of(rank, number)).backward()
-            (loss_of(reference, batch_of(rank, number)) / hvd.size() / 3).backward()
-        optimizer.step()
-        assert optimizer.stepped == (number % 3 == 2)
-        optimizer.zero_grad()
-        if number % 3 == 2:
-            plain.step()
-            plain.zero_grad()
-    assert_close(model, reference)
+        if number == 0:
+            optimizer.step()
