@@ -67,9 +67,7 @@ class PassCount:
 
 _AMBIGUOUS = (
     "step() was called after {count} backward passes, and accumulation_steps is {size}, but not "
-    "all of these passes reached each optimizer. The calls of step() count: call step() after each "
-    "pass. If several passes belong to one batch, make all but the last one under "
-    "hvd.no_sync(optimizer)"
+    "all of these passes reached each optimizer. So the calls of step() count, not the passes. "
 )
 
 
@@ -190,17 +188,25 @@ class Window:
             self._check(ended=True)
 
     def _check(self, ended: bool) -> str:
-        # Earlier passes, such as those of a model that exists no more, are not passes of this window.
+        # Earlier passes, such as those of a model that is gone, are not passes of this window.
         count = min(self._all.before_step, self._all.counted - self._begin)
         if count < self.size:
             return ""
         text = _AMBIGUOUS.format(count=count, size=self.size)
         if self._all.is_contradicted(ended):
-            raise HvdkitError(f"{text}. Another optimizer makes a step after the same passes.")
+            raise HvdkitError(
+                f"{text}Another optimizer makes a step after the same passes. If the passes belong "
+                f"to {count} batches, call step() after each pass. If they belong to one batch, "
+                f"make all but the last one under hvd.no_sync(optimizer)"
+            )
         if ended or self._warned:
             return ""
         self._warned = True
-        return text
+        return (
+            f"{text}If the script calls step() once for each batch, this is right, and nothing is "
+            f"to be changed. If it calls step() once for {self.size} batches, call step() after "
+            f"each pass"
+        )
 
     def end_early(self) -> bool:
         """End the window before it is whole; return whether it has any pass."""
