@@ -132,8 +132,15 @@ def read_head(bucket: Bucket) -> Head:
             if bucket.size(name_of(1)) is None:
                 return Head()
             numbers = [1]
+        listed = len(numbers)
         while bucket.size(name_of(numbers[-1] + 1)) is not None:
             numbers.append(numbers[-1] + 1)
+            if len(numbers) > listed + KEPT_RECORDS:
+                raise CheckpointError(
+                    f"{bucket.url} has more than {KEPT_RECORDS} records in its log that are not "
+                    f"listed; expected fewer, because older ones are deleted. Check the address: a "
+                    f"proxy may answer in place of the store."
+                )
         problem: CheckpointError | None = None
         for number in reversed(numbers):
             try:
