@@ -638,6 +638,7 @@ def script_seeds() -> Sequence[bytes]:
         head + "x = " + "-" * 5000 + "1",
         head + "x = " + "+".join(["a"] * 3000),
         head + "x = " + "[" * 5000,
+        head + "import horovod." + "a" * 5000,
         head + "x = 'a\u202eb\x1b]0;x\x07'",
         head + "".join(" " * n + "if x:\n" for n in range(150)) + " " * 150 + "pass\n",
     ]
@@ -647,7 +648,8 @@ def script_seeds() -> Sequence[bytes]:
 def parse_script(folder: Path, data: bytes) -> None:
     from hvdkit.migrate import project
 
-    text = data.decode("utf-8", "replace")
+    # The memory is proportional to the length.
+    text = data[:100_000].decode("utf-8", "replace")
     for outcome in project.migrate({folder / "train.py": text}).values():
         if outcome.before != outcome.after:
             ast.parse(outcome.after)
