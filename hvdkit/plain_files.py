@@ -16,6 +16,7 @@ import math
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -214,5 +215,9 @@ def printable(text: str, *, one_line: bool = False) -> str:
     if text.isprintable():
         return text
     kept = "" if one_line else "\n\t"
-    shown = (c if c.isprintable() or c in kept else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return "".join(shown)
+
+    def is_shown(c: str) -> bool:
+        # Python counts spaces that do not break a line as not printable.
+        return c.isprintable() or c in kept or unicodedata.category(c) == "Zs"
+
+    return "".join(c if is_shown(c) else "\N{REPLACEMENT CHARACTER}" for c in text)

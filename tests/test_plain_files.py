@@ -64,7 +64,7 @@ def test_levels_of_json():
     assert content == []
 
 
-@pytest.mark.parametrize("unit", ["[]", "{}", '{"a":0}', '"ab"', "1.5"])
+@pytest.mark.parametrize("unit", ["[]", '{"a":0}'])
 def test_json_that_would_fill_the_memory(tmp_path, unit):
     """Without the limit, 16 MB of `[]` need 0.5 GB."""
     path = tmp_path / "error.json"
@@ -107,7 +107,8 @@ def test_errors_of_the_command_line_have_no_control_characters(capsys):
 
 
 def test_printable_text():
-    assert printable("Rank 0:\tüber 3 s\n") == "Rank 0:\tüber 3 s\n"
+    assert printable("Rank 0:\tüber 3\u202fs\n") == "Rank 0:\tüber 3\u202fs\n"
+    assert printable("a\tb\u00a0\n", one_line=True) == "a\ufffdb\u00a0\ufffd"
     assert printable("\x1b]0;x\x07 \x9b31m a\u202eb\x00 \r") == (
         "\ufffd]0;x\ufffd \ufffd31m a\ufffdb\ufffd \ufffd"
     )
