@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.plain_files import printable
 from hvdkit.signals import (
     STOP_SIGNALS,
     forget_noted,
@@ -67,6 +68,10 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb = " ".join(words[:1])
     shown = Namespace(verb=verb, when_ended="nothing was done.", resumable_before_start=False)
+
+    def tell(text: str) -> None:
+        print(printable(f"hvdkit {shown.verb}: {text}"), file=sys.stderr)
+
     try:
         shown = options = _parser(words).parse_args(words)
         options.words = words[1:]
@@ -74,23 +79,22 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return status
     except UsageError as error:
-        print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
+        tell(str(error))
         return EXIT_USAGE
     except HvdkitError as error:
-        print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
+        tell(str(error))
         return EXIT_FAILURE
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "start new thread" not in str(error):
             raise
-        print(
-            f"hvdkit {shown.verb}: {str(error) or 'no memory'}. This process has reached a limit "
-            f"of memory (`ulimit -v`) or of processes (`ulimit -u`): raise the limit",
-            file=sys.stderr,
+        tell(
+            f"{str(error) or 'no memory'}. This process has reached a limit of memory "
+            f"(`ulimit -v`) or of processes (`ulimit -u`): raise the limit"
         )
         return EXIT_FAILURE
     except _Ended as ended:
         (number,) = ended.args
-        print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)
+        tell(f"{number.name}; {shown.when_ended}")
         return status_before_start(number) if shown.resumable_before_start else 128 + int(number)
     except OSError as error:
         # Such as a folder of another user, or a name that is too long. Only the call that returns
@@ -99,7 +103,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         if place is None and error.errno == errno.ENOENT:
             place = "the working directory"
         if place is not None:
-            print(f"hvdkit {shown.verb}: {place}: {error.strerror}", file=sys.stderr)
+            tell(f"{place}: {error.strerror}")
             return EXIT_FAILURE
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
@@ -107,7 +111,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return 128 + signal.SIGPIPE  # the reader of the output has closed it
-        print(f"hvdkit {shown.verb}: cannot write the output: {error.strerror}", file=sys.stderr)
+        tell(f"cannot write the output: {error.strerror}")
         return EXIT_FAILURE
 
 

@@ -1,13 +1,23 @@
 """The console on which commands of `hvdkit` print tables and colours."""
 
+from typing import Any
+
 import rich.console
+import rich.text
+
+from hvdkit.plain_files import printable
 
 
 class Console(rich.console.Console):
-    """A console that raises BrokenPipeError if the reader of a pipe closes it.
+    """A console for texts of others: it prints no control characters of them.
 
-    `hvdkit.cli.main` then returns the exit status of SIGPIPE. The base class would exit with 1.
+    It raises BrokenPipeError if the reader of a pipe closes it. `hvdkit.cli.main` then returns the
+    exit status of SIGPIPE. The base class would exit with 1.
     """
+
+    def render_str(self, text: str, **how: Any) -> rich.text.Text:
+        """Convert a text that is printed, or is a cell of a table."""
+        return super().render_str(printable(text), **how)
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that the caller is handling."""

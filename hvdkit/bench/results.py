@@ -19,6 +19,7 @@ import psutil
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.host_facts import usable_cores
+from hvdkit.plain_files import read_json
 from hvdkit.whole_files import replacing
 
 _FORMAT = 1
@@ -142,7 +143,7 @@ def load(path: Path, benchmark: str, option: str = "--compare") -> Results:
         UsageError: the file was not written by `--json`, or another benchmark wrote it.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         version, of = content.pop("format"), content["benchmark"]
         found = Results(**content) if version == _FORMAT else None
     except OSError as error:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import printable
 
 
 class CheckpointError(HvdkitError):
@@ -20,14 +21,9 @@ class Damaged(CheckpointError):
     """A file of a checkpoint is missing, or differs from the file that was written."""
 
     def __init__(self, file: str, reason: str) -> None:
-        # Control characters from a foreign file must not reach the terminal.
-        self.file, self.reason = printable(file), printable(reason)
+        self.file = printable(file, one_line=True)
+        self.reason = printable(reason, one_line=True)
         super().__init__(f"{self.file}: {self.reason}")
-
-
-def printable(text: str) -> str:
-    """Return `text` with `?` in place of each character that cannot be printed."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 #: Advice for errors of the operating system.

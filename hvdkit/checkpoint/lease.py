@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
+from hvdkit.plain_files import parse_json, printable, whole
 
 _log = logging.getLogger(__name__)
+
+#: The longest content of a lease, in bytes.
+MAX_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,18 @@ class Lease:
         """
         return cls(
             token=str(fields["token"]),
-            host=str(fields["host"]),
+            host=printable(str(fields["host"]), one_line=True),
             machine=str(fields["machine"]),
-            pid=int(fields["pid"]),
-            started=int(fields["started"]),
+            pid=whole(fields["pid"]),
+            started=whole(fields["started"]),
         )
 
     @classmethod
     def parse(cls, content: bytes | None) -> Lease | None:
         """Parse the result of `to_bytes`. Return None if it is missing or incomplete."""
         try:
-            return cls.from_fields(json.loads(content or b""))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return cls.from_fields(parse_json(content or b""))
+        except (ValueError, KeyError, TypeError):
             return None
 
     def fields(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from hvdkit import plain_files
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
@@ -30,10 +31,12 @@ MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
 #: The limit for the state of one rank, a line of RANKS.
 MAX_RANK_BYTES = 64_000_000
-#: The most values in a JSON file, as `json_values` counts them. They take at most about 0.7 GB of
-#: memory; 60 MB of JSON can take more than 4 GB. 100,000 parameter tensors with Adam are
+#: The most values in a JSON file, as `plain_files.json_values` counts them. They take at most about
+#: 0.7 GB of memory; 60 MB of JSON can take more than 4 GB. 100,000 parameter tensors with Adam are
 #: 4 million values.
 MAX_JSON_VALUES = 6_000_000
+#: The same of a manifest, and of a record of a log. 16 MB of hashes are 460,000 values.
+MAX_MANIFEST_VALUES = 500_000
 
 #: Version 1 has one hash for each file. Version 2 has one for each chunk of a file. Its trees may
 #: have arrays, and tensors of dtypes that safetensors does not have.
@@ -43,9 +46,6 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
-_OBJECT = 4
-#: A string, complete or not, or a character that begins or separates values.
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|([,\[{])', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,12 @@ class Manifest:
             },
         }
         data = sealed(fields)
-        if len(data) > MAX_MANIFEST_BYTES:
+        values = plain_files.json_values(data, MAX_MANIFEST_VALUES)
+        if len(data) > MAX_MANIFEST_BYTES or values > MAX_MANIFEST_VALUES:
             raise UsageError(
-                f"step {self.step}'s manifest would have {len(data)} bytes; expected at most "
-                f"{MAX_MANIFEST_BYTES}. Give fewer metrics and parts."
+                f"step {self.step}'s manifest would have {len(data)} bytes and {values} values; "
+                f"expected at most {MAX_MANIFEST_BYTES} and {MAX_MANIFEST_VALUES}. Give fewer "
+                "metrics and parts."
             )
         return data
 
@@ -149,7 +151,7 @@ class Manifest:
                 world_size=_count(fields["world_size"]),
                 commit=_count(fields["commit"]),
                 run=_count(fields.get("run", 1)),
-                time=_number(fields["time"]),
+                time=plain_files.seconds(_number(fields["time"])),
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
                 sum_order=_text(fields.get("sum_order", "")),
@@ -159,7 +161,7 @@ class Manifest:
                     for name, record in fields["files"].items()
                 },
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Damaged(NAME, f"it has wrong entries ({error})") from error
 
 
@@ -187,7 +189,7 @@ def unsealed(file: str, data: bytes, format: str, versions: Sequence[int]) -> di
         raise Damaged(
             file, "it does not match its own hash: it was changed, or another program wrote it"
         )
-    fields = parse_json(file, data)
+    fields = parse_json(file, data, MAX_MANIFEST_VALUES)
     if not isinstance(fields, dict) or fields.get("format") != format:
         raise Damaged(file, f"its format is not {format!r}")
     version = fields.get("version")
@@ -225,36 +227,23 @@ def check_part_name(name: str) -> str:
     )
 
 
-def json_values(data: bytes, limit: int) -> int:
-    """Estimate the number of values in JSON. An object counts as four, because of its memory.
+def parse_json(file: str, data: bytes, most_values: int | None = None) -> Any:
+    """Parse JSON strictly: no duplicate names in an object, no NaN.
 
     Args:
-        data: JSON, valid or not.
-        limit: counting may stop above this number.
-    """
-    rough = data.count(b",") + data.count(b"[") + _OBJECT * data.count(b"{")
-    if rough <= limit:
-        return rough
-    # Count exactly: ignore these characters inside strings.
-    count = 0
-    for token in _STRUCTURE.finditer(data):
-        found = token.group(1)
-        if found is not None:
-            count += _OBJECT if found == b"{" else 1
-            if count > limit:
-                break
-    return count
-
-
-def parse_json(file: str, data: bytes) -> Any:
-    """Parse JSON strictly: no duplicate names in an object, no NaN.
+        file: the name of the file, for errors.
+        data: its content.
+        most_values: the most values in it; default MAX_JSON_VALUES.
 
     Raises:
         Damaged: it is not valid.
     """
+    most = MAX_JSON_VALUES if most_values is None else most_values
     try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        return plain_files.parse_json(
+            data, most, object_pairs_hook=_unique, parse_constant=_no_constant
+        )
+    except ValueError as error:
         raise Damaged(file, f"it is not valid JSON ({error})") from error
 
 

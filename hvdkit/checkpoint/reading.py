@@ -333,12 +333,14 @@ def rank_tree(content: bytes) -> Tree:
     Raises:
         Damaged: it is not valid.
     """
-    return _check(manifest.RANKS, lambda: tree.decode(_parsed(manifest.RANKS, content), {}))
+    return _check(
+        manifest.RANKS, lambda: tree.decode(manifest.parse_json(manifest.RANKS, content), {})
+    )
 
 
 def _json(files: StepFiles, found: Manifest, name: str) -> Any:
     """Return the content of a JSON file."""
-    return _parsed(name, _content(files, found, name, manifest.MAX_JSON_BYTES))
+    return manifest.parse_json(name, _content(files, found, name, manifest.MAX_JSON_BYTES))
 
 
 def _content(files: StepFiles, found: Manifest, name: str, most: int) -> bytes:
@@ -351,12 +353,6 @@ def _content(files: StepFiles, found: Manifest, name: str, most: int) -> bytes:
     content = np.empty(size, np.uint8)
     _chunked(files, found, name).read(content, 0)
     return content.tobytes()
-
-
-def _parsed(name: str, content: bytes) -> Any:
-    if manifest.json_values(content, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
-        raise Damaged(name, f"it has too many values; expected at most {manifest.MAX_JSON_VALUES}")
-    return manifest.parse_json(name, content)
 
 
 def _ranks(files: StepFiles, found: Manifest) -> list[bytes]:
@@ -396,7 +392,7 @@ def _opened(found: Manifest, files: StepFiles) -> OpenCheckpoint:
 def _check(name: str, check: Callable[[], Result]) -> Result:
     try:
         return check()
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError) as error:
         raise Damaged(name, f"its content is not valid ({error})") from error
 
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from hvdkit.checkpoint import tensors
-from hvdkit.checkpoint.errors import CheckpointError, Damaged, printable
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import Retention
@@ -25,6 +25,7 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import Entry
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from hvdkit.plain_files import printable
 
 _PLAIN_STEP = 10  # percent between two plain lines
 
@@ -265,7 +266,8 @@ def _metrics(manifest: Manifest) -> str:
 
 
 def _pairs(values: Mapping[str, str]) -> str:
-    return printable(", ".join(f"{name} {value}" for name, value in values.items()))
+    text = ", ".join(f"{name} {value}" for name, value in values.items())
+    return printable(text, one_line=True)
 
 
 def _in_brackets(size: int) -> str:

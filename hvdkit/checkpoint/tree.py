@@ -234,7 +234,7 @@ def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
                 return tuple(items)
             return dict(items) if mark == "$dict" else Counter(dict(items))
         return _SCALARS[mark](content)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise ValueError(f"wrong content of {mark}: {_shortened(content)} ({error})") from error
 
 

@@ -27,6 +27,7 @@ from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, expect_ma
 from hvdkit.checkpoint.tensors import Content
 from hvdkit.core.progress import report_saved
 from hvdkit.errors import UsageError
+from hvdkit.plain_files import json_values
 
 _log = logging.getLogger(__name__)
 
@@ -398,7 +399,7 @@ def _json(name: str, content: Any, most: int) -> memoryview:
             f"{name} would have {len(data)} bytes; expected at most {most}. Keep large data in "
             "tensors."
         )
-    if manifest.json_values(data, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
+    if json_values(data, manifest.MAX_JSON_VALUES) > manifest.MAX_JSON_VALUES:
         raise UsageError(
             f"{name} would have more than {manifest.MAX_JSON_VALUES} values; expected fewer. Keep "
             "large data in tensors or NumPy arrays."

@@ -21,6 +21,7 @@ from typing import Any
 
 from hvdkit import record_files
 from hvdkit.core.recorder import FOLDER_VARIABLE
+from hvdkit.plain_files import read_json
 from hvdkit.whole_files import replacing
 
 _NOTES = record_files.NOTE.format("*")
@@ -136,5 +137,5 @@ def _notes(folder: Path) -> list[str]:
     texts = []
     for path in sorted(folder.glob(_NOTES)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            texts.append(str(json.loads(path.read_text())["text"]))
+            texts.append(str(read_json(path)["text"]))
     return texts

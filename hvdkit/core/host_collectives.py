@@ -7,12 +7,12 @@ sockets. Between hosts it can send them as 8-bit integers (`hvdkit/engine/source
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import MutableMapping
 from typing import Any
 
 from hvdkit.errors import UsageError
+from hvdkit.plain_files import parse_json
 
 #: The value `flat` turns shared memory off. If one rank has this value, it is off on all ranks.
 VARIABLE = "HVDKIT_COLLECTIVES"
@@ -91,7 +91,7 @@ class HostCollectives:
 def describe_sum_order(order: str) -> str:
     """Return a readable text about a result of `HostCollectives.sum_order`."""
     try:
-        fields = json.loads(order)
+        fields = parse_json(order)
         version, library, hosts = fields["version"], fields["library"], fields["hosts"]
         sizes = [len(ranks) for ranks in hosts]
         numbers = [rank for ranks in hosts for rank in ranks]

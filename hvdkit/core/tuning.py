@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import read_json
 from hvdkit.whole_files import check_writable, replacing
 
 _NAME = "hvdkit.autotune"
@@ -307,7 +308,7 @@ def entry_of(chosen: Candidate, seconds: Mapping[Candidate, Sequence[float]]) ->
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     if not isinstance(content, dict):
         raise TypeError("expected an object")
     return content

@@ -24,6 +24,7 @@ from typing import Any
 import platformdirs
 
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import read_json
 
 log = logging.getLogger("hvdkit.engine")
 
@@ -129,7 +130,7 @@ def lookup(key: str) -> Path | None:
 
 def _lookup(entry: Path) -> Path | None:
     try:
-        stored = json.loads((entry / "entry.json").read_text(encoding="utf-8"))
+        stored = read_json(entry / "entry.json")
         wheel = entry / Path(stored["wheel"]).name
         for path in (entry / "entry.json", wheel):
             if reason := _untrusted(path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import read_json
 
 #: The file in the `horovod` package that describes an engine of hvdkit.
 RECORD = "hvdkit_engine.json"
@@ -117,7 +117,7 @@ def _frameworks(package: Path) -> dict[str, str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -5,7 +5,6 @@ The ranks run this module: `python -m hvdkit.engine.smoke_test FRAMEWORK`.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from hvdkit import ranks
 from hvdkit.engine import describe, toolchain
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import read_json
 from hvdkit.processes import python_command
 
 SIZE = 2
@@ -119,7 +119,7 @@ def _device(gpu: int | None, name: str, cpu: str, reason: str) -> str:
 def _operations() -> str:
     """Return the GPU operations of the engine that this rank has loaded."""
     package = Path(sys.modules["horovod"].__file__ or "").parent
-    record = json.loads((package / describe.RECORD).read_text(encoding="utf-8"))
+    record = read_json(package / describe.RECORD)
     return str(record["gpu"])
 
 

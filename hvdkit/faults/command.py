@@ -28,7 +28,7 @@ from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import late_calls, long_waits
 from hvdkit.owned_folders import has_owner, is_own
-from hvdkit.plain_files import printable, read_json
+from hvdkit.plain_files import printable, rank_number, read_json, seconds
 from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes,
@@ -344,7 +344,7 @@ def _age(content: Any, found: Mapping[int, Record]) -> str:
                 f"present state. The ranks wrote these records {max(time.time() - last, 0):,.0f} s "
                 f"ago:"
             )
-        before = content["ended"] - last
+        before = seconds(content["ended"]) - last
         # A verdict may end a job long after the records, because ranks may save. `_reason` has a
         # line about a success.
         other = content["verdict"] or content["status"] == 0
@@ -368,8 +368,10 @@ def _network(content: Any) -> str:
 def _hosts(content: Any) -> list[str]:
     """Return the host of each rank, from the description of the start; empty if not known."""
     try:
-        return [name for name, count in content["hosts"].items() for _ in range(count)]
-    except (KeyError, TypeError, AttributeError):
+        hosts = {name: rank_number(count) for name, count in content["hosts"].items()}
+        rank_number(sum(hosts.values()))
+        return [name for name, count in hosts.items() for _ in range(count)]
+    except (KeyError, TypeError, ValueError, AttributeError):
         return []
 
 

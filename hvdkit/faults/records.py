@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import parse_json, read_text
+from hvdkit.plain_files import parse_json, rank_number, read_text, seconds, whole
 from hvdkit.record_files import RECORD
 
 #: The version of the format.
 VERSION = 1
 
 _FILE = re.compile(RECORD.format(r"(\d+)"))
-# Seconds, about 3,000 years: no clock shows a later time.
-_LONGEST = 1e11
 # Horovod's numbers of requests and data types (`common/message.h`).
 _OPERATIONS = (
     *("allreduce", "allgather", "broadcast", "join", "adasum", "alltoall", "barrier"),
@@ -163,20 +161,20 @@ def parse(text: str) -> Record:
                 f"the version of hvdkit that wrote it"
             )
         return Record(
-            rank=int(content["rank"]),
-            size=int(content["size"]),
+            rank=rank_number(content["rank"]),
+            size=rank_number(content["size"]),
             host=str(content["host"]),
-            pid=int(content["pid"]),
+            pid=whole(content["pid"]),
             reason=str(content["reason"]),
             time=seconds(content["time"]),
             limit=seconds(content["limit"]),
             error=str(content["error"]),
             failed=str(content["failed"]),
             groups={
-                int(group): [int(rank) for rank in ranks]
+                whole(group): [rank_number(each) for each in ranks]
                 for group, ranks in content["groups"].items()
             },
-            labels=dict(content["labels"]),
+            labels={part: str(text) for part, text in content["labels"].items()},
             calls=dict(_counts(content["calls"], content["groups"])),
             open=[_call(call) for call in content["open"]],
             done=[_call(call) for call in content["done"]],
@@ -217,39 +215,27 @@ def _counts(
     for key, value in content.items():
         if isinstance(value, dict):
             for name, count in value.items():
-                yield (int(key), name), int(count)
+                yield (whole(key), name), whole(count)
         else:
             # An earlier engine counted the calls of a name in all process sets together.
             for group in {"0", *groups}:
-                yield (int(group), key), int(value)
+                yield (whole(group), key), whole(value)
 
 
 def _call(content: Mapping[str, Any]) -> Call:
     ended = content["ended"]
     return Call(
         name=str(content["name"]),
-        number=int(content["call"]),
+        number=whole(content["call"]),
         operation=_named(_OPERATIONS, content["operation"]),
-        group=int(content["set"]),
+        group=whole(content["set"]),
         dtype=_named(_DTYPES, content["dtype"]),
-        bytes=int(content["bytes"]),
+        bytes=whole(content["bytes"]),
         enqueued=seconds(content["enqueued"]),
         ended=None if ended is None else seconds(ended),
         # Earlier engines did not write this field.
         line=str(content.get("line", "")),
     )
-
-
-def seconds(number: Any) -> float:
-    """Return a time or a duration that a file has.
-
-    Raises:
-        ValueError: it is no number, or no clock shows this time.
-    """
-    found = float(number)
-    if not abs(found) < _LONGEST:
-        raise ValueError(f"{found} s is not a time")
-    return found
 
 
 def _named(names: Sequence[str], number: int) -> str:

@@ -7,6 +7,7 @@ returns the hosts and slots of PBS, LSF and SGE, where ranks are started over ss
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,11 @@ from hvdkit.launch.hosts import Host, total_slots
 
 # Slurm's first step number for steps that srun did not start, such as the batch script.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+#: The most nodes of an allocation, and the most digits of a number in a node's name.
+MOST_NODES = 100_000
+_MOST_DIGITS = 18
+# Longer texts are cut in errors.
+_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def read(env: Mapping[str, str]) -> Allocation:
     return Allocation(
         hosts,
         {host: cpus.get(host.name, host.slots) for host in hosts},
-        int(per_task) if per_task.isdigit() else None,
+        int(per_task) if _is_number(per_task) else None,
         pins_gpus="SLURM_GPUS_PER_TASK" in env,
         inside_step=step,
     )
@@ -96,7 +102,11 @@ def read(env: Mapping[str, str]) -> Allocation:
 
 def _is_step(env: Mapping[str, str]) -> bool:
     number = env.get("SLURM_STEP_ID", "")
-    return number.isdigit() and int(number) < _FIRST_SPECIAL_STEP
+    return _is_number(number) and int(number) < _FIRST_SPECIAL_STEP
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,18}", text) is not None
 
 
 def _needed(env: Mapping[str, str], name: str) -> str:
@@ -114,33 +124,54 @@ def expand_nodes(text: str) -> list[str]:
     Raises:
         UsageError: the list is malformed.
     """
-    found = [name for part in _parts(text) for name in _names(part, text)]
+    # Commas within brackets do not separate nodes.
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text)
+    names = itertools.chain.from_iterable(_names(part, text) for part in parts)
+    found = list(itertools.islice(names, MOST_NODES + 1))
     if not found:
         raise UsageError("the node list is empty; expected e.g. node[01-04]")
+    if len(found) > MOST_NODES:
+        raise _too_many(text)
     return found
 
 
-def _parts(text: str) -> list[str]:
-    # Commas within brackets do not separate nodes.
-    return [part for part in re.split(r",(?![^\[]*\])", text) if part]
+def _too_many(text: str) -> UsageError:
+    return UsageError(
+        f"the node list is {_shortened(text)}, with more than {MOST_NODES:,} nodes; expected fewer"
+    )
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}…"
 
 
 def _names(part: str, text: str) -> Iterator[str]:
-    if not re.fullmatch(r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+", part):
+    if not re.fullmatch(r"(?:[\w.-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+", part):
         raise UsageError(
-            f"the node list is {text!r}, but {part!r} is not a node; expected e.g. node[01-04,7]"
+            f"the node list is {_shortened(text)}, but {_shortened(part)} is not a node; expected "
+            "e.g. node[01-04,7]"
         )
     pieces = re.split(r"\[([^\]]*)\]", part)
     choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    if math.prod(map(len, choices)) > MOST_NODES:
+        raise _too_many(text)
     return map("".join, itertools.product(*choices))
 
 
 def _numbers(ranges: str) -> list[str]:
-    found = []
+    found: list[str] = []
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
         width = len(first)
-        found += [f"{n:0{width}}" for n in range(int(first), int(last or first) + 1)]
+        if max(width, len(last)) > _MOST_DIGITS:
+            raise UsageError(
+                f"the node list has the number {_shortened(piece)}; expected at most "
+                f"{_MOST_DIGITS} digits"
+            )
+        numbers = range(int(first), int(last or first) + 1)
+        if len(found) + len(numbers) > MOST_NODES:
+            raise _too_many(ranges)
+        found += [f"{n:0{width}}" for n in numbers]
     return found
 
 
@@ -156,12 +187,14 @@ def expand_counts(text: str, variable: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        nodes = 0 if match is None else int(match[2] or 1)
+        if match is None or len(counts) + nodes > MOST_NODES:
             raise UsageError(
-                f"{variable} is {text!r}: expected a number for each node, such as 2(x3),1"
+                f"{variable} is {_shortened(text)}: expected a number for each node, such as "
+                f"2(x3),1, and at most {MOST_NODES:,} nodes"
             )
-        counts += [int(match[1])] * int(match[2] or 1)
+        counts += [int(match[1])] * nodes
     return counts
 
 

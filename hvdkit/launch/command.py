@@ -49,6 +49,7 @@ from hvdkit.launch.running import Runner, say
 from hvdkit.launch.slurm import Slurm
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 from hvdkit.launch.timeouts import Timeouts
+from hvdkit.plain_files import printable
 from hvdkit.signals import ignored
 
 _SHOWN_HOSTS = 8
@@ -128,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     plan = _plan(options, slurm_allocation)
     launcher = _launcher(plan, settings, options, slurm_allocation)
     if options.dry_run:
-        print(launcher.describe(say))
+        print(printable(launcher.describe(say)))
         return 0
     runner = Runner(options)
     if not options.restarts:
@@ -195,7 +196,7 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
         say=say,
     )
     if options.dry_run:
-        print(job.describe())
+        print(printable(job.describe()))
         return 0
     return job.start().status
 

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -167,8 +168,8 @@ def _shortened(text: str) -> str:
 
 
 def _checked(found: list[Host], where: str, expected: str) -> list[Host]:
-    names = [host.name for host in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    names = Counter(host.name for host in found)
+    twice = sorted(name for name, number in names.items() if number > 1)
     if twice:
         raise UsageError(f"{where}: {', '.join(twice)} {_NAMED_TWICE}")
     if not found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from hvdkit.launch.silent_hosts import describe_silent_hosts
 from hvdkit.launch.stalls import Stalls
 from hvdkit.launch.start_watch import LateRanks, StartWatch
 from hvdkit.launch.timeouts import Timeouts
+from hvdkit.plain_files import parse_json
 from hvdkit.signals import begin_to_note, handle_stop_signals, ignored
 
 _POLL_SECONDS = 0.1
@@ -244,7 +244,7 @@ class Job:
         """Keep the note of a rank that has called `hvd.shutdown()`, and send it to other hosts."""
         rank, content = message["rank"], message["content"]
         try:
-            self._ends.departed[rank] = str(json.loads(content)["text"])
+            self._ends.departed[rank] = str(parse_json(content)["text"])
         except (ValueError, KeyError, TypeError):
             self._ends.departed.pop(rank, None)  # it has started Horovod again
         for other in self._agents.connections:

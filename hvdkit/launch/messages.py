@@ -68,6 +68,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from hvdkit.plain_files import parse_json
+
 Message = dict[str, Any]
 
 #: The agent's first line. The output of a login shell's start-up files precedes it.
@@ -129,10 +131,7 @@ def decode(line: bytes) -> Message:
     Raises:
         ValueError: the line is not a message.
     """
-    try:
-        message = json.loads(line)
-    except RecursionError as error:
-        raise ValueError(f"{line!r} has too many brackets for a message") from error
+    message = parse_json(line)
     if not isinstance(message, dict) or "kind" not in message:
         raise ValueError(f"{line!r} is not a message")
     return message

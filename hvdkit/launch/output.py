@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 from hvdkit.errors import UsageError
 from hvdkit.launch import readers
 from hvdkit.launch.failures import TRACEBACK
+from hvdkit.plain_files import printable
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
 TAIL_LINES = 100
@@ -284,8 +285,7 @@ class _StatusLine:
             return
         self._at = now
         width = shutil.get_terminal_size().columns - 1
-        printable = "".join(c for c in text if c.isprintable())[:width]
-        self._write(_CLEAR + printable.encode())
+        self._write(_CLEAR + printable(text, one_line=True)[:width].encode())
         self._drawn = True
 
     def clear(self) -> None:

@@ -16,6 +16,7 @@ from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
+from hvdkit.plain_files import printable
 from hvdkit.signals import status_before_start
 
 #: `Launcher.run`.
@@ -110,7 +111,7 @@ def say(text: str) -> None:
     # Do not use sys.stderr, because a signal handler may call this during another write. Ignore
     # errors, because a closed terminal must not prevent the ranks from saving.
     with contextlib.suppress(OSError):
-        readers.write(2, f"hvdkit run: {text}\n".encode(errors="surrogateescape"))
+        readers.write(2, f"hvdkit run: {printable(text)}\n".encode())
 
 
 def _raise_file_limit(plan: Plan) -> None:

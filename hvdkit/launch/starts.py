@@ -18,10 +18,9 @@ import psutil
 import hvdkit
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError
-from hvdkit.faults.records import seconds
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan
-from hvdkit.plain_files import parse_json
+from hvdkit.plain_files import parse_json, rank_number, seconds, whole
 
 #: The version of the file. Readers refuse a newer one.
 VERSION = 1
@@ -139,16 +138,18 @@ def parse(text: str) -> Start:
                 f"expected at most {VERSION}. Update hvdkit"
             )
         ended, status = content["ended"], content["status"]
+        hosts = {str(name): rank_number(count) for name, count in content["hosts"].items()}
+        rank_number(sum(hosts.values()))
         host, pid, born = str(content["launcher"]).rsplit(" ", 2)
         return Start(
             command=tuple(str(word) for word in content["command"]),
             directory=str(content["directory"]),
-            hosts={str(name): int(count) for name, count in content["hosts"].items()},
-            launcher=f"{host} {int(pid)} {float(born):.2f}",
+            hosts=hosts,
+            launcher=f"{host} {whole(pid)} {seconds(born):.2f}",
             versions={str(name): str(each) for name, each in content["versions"].items()},
             began=seconds(content["began"]),
             ended=None if ended is None else seconds(ended),
-            status=None if status is None else int(status),
+            status=None if status is None else whole(status),
             reason=str(content["reason"]),
             failed=bool(content["failed"]),
             saved=bool(content["saved"]),

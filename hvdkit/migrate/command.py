@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hvdkit.errors import HvdkitError
 from hvdkit.migrate import files
+from hvdkit.plain_files import printable
 
 if TYPE_CHECKING:
     from hvdkit.migrate.project import Outcome
@@ -63,15 +64,16 @@ def run(options: Namespace) -> int:
     for path, outcome in outcomes.items():
         shown = found.shown[path]
         if options.diff:
-            # The bytes of the files, which the terminal's encoding may not have.
+            # The bytes of the files, for `patch`. A terminal gets no control characters.
+            shape = printable if sys.stdout.isatty() else str
             for line in _diff(shown, outcome):
-                sys.stdout.buffer.write(line.encode("utf-8", "surrogateescape"))
+                sys.stdout.buffer.write(shape(line).encode("utf-8", "surrogateescape"))
             for line in [*_by_hand(shown, outcome), *_notes(outcome)]:
-                print(line, file=out)
+                print(printable(line), file=out)
         else:
-            print(*_report(shown, outcome), sep="\n", end="\n\n")
+            print(printable("\n".join(_report(shown, outcome))), end="\n\n")
     for path, reason in {**found.unreadable, **failed}.items():
-        print(f"{path}: {reason}", file=out)
+        print(printable(f"{path}: {reason}"), file=out)
     left = sum(len(each.advice) for each in outcomes.values())
     changed = [path for path, each in outcomes.items() if each.before != each.after]
     done = len(changed) - len(failed)

@@ -47,7 +47,7 @@ class Imports:
     def _imported(self, path: Path, start: Path) -> Iterable[Path]:
         try:
             tree = ast.parse(self.text(path))
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             return
         places = {start, _root(path), *self._top}
         for node in ast.walk(tree):
@@ -77,5 +77,5 @@ def _root(path: Path) -> Path:
 def _files(start: Path, module: str) -> Iterable[Path]:
     place = start.joinpath(*module.split("."))
     for path in (place.with_name(place.name + ".py"), place / "__init__.py"):
-        if path.is_file():
+        if os.path.isfile(path):  # also for a name that is too long
             yield path.resolve()

@@ -24,6 +24,9 @@ from hvdkit.migrate.script import Remark, Script, imported_names
 _ATTRIBUTES = re.compile(r"\.(module|no_sync|require_backward_grad_sync)\b")
 _HOROVOD = re.compile(r"\b(horovod|hvdkit)\b")
 
+# The most levels of a syntax tree. A chain of 5,000 operators would take 0.75 GB.
+_MOST_LEVELS = 1000
+
 
 @dataclass
 class Outcome:
@@ -119,13 +122,13 @@ def _parse(texts: Mapping[Path, str], outcomes: dict[Path, Outcome]) -> dict[Pat
     scripts = {}
     for path, text in texts.items():
         try:
-            ast.parse(text)
+            _expect_few_levels(ast.parse(text))
             scripts[path] = Script(text)
         except cst.ParserSyntaxError as error:
             outcomes[path] = Outcome(text, text, advice=[_not_python(text, error.raw_line)])
         except SyntaxError as error:
             outcomes[path] = Outcome(text, text, advice=[_not_python(text, error.lineno or 1)])
-        except RecursionError:
+        except (RecursionError, MemoryError):  # Python's parser raises both
             deep = Remark(
                 1, "syntax", "expressions are nested too deeply, so the file is left alone"
             )
@@ -216,6 +219,16 @@ def _outcome(script: Script) -> Outcome:
         sorted(set(script.advice)),
         sorted(set(script.notes)),
     )
+
+
+def _expect_few_levels(tree: ast.AST) -> None:
+    """Raise RecursionError for a script whose tree LibCST would need much memory for."""
+    level: list[ast.AST] = [tree]
+    for _ in range(_MOST_LEVELS):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _not_python(text: str, number: int) -> Remark:

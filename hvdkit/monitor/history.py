@@ -34,12 +34,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.jsonl import VERSION
 from hvdkit.monitor.records import Record, Run, Slowest, Statistic
-from hvdkit.plain_files import parse_json
+from hvdkit.plain_files import open_regular, parse_json, rank_number, seconds, whole
+
+#: The longest line that is read, in characters.
+LONGEST_LINE = 1_000_000
 
 
 @dataclass
@@ -70,11 +74,12 @@ def read(path: str | os.PathLike[str]) -> History:
         HvdkitError: a newer hvdkit wrote it.
     """
     history = History()
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with open(open_regular(Path(path).resolve()), encoding="utf-8", errors="replace") as file:
+        # A longer line is read as several ones, which are not JSON.
+        while line := file.readline(LONGEST_LINE):
             try:
                 _add(history, parse_json(line), path)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 history.skipped += bool(line.strip())
     return history
 
@@ -85,17 +90,17 @@ def _add(history: History, line: Mapping[str, Any], path: str | os.PathLike[str]
         if version > VERSION:
             raise _newer(path, version)
         run = Run(
-            int(line["step"]),
-            float(line["time"]),
-            list(line["ranks"]),
-            int(line["every"]),
+            whole(line["step"]),
+            seconds(line["time"]),
+            [rank_number(each) for each in line["ranks"]],
+            whole(line["every"]),
             str(line["framework"]),
             tuple(str(name) for name in line.get("wire_formats", ())),
             str(line.get("host", "")),
             str(line.get("hvdkit", "")),
         )
         history.runs.append(run)
-        history.units.update(line["units"])
+        history.units.update((name, str(unit)) for name, unit in line["units"].items())
         history.void += [each for each in history.records if each.step > run.step]
         history.records = [each for each in history.records if each.step <= run.step]
     elif line["type"] == "record":
@@ -110,18 +115,18 @@ def _newer(path: str | os.PathLike[str], version: int) -> HvdkitError:
 
 
 def _record(line: Mapping[str, Any]) -> Record:
-    ranks = [int(rank) for rank in line["ranks"]]
+    ranks = [rank_number(each) for each in line["ranks"]]
     slowest = line["slowest"]
     return Record(
-        int(line["step"]),
-        int(line["steps"]),
-        float(line["time"]),
-        int(line["samples"]),
+        whole(line["step"]),
+        whole(line["steps"]),
+        seconds(line["time"]),
+        whole(line["samples"]),
         ranks,
         {name: _statistic(each, ranks) for name, each in line["metrics"].items()},
         slowest
         and Slowest(
-            int(slowest["rank"]),
+            rank_number(slowest["rank"]),
             float(slowest["seconds"]),
             float(slowest["median"]),
             str(slowest["section"]),
@@ -131,8 +136,8 @@ def _record(line: Mapping[str, Any]) -> Record:
 
 def _statistic(numbers: Mapping[str, Any], ranks: list[int]) -> Statistic:
     values = zip(ranks, numbers.get("by_rank", ()), strict=False)
-    by_rank = {rank: float(value) for rank, value in values if value is not None}
-    by_rank.update((int(rank), math.nan) for rank in numbers.get("nonfinite", ()))
+    by_rank = {place: float(value) for place, value in values if value is not None}
+    by_rank.update((rank_number(each), math.nan) for each in numbers.get("nonfinite", ()))
     mean, low, high = (
         None if numbers[key] is None else float(numbers[key]) for key in ("mean", "min", "max")
     )

@@ -6,11 +6,12 @@ for each tensor. Times are microseconds since the start time, which the first ev
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import parse_json
+from hvdkit.plain_files import json_items, open_regular, whole
 from hvdkit.profiling.events import (
     OWN,
     TIMELINE,
@@ -41,29 +42,22 @@ def read(path: Path, rank: int, begin: int, end: int, offset: int) -> list[Event
         HvdkitError: the file cannot be read, or is not a timeline.
     """
     try:
-        content = _parse(path.read_text(encoding="utf-8", errors="replace"))
-        start = next(
-            event["args"]["start_time_since_epoch_in_micros"]
-            for event in content
-            if "start_time_since_epoch_in_micros" in event.get("args", {})
-        )
-        return _convert(content, rank, int(start) * 1000 - offset, begin, end)
+        with open(open_regular(path.resolve()), encoding="utf-8", errors="replace") as file:
+            content = json_items(file)
+            start = next(
+                event["args"]["start_time_since_epoch_in_micros"]
+                for event in content
+                if "start_time_since_epoch_in_micros" in event.get("args", {})
+            )
+            return _convert(content, rank, whole(start) * 1000 - offset, begin, end)
     except OSError as error:
         raise HvdkitError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
         raise HvdkitError(f"{path} is not a timeline of Horovod ({error!r})") from error
 
 
-def _parse(text: str) -> list[dict[str, Any]]:
-    """Return the events; without the last one if Horovod has not written all of it."""
-    try:
-        return list(parse_json(text))
-    except ValueError:
-        return list(parse_json(text[: text.rindex("},") + 1] + "]"))
-
-
 def _convert(
-    content: list[dict[str, Any]], rank: int, start: int, begin: int, end: int
+    content: Iterable[dict[str, Any]], rank: int, start: int, begin: int, end: int
 ) -> list[Event]:
     names: dict[int, str] = {}
     open_phases: dict[int, list[tuple[str, int]]] = {}
@@ -71,13 +65,13 @@ def _convert(
     events: list[Event] = []
     pid = process_number(rank, TIMELINE)
     for event in content:
-        tensor, phase = int(event.get("pid", 0)), event.get("ph")
+        tensor, phase = whole(event.get("pid", 0)), event.get("ph")
         if phase == "M" and event["name"] == "process_name" and "name" in event["args"]:
             names[tensor] = event["args"]["name"]
             continue
         if phase not in ("B", "E") or OWN in names.get(tensor, ""):
             continue
-        time = start + int(event["ts"]) * 1000
+        time = start + whole(event["ts"]) * 1000
         phases = open_phases.setdefault(tensor, [])
         if phase == "B":
             phases.append((event["name"], time))

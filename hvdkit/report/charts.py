@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hvdkit.plain_files import printable
 from hvdkit.report import numbers
 from hvdkit.report.series import Point, reduced
 from hvdkit.report.theme import Theme
@@ -279,7 +280,7 @@ def _legend(axes: Any, theme: Theme) -> None:
 def _short_name(name: str) -> str:
     """Return a name that fits into a legend."""
     # matplotlib leaves out a name that begins with "_".
-    shown = "".join(c if c.isprintable() else "?" for c in name)
+    shown = printable(name, one_line=True)
     if len(shown) > _LONGEST_NAME:
         half = _LONGEST_NAME // 2
         shown = f"{shown[:half]}…{shown[-half:]}"

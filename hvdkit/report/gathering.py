@@ -18,7 +18,8 @@ from hvdkit.faults import command as faults
 from hvdkit.faults import start_folders
 from hvdkit.launch import starts
 from hvdkit.monitor import History, read
-from hvdkit.plain_files import parse_json, read_text
+from hvdkit.monitor.history import LONGEST_LINE
+from hvdkit.plain_files import open_regular, parse_json, read_text
 from hvdkit.report.numbers import count
 from hvdkit.report.training_run import StartFolder, TrainingRun
 
@@ -26,7 +27,6 @@ from hvdkit.report.training_run import StartFolder, TrainingRun
 _DEPTH = 4
 #: The most files and folders that are looked at.
 _MOST_NAMES = 50_000
-_LONGEST_LINE = 1_000_000
 
 _START_FOLDER = re.compile(r"(\d{8}-\d{6})(?:-\d+)?")
 _STEP_FOLDER = re.compile(r"(?:damaged-)?step-\d{12}\b.*")
@@ -149,8 +149,8 @@ def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
 def _is_metrics(path: Path) -> bool:
     """Return whether the first line is that of a `JSONLLogger`."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            line = parse_json(file.readline(_LONGEST_LINE))
+        with open(open_regular(path.resolve()), encoding="utf-8", errors="replace") as file:
+            line = parse_json(file.readline(LONGEST_LINE))
     except (OSError, ValueError):
         return False
     return isinstance(line, dict) and line.get("type") == "start" and "version" in line

@@ -26,6 +26,7 @@ from hvdkit.launch.network import (
     own_interfaces,
     source_address,
 )
+from hvdkit.plain_files import parse_json
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
 #: How long a rank waits until all ranks have called `hvd.init()`. Some may prepare data first.
@@ -48,9 +49,9 @@ def horovod_variables(timeout: timedelta = TIMEOUT) -> dict[str, str]:
     store = _store(rank, size, timeout)
     store.set(f"host.{rank}", json.dumps(_own_host()))
     if rank == 0:
-        hosts = [json.loads(_get(store, f"host.{each}", each, timeout)) for each in range(size)]
+        hosts = [parse_json(_get(store, f"host.{each}", each, timeout)) for each in range(size)]
         store.set("variables", json.dumps(_variables(hosts)))
-    return dict(json.loads(_get(store, "variables", 0, timeout))[rank])
+    return dict(parse_json(_get(store, "variables", 0, timeout))[rank])
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:

@@ -19,6 +19,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.flags import flag
 from hvdkit.launch import arguments, conflicts
 from hvdkit.launch.command import command_of
+from hvdkit.plain_files import printable
 from hvdkit.tune import batch_sizes, buckets
 from hvdkit.tune.trials import PLACEHOLDER, Result, Runner
 
@@ -165,7 +166,7 @@ def _for_run(options: Namespace) -> list[str]:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text), flush=True)
 
 
 # --- bucket size, wire format, flat or two-level ------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import tempfile
@@ -18,6 +17,7 @@ from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import start_folders
 from hvdkit.owned_folders import OwnedFolder
+from hvdkit.plain_files import parse_json, read_json
 from hvdkit.processes import ProcessGroup, python_command
 
 #: In a command, it stands for the batch size.
@@ -182,14 +182,14 @@ def _reports(logs: Path) -> list[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(trial.MARK):
                 with contextlib.suppress(ValueError):
-                    found.append(json.loads(line.removeprefix(trial.MARK)))
+                    found.append(parse_json(line.removeprefix(trial.MARK)))
     return found
 
 
 def _out_of_memory(logs: Path, limited: bool) -> str:
     """Return which rank had too little memory, and how it ended; empty if another thing failed."""
     try:
-        failure = json.loads((logs / start_folders.ERROR).read_text(encoding="utf-8"))
+        failure = read_json(logs / start_folders.ERROR)
     except (OSError, ValueError):
         return ""
     where = f"rank {failure['rank']} on {failure['host']}"

@@ -79,7 +79,7 @@ def leave_lease(folder, **changes):
     # As a writer does, so that a reader never finds a truncated file.
     descriptor = os.open(folder / lock.LEASE_FILE, os.O_WRONLY | os.O_CREAT)
     try:
-        os.pwrite(descriptor, json.dumps(lease).ljust(lock._MAX_LEASE_BYTES).encode(), 0)
+        os.pwrite(descriptor, json.dumps(lease).ljust(lock.MAX_BYTES).encode(), 0)
     finally:
         os.close(descriptor)
 

@@ -4,18 +4,20 @@ import dataclasses
 import itertools
 import os
 import random
+import secrets
 import signal
 import socket
 import threading
 import time
 import traceback
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import s3fs
 
-from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
+from hvdkit.checkpoint.errors import CheckpointError, Damaged, WriterConflict
 from hvdkit.checkpoint.lease import Lease
 from hvdkit.checkpoint.objects import bucket, files, listing, log, writing
 from hvdkit.checkpoint.objects.bucket import Bucket
@@ -214,7 +216,7 @@ def test_outdated_listings(on_s3, s3_proxy):
 def objects_of(place):
     """Return name -> content of all objects under a URL."""
     there = Bucket(str(place), {})
-    return {name: there.read(name) for name in there.sizes()}
+    return {name: there.read(name, size) for name, size in there.sizes().items()}
 
 
 @pytest.mark.parametrize("answer", ["unconditional", "501"])
@@ -254,7 +256,7 @@ def test_one_of_several_creates_an_object(place_on_server):
             contents = [f"{number} of writer {writer}".encode() for writer in range(len(buckets))]
             created = list(pool.map(create, buckets, [name] * len(buckets), contents))
             assert created.count(True) == 1
-            assert buckets[0].read(name) == contents[created.index(True)]
+            assert buckets[0].read(name, 1_000_000) == contents[created.index(True)]
 
 
 def test_the_check_for_conditional_writes_leaves_nothing(on_s3, s3_proxy):
@@ -569,7 +571,7 @@ def test_heartbeats_are_written_and_deleted(on_s3, impatient):
         (sign,) = signs
         seen = set()
         while len(seen) < 3:
-            seen.add(there.read(sign))
+            seen.add(there.read(sign, 10_000))
     assert there.sizes("writers") == {}
 
 
@@ -580,3 +582,19 @@ def test_a_step_stays_readable_from_its_listing(on_s3):
     with Store(str(on_s3)).newest_good(7) as opened:
         assert_holds(opened, 7)
     assert info.location.startswith(f"{on_s3}/steps/step-000000000007-")
+
+
+def test_a_record_of_the_log_that_would_fill_the_memory_is_not_read(caplog):
+    store = bucket.Bucket(f"memory://{secrets.token_hex(4)}/run", {})
+    assert log.append(store, log.Record(1, Lease.own(), (log.Listed("step-1", 1, 1),)))
+    store.write(log.name_of(2), b" " * 90_000_000)
+    tracemalloc.start()
+    try:
+        head = log.read_head(store)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert (head.number, head.steps) == (2, (log.Listed("step-1", 1, 1),))
+    assert "it has 90000000 bytes; expected at most 16000000" in caplog.text
+    with pytest.raises(Damaged, match="90000000 bytes"):
+        log.read(store, 2)

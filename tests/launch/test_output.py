@@ -232,9 +232,11 @@ def test_nothing_is_lost_if_the_stream_does_not_block(size, buffering):
     assert b"".join(received) == b"".join(b"[0] " + line + b"\n" for line in lines)
 
 
-def test_a_message_with_a_name_that_is_not_utf_8(capfdbinary):
-    say("/data/\udcff is full")
-    assert capfdbinary.readouterr().err == b"hvdkit run: /data/\xff is full\n"
+def test_a_message_has_no_control_characters(capfd):
+    say("/data/\udc9b is full:\n\x1b]0;x\x07 \x9b31m \u202e")
+    assert capfd.readouterr().err == (
+        "hvdkit run: /data/\ufffd is full:\n\ufffd]0;x\ufffd \ufffd31m \ufffd\n"
+    )
 
 
 def test_the_time_of_the_last_traceback(streams):

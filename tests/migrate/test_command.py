@@ -1,5 +1,6 @@
 """`hvdkit migrate`: its files, output and exit status."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -260,6 +261,30 @@ def test_an_unreadable_folder_is_reported(script, monkeypatch, capsys):
     monkeypatch.setattr(os, "scandir", fail)
     assert run(script.parent) == 1
     assert f"{folder}: Permission denied" in capsys.readouterr().out
+
+
+def test_control_characters_of_a_script_do_not_reach_a_terminal(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(OLD.replace("hvd.init()", 'hvd.init(); x = "\x1b]0;title\x07 \u202e"', 1))
+    reader, terminal = os.openpty()
+    for arguments in ([path], ["--diff", path]):
+        subprocess.run(
+            [sys.executable, "-m", "hvdkit", "migrate", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=terminal,
+            stderr=terminal,
+            timeout=60,
+            check=False,
+        )
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(reader, 65536):
+            shown += piece
+    os.close(reader)
+    assert b"train.py" in shown
+    assert b"\x1b" not in shown
+    assert "\u202e".encode() not in shown
 
 
 def test_a_form_feed_does_not_end_a_line_of_the_diff(script, capsys):

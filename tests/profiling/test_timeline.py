@@ -1,6 +1,7 @@
 """Horovod's timeline as events of a trace."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -55,7 +56,21 @@ def test_a_file_that_horovod_is_writing(tmp_path):
     assert len(spans_of(path)) == 3
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[{}]", "{", '[{"args": 3}]'])
+def test_a_timeline_of_any_length_in_little_memory(tmp_path):
+    other = ({"ph": "X", "name": "n" * 1000, "ts": number, "pid": 1} for number in range(30_000))
+    path = written(tmp_path, *other)
+    assert path.stat().st_size > 30_000_000
+    tracemalloc.start()
+    try:
+        assert len(spans_of(path)) == 3
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[{}]", "{", '[{"args": 3}]', "[" * 100_000, "[" + "1" * 3_000_000]
+)
 def test_a_file_that_is_no_timeline(tmp_path, text):
     path = tmp_path / "timeline.json"
     path.write_text(text)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from hvdkit.checkpoint.errors import CheckpointError
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.objects.content import Content
 from hvdkit.errors import UsageError
 
@@ -124,9 +124,25 @@ class Bucket:
         fs = self._file_system()
         return type(fs).__name__, self._root.strip("/"), repr(sorted(self._options.items()))
 
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes | None:
-        """Return an object's content, or its bytes from `start` to `end`; None if it is missing."""
-        size = 0 if start is None or end is None else end - start
+    def read(self, name: str, most: int, size: int | None = None) -> bytes | None:
+        """Return an object's content; None if it is missing.
+
+        Args:
+            name: of the object.
+            most: bytes. A larger object is not read, because it could fill the memory.
+            size: its size in bytes, if it is known and no process changes it.
+
+        Raises:
+            Damaged: it has more than `most` bytes.
+        """
+        size = self.size(name) if size is None else size
+        if size is not None and size > most:
+            raise Damaged(name, f"it has {size} bytes; expected at most {most}")
+        # A range of no bytes is an error.
+        return self._read_range(name, 0, most) if size else None if size is None else b""
+
+    def _read_range(self, name: str, start: int, end: int) -> bytes | None:
+        """Return an object's bytes from `start` to `end`, if it has them; None if it is missing."""
         # Without this argument, s3fs first requests the size.
         how: dict[str, Any] = (
             {"max_concurrency": 1} if "max_concurrency" in self._parameters("cat_file") else {}
@@ -136,7 +152,7 @@ class Bucket:
                 *("read", name, "cat_file", self._path(name)),
                 start=start,
                 end=end,
-                size=size,
+                size=end - start,
                 **how,
             )
         except FileNotFoundError:
@@ -146,7 +162,7 @@ class Bucket:
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
         """Read several byte ranges at the same time; None if the object is missing."""
         if not self._is_asynchronous():
-            found = [self.read(name, start, end) for start, end in ranges]
+            found = [self._read_range(name, start, end) for start, end in ranges]
             return None if None in found else [each for each in found if each is not None]
         paths = [self._path(name)] * len(ranges)
         starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
@@ -218,10 +234,10 @@ class Bucket:
                 if _is_lasting(error):
                     raise
                 # The object exists; or the reply to this request, or to an earlier one, was lost.
-                there = self.read(name)
-                if there is None:
+                size = self.size(name)
+                if size is None:
                     raise
-                return there == data
+                return size == len(data) and self.read(name, size) == data
             return True
 
         try:
@@ -310,7 +326,8 @@ class Bucket:
             FileNotFoundError: the object is missing.
         """
         if self._kind == "azure":
-            content = self.read(name)
+            size = self.size(name)
+            content = None if size is None else self.read(name, size)
             if content is None:
                 raise FileNotFoundError(name)
             self._put(new, content)

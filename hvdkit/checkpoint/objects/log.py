@@ -20,6 +20,7 @@ from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.lease import Lease
 from hvdkit.checkpoint.objects.bucket import Bucket
+from hvdkit.plain_files import whole
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Record:
         fields = manifest.unsealed(name, data, _FORMAT, (_VERSION,))
         try:
             return cls(
-                int(fields["number"]),
+                whole(fields["number"]),
                 Lease.from_fields(fields["writer"]),
                 tuple(_listed(each) for each in fields["steps"]),
                 bool(fields["open"]),
@@ -124,24 +125,30 @@ def read_head(bucket: Bucket) -> Head:
         CheckpointError: the log cannot be read, or none of its records is valid.
     """
     for _ in range(_LIST_ATTEMPTS):
-        names = bucket.sizes("log")
-        numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        sizes = bucket.sizes("log")
+        numbers = sorted(int(match[1]) for name in sizes if (match := _NAME.fullmatch(name)))
         if not numbers:
             # The listing may be outdated and lack the first record.
-            if bucket.read(name_of(1)) is None:
+            if bucket.size(name_of(1)) is None:
                 return Head()
             numbers = [1]
-        while bucket.read(name_of(numbers[-1] + 1)) is not None:
+        listed = len(numbers)
+        while bucket.size(name_of(numbers[-1] + 1)) is not None:
             numbers.append(numbers[-1] + 1)
+            if len(numbers) > listed + KEPT_RECORDS:
+                raise CheckpointError(
+                    f"{bucket.url} has more than {KEPT_RECORDS} records in its log that are not "
+                    f"listed; expected fewer, because older ones are deleted. Check the address: a "
+                    f"proxy may answer in place of the store."
+                )
         problem: CheckpointError | None = None
         for number in reversed(numbers):
-            content = bucket.read(name_of(number))
-            if content is None:
-                continue
             try:
-                record = Record.from_bytes(name_of(number), content)
+                record = _read(bucket, number, sizes.get(name_of(number)))
             except Damaged as error:
                 problem = problem or error
+                continue
+            if record is None:
                 continue
             if problem is not None:
                 _log.warning(
@@ -166,8 +173,13 @@ def read(bucket: Bucket, number: int) -> Record | None:
         Damaged: the record is damaged.
         CheckpointError: the record cannot be read.
     """
-    content = bucket.read(name_of(number))
-    return None if content is None else Record.from_bytes(name_of(number), content)
+    return _read(bucket, number)
+
+
+def _read(bucket: Bucket, number: int, size: int | None = None) -> Record | None:
+    name = name_of(number)
+    content = bucket.read(name, manifest.MAX_MANIFEST_BYTES, size)
+    return None if content is None else Record.from_bytes(name, content)
 
 
 def append(bucket: Bucket, record: Record) -> bool:
@@ -202,4 +214,4 @@ def _listed(fields: dict[str, Any]) -> Listed:
     name = fields["name"]
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9-]{1,100}", name):
         raise ValueError(f"{name!r:.40} is not the name of a step")
-    return Listed(name, int(fields["step"]), int(fields["run"]))
+    return Listed(name, whole(fields["step"]), whole(fields["run"]))

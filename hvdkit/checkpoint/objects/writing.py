@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 from hvdkit.checkpoint.chunks import ChunkHasher, FileRecord
 from hvdkit.checkpoint.errors import CheckpointError, Damaged, WriterConflict
-from hvdkit.checkpoint.lease import Lease, conflict, taken_over, wait_for_death
+from hvdkit.checkpoint.lease import MAX_BYTES, Lease, conflict, taken_over, wait_for_death
 from hvdkit.checkpoint.objects import listing, log
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.objects.content import Content
@@ -343,7 +343,7 @@ class ObjectWriter:
 
         def read() -> bytes | None:
             nonlocal found
-            content = self._bucket.read(_heartbeat_object(writer))
+            content = self._bucket.read(_heartbeat_object(writer), MAX_BYTES)
             found = found or content is not None
             return content if found else b""
 

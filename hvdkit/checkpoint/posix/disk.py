@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.plain_files import open_regular
 
 #: Called before each operation with its name and the file's name. For tests: it may raise an error
 #: in place of the system, or end the process.
@@ -186,17 +187,12 @@ def open_plain(name: str, parent: int) -> tuple[int, int]:
         CheckpointError: it cannot be opened now; it may be intact.
     """
     with reading(name):
-        # O_NONBLOCK: opening a pipe must not wait for a process that writes to it.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = _tried(lambda: os.open(name, flags, dir_fd=parent))
-        status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(descriptor)
-        raise Damaged(name, "it is not a regular file")
+        descriptor = _tried(lambda: open_regular(name, parent))
+        size = os.fstat(descriptor).st_size
     with contextlib.suppress(OSError):
         # Let the kernel read further ahead: large files are read sequentially.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    return descriptor, status.st_size
+    return descriptor, size
 
 
 def read_into(descriptor: int, out: np.ndarray, offset: int, name: str) -> None:

@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
-from hvdkit.checkpoint.lease import Lease, conflict, taken_over, wait_for_death
+from hvdkit.checkpoint.lease import MAX_BYTES, Lease, conflict, taken_over, wait_for_death
+from hvdkit.plain_files import open_regular
 
 LOCK_FILE, LEASE_FILE = ".lock", ".writer"
 
@@ -30,8 +31,6 @@ _log = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 #: Seconds without a heartbeat after which a writer is considered dead.
 LEASE_TIMEOUT_SECONDS = 20.0
-
-_MAX_LEASE_BYTES = 4096
 
 #: Device and inode of the folders that this process writes to.
 _held: set[tuple[int, int]] = set()
@@ -179,7 +178,7 @@ class FolderLock:
     def _write_lease(self, flags: int = 0) -> None:
         self._beats += 1
         # All leases have one length, so that no bytes of an older one remain.
-        content = self.lease.to_bytes(self._beats).ljust(_MAX_LEASE_BYTES)
+        content = self.lease.to_bytes(self._beats).ljust(MAX_BYTES)
         # Open and close the file each time: NFS shows a change to other hosts after the close.
         descriptor = os.open(
             LEASE_FILE, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666, dir_fd=self._folder
@@ -206,10 +205,10 @@ class FolderLock:
 
 def _read_lease(folder: int) -> bytes | None:
     try:
-        descriptor = os.open(LEASE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        descriptor = open_regular(LEASE_FILE, folder)
     except FileNotFoundError:
         return None
     try:
-        return os.pread(descriptor, _MAX_LEASE_BYTES, 0)
+        return os.pread(descriptor, MAX_BYTES, 0)
     finally:
         os.close(descriptor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.launch.keeper import KeptGroup
 from hvdkit.launch.spares.command import recognise
 from hvdkit.launch.spares.spare import Spare
+from hvdkit.plain_files import read_json
 from hvdkit.processes import StartedProcess
 
 #: Seconds after the last report of a rank's modules, so that the job trains before spares start.
@@ -169,8 +169,8 @@ class SparePool:
 
     def _read_reports(self, folder: Path, now: float) -> None:
         for slot in self._slots:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-                found = json.loads((folder / file_name(slot.rank)).read_text())
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found = read_json(folder / file_name(slot.rank))
                 # A script can write anything to this file, so accept only these modules.
                 groups: list[Mapping[str, Any]] = [
                     {name: dict(group[name]) for name in ("modules", "variables")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -362,7 +363,7 @@ def _module_here(name: str) -> str | None:
 
 def _source(place: Path) -> Path | None:
     for path in (place.with_suffix(".py"), place / "__init__.py"):
-        if path.is_file():
+        if os.path.isfile(path):  # also for a name that is too long
             return path
     return None
 

@@ -6,14 +6,18 @@ manifests/base/kubeflow.org_mpijobs.yaml in HVDKIT_MPIJOB_CRD.
 """
 
 import os
+import re
 from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from hvdkit.cli import main
+from hvdkit.launch.generate.kubernetes import pod as generated_pod
 from hvdkit.launch.hosts import Host, read_hostfile
 from hvdkit.launch.timeouts import Timeouts
 
@@ -94,6 +98,12 @@ def generate(tmp_path):
     return text
 
 
+def mpi_job_of(text):
+    policy, job = yaml.safe_load_all(text)
+    assert policy["kind"] == "NetworkPolicy"
+    return job
+
+
 def pods(job):
     return {name: spec["template"] for name, spec in job["spec"]["mpiReplicaSpecs"].items()}
 
@@ -105,7 +115,7 @@ def container(job, role):
 
 @JOBS
 def test_the_operators_part_fits_its_description(generate, arguments):
-    jsonschema.validate(yaml.safe_load(generate(*arguments)), MPI_JOB)
+    jsonschema.validate(mpi_job_of(generate(*arguments)), MPI_JOB)
 
 
 @JOBS
@@ -116,20 +126,55 @@ def test_the_whole_job_fits_the_operators_schema(generate, arguments):
         for version in yaml.safe_load(Path(CRD).read_text())["spec"]["versions"]
         if version["name"] == "v2beta1"
     )
-    job = yaml.safe_load(generate(*arguments))
+    job = mpi_job_of(generate(*arguments))
     jsonschema.validate(job, version["schema"]["openAPIV3Schema"])
 
 
 @JOBS
 @pytest.mark.parametrize("role", ["Launcher", "Worker"])
 def test_the_pods_fit_the_schema_of_kubernetes(generate, arguments, role):
-    job = yaml.safe_load(generate(*arguments))
+    job = mpi_job_of(generate(*arguments))
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **pods(job)[role]}
     kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
+@JOBS
+def test_only_the_jobs_pods_can_connect_to_its_pods(generate, arguments):
+    policy, job = yaml.safe_load_all(generate(*arguments))
+    kubernetes_validate.validate(policy, kubernetes_validate.latest_version(), strict=True)
+    # mpi-operator gives each pod of a job this label.
+    pods = {"podSelector": {"matchLabels": {"training.kubeflow.org/job-name": name_of(job)}}}
+    assert policy["spec"] == {
+        **pods,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [pods]}],
+    }
+    assert policy["metadata"].get("namespace") == job["metadata"].get("namespace")
+
+
+def name_of(document):
+    return document["metadata"]["name"]
+
+
+def expanded(word, variables):
+    """Return an argument as Kubernetes passes it on: `$$` is `$`, `$(NAME)` is a variable."""
+    return re.sub(
+        r"\$(\$|\(([^)]*)\))",
+        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
+        word,
+    )
+
+
+@given(words=st.lists(st.text("$()A b", max_size=8), min_size=1))
+@example(words=["$(HVDKIT_JOB_KEY)", "$$(A)", "$HOME", "cost: 5$$"])
+def test_arguments_reach_the_script_as_they_are(words):
+    spec = generated_pod.pod({"args": words})
+    args = spec["containers"][0]["args"]
+    assert [expanded(word, {"A": "x", "HVDKIT_JOB_KEY": "key"}) for word in args] == words
+
+
 def test_the_schema_of_kubernetes_finds_a_wrong_name(generate):
-    pod = pods(yaml.safe_load(generate(*SMALL)))["Worker"]
+    pod = pods(mpi_job_of(generate(*SMALL)))["Worker"]
     pod["spec"]["containers"][0]["securityContexts"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="securityContexts"):
         kubernetes_validate.validate(
@@ -140,7 +185,7 @@ def test_the_schema_of_kubernetes_finds_a_wrong_name(generate):
 
 
 def test_one_rank_per_gpu(generate):
-    job = yaml.safe_load(generate(*SMALL, "--workers", "2", "--gpus-per-worker", "4"))
+    job = mpi_job_of(generate(*SMALL, "--workers", "2", "--gpus-per-worker", "4"))
     assert job["spec"]["slotsPerWorker"] == 4
     assert job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
     resources = container(job, "Worker")["resources"]
@@ -150,7 +195,7 @@ def test_one_rank_per_gpu(generate):
 
 
 def test_the_launcher_waits_for_workers_whose_ssh_server_answers(generate):
-    job = yaml.safe_load(generate(*SMALL))
+    job = mpi_job_of(generate(*SMALL))
     assert job["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
     worker = container(job, "Worker")
     port = worker["readinessProbe"]["tcpSocket"]["port"]
@@ -161,16 +206,17 @@ def test_the_launcher_waits_for_workers_whose_ssh_server_answers(generate):
 
 
 def test_no_container_has_root_privileges(generate):
-    job = yaml.safe_load(generate(*LARGE))
+    job = mpi_job_of(generate(*LARGE))
     for role, pod in pods(job).items():
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
         assert pod["spec"]["securityContext"]["runAsUser"] != 0
+        assert pod["spec"]["automountServiceAccountToken"] is False
         assert container(job, role)["securityContext"]["allowPrivilegeEscalation"] is False
         assert container(job, role)["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
 def test_shared_memory_and_checkpoints_are_volumes(generate):
-    job = yaml.safe_load(generate(*LARGE))
+    job = mpi_job_of(generate(*LARGE))
     volumes = {volume["name"]: volume for volume in pods(job)["Worker"]["spec"]["volumes"]}
     mounts = {m["mountPath"]: m["name"] for m in container(job, "Worker")["volumeMounts"]}
     assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
@@ -181,7 +227,7 @@ def test_shared_memory_and_checkpoints_are_volumes(generate):
 
 def test_workers_use_the_requested_nodes(generate):
     nodes = ("--node-selector", "example.com/pool=h100", "--node-selector", "spot=")
-    pod = pods(yaml.safe_load(generate(*SMALL, *nodes, "--rdma", "rdma/hca_a=2")))
+    pod = pods(mpi_job_of(generate(*SMALL, *nodes, "--rdma", "rdma/hca_a=2")))
     assert pod["Worker"]["spec"]["nodeSelector"] == {"example.com/pool": "h100", "spot": ""}
     resources = pod["Worker"]["spec"]["containers"][0]["resources"]
     assert resources["requests"]["rdma/hca_a"] == resources["limits"]["rdma/hca_a"] == "2"
@@ -204,7 +250,7 @@ def test_workers_use_the_requested_nodes(generate):
     ],
 )
 def test_workers_tolerate_taints(generate, given, toleration):
-    job = yaml.safe_load(generate(*SMALL, "--toleration", given, "--toleration", "other"))
+    job = mpi_job_of(generate(*SMALL, "--toleration", given, "--toleration", "other"))
     found = pods(job)["Worker"]["spec"]["tolerations"]
     assert found == [
         {"key": "nvidia.com/gpu"} | toleration,
@@ -214,7 +260,7 @@ def test_workers_tolerate_taints(generate, given, toleration):
 
 
 def test_a_job_that_saved_and_stopped_is_restarted(generate):
-    job = yaml.safe_load(generate(*LARGE))
+    job = mpi_job_of(generate(*LARGE))
     assert job["spec"]["runPolicy"]["backoffLimit"] == 5
     assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
     grace = pods(job)["Launcher"]["spec"]["terminationGracePeriodSeconds"]
@@ -223,9 +269,9 @@ def test_a_job_that_saved_and_stopped_is_restarted(generate):
 
 def test_hvdkit_run_accepts_the_command(generate, monkeypatch, capsys):
     command = ("python", "train.py", "--name", "a b", "$HOME")
-    args = container(
-        yaml.safe_load(generate(*SMALL, "--restarts", "5", command=command)), "Launcher"
-    )["args"]
+    args = container(mpi_job_of(generate(*SMALL, "--restarts", "5", command=command)), "Launcher")[
+        "args"
+    ]
     assert args[-5:] == list(command)
     taken = []
     monkeypatch.setattr("hvdkit.launch.command.run", lambda options: taken.append(options) or 0)
@@ -256,7 +302,7 @@ def test_comments_stand_above_their_keys(generate):
     [("train.py", "train"), ("src/Fine_Tune.py", "fine-tune"), ("2024.py", "job")],
 )
 def test_the_job_has_the_name_of_its_script(generate, script, name):
-    job = yaml.safe_load(generate(*SMALL, command=("python", script)))
+    job = mpi_job_of(generate(*SMALL, command=("python", script)))
     assert job["metadata"]["name"] == name
 
 

@@ -144,7 +144,7 @@ def validate(document):
 @SIZES
 def test_service_and_job_fit_the_schemas_of_kubernetes(generate, arguments):
     documents = generate("job", *arguments).documents
-    assert list(documents) == ["Service", "Job"]
+    assert list(documents) == ["Service", "NetworkPolicy", "Job"]
     for document in documents.values():
         validate(document)
 
@@ -152,7 +152,8 @@ def test_service_and_job_fit_the_schemas_of_kubernetes(generate, arguments):
 @SIZES
 def test_the_job_set_fits_its_description(generate, arguments):
     generated = generate("jobset", *arguments)
-    assert list(generated.documents) == ["JobSet"]
+    assert list(generated.documents) == ["NetworkPolicy", "JobSet"]
+    validate(generated.documents["NetworkPolicy"])
     jsonschema.validate(generated.top, JOB_SET)
     validate({"apiVersion": "batch/v1", "kind": "Job", **generated.job})
 
@@ -196,6 +197,17 @@ def test_the_service_names_the_pods_of_the_job(generate):
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+@KINDS
+def test_only_the_jobs_pods_can_connect_to_its_pods(generate, kind):
+    generated = generate(kind, *LARGE)
+    policy = generated.documents["NetworkPolicy"]
+    # Kubernetes and JobSet give each pod such a label.
+    label = {"job": "job-name", "jobset": "jobset.sigs.k8s.io/jobset-name"}[kind]
+    pods = {"podSelector": {"matchLabels": {label: generated.top["metadata"]["name"]}}}
+    assert policy["spec"] == {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}
+    assert policy["metadata"]["namespace"] == "research"
 
 
 def test_job_set_makes_the_service_itself(generate):
@@ -246,8 +258,10 @@ def test_the_key_comes_from_the_secret_that_the_head_creates(generate, kind, arg
     (variable,) = generated.container["env"]
     source = {"secretKeyRef": {"name": secret, "key": "key"}}
     assert variable == {"name": "HVDKIT_JOB_KEY", "valueFrom": source}
-    create = f"kubectl create secret generic {secret} --from-literal=key=$(openssl rand -hex 16)"
-    assert create in generated.text
+    # Not in an argument, which other users of this machine can read.
+    create = f"kubectl create secret generic {secret} --from-file=key=/dev/stdin"
+    assert f"openssl rand -hex 16 | {create}" in generated.text
+    assert f"kubectl delete secret {secret}" in generated.text
 
 
 @KINDS
@@ -308,9 +322,15 @@ def test_a_pod_has_what_a_worker_of_an_mpijob_has(generate, capsys, kind):
     generated = generate(kind, *LARGE)
     arguments = [given for given in LARGE if given not in ("--key-secret", "mine")]
     assert main(["generate", "kubernetes", *arguments, "python", "train.py"]) == 0
-    mpi_job = yaml.safe_load(capsys.readouterr().out)
+    _, mpi_job = yaml.safe_load_all(capsys.readouterr().out)
     worker = mpi_job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
-    for field in ("securityContext", "volumes", "nodeSelector", "tolerations"):
+    for field in (
+        "automountServiceAccountToken",
+        "securityContext",
+        "volumes",
+        "nodeSelector",
+        "tolerations",
+    ):
         assert generated.pod[field] == worker[field]
     for field in ("securityContext", "resources", "volumeMounts"):
         assert generated.container[field] == worker["containers"][0][field]

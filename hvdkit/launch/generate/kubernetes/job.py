@@ -23,6 +23,7 @@ from hvdkit.launch.generate.kubernetes.pod import (
     GRACE_COMMENT,
     JOB_START_SECONDS,
     grace,
+    network_policy,
     rank_pod,
     rank_pod_comments,
     resume_comment,
@@ -50,26 +51,28 @@ def head(options: argparse.Namespace) -> str:
 
 
 def documents(options: argparse.Namespace) -> list[Document]:
-    """Return the Service and the Job.
+    """Return the Service, the NetworkPolicy and the Job.
 
     Raises:
         UsageError: an option is malformed.
     """
     return [
         Document(_service(options), _service_comments(options)),
+        network_policy(metadata(options), {"job-name": job_name(options)}),
         Document(_job(options), _job_comments(options)),
     ]
 
 
 def usage(options: argparse.Namespace, job: str) -> str:
     """Return the lines of the head with the commands to start, watch and end the Job `job`."""
-    create = f"{kubectl(options)} create secret generic {_secret(options)}"
+    secret = f"secret generic {_secret(options)} --from-file={_SECRET_KEY}=/dev/stdin"
     logs = f"{kubectl(options)} logs -f --tail=-1 -l job-name={job}"
     return f"""\
-#   once    {create} --from-literal={_SECRET_KEY}=$(openssl rand -hex 16)
+#   key     openssl rand -hex 16 | {kubectl(options)} create {secret}
 #   start   kubectl apply -f FILE
 #   watch   {logs},batch.kubernetes.io/job-completion-index=0
-#   end     kubectl delete -f FILE
+#   end     kubectl delete -f FILE; {kubectl(options)} delete secret {_secret(options)}
+# The key belongs to this job alone: whoever can read the Secret can join the job.
 # The log of pod 0 (job-completion-index=0) has the output of all ranks. In a job of more than
 # {SHOWN_RANKS} ranks, it has only that of rank 0, unless `hvdkit run` gets --all-output. The log of
 # any other pod has the output of its own ranks.
@@ -137,8 +140,8 @@ def node_pod_comments(options: argparse.Namespace) -> Comments:
             "all ranks. Pods wait for each other up to --start-timeout seconds."
         ),
         ("containers", 0, "env"): (
-            "The pods prove to each other that they know this key. A pod waits until the Secret "
-            "exists."
+            "The pods prove to each other that they know this key, which no other job has. A pod "
+            "waits until the Secret exists."
         ),
         **rank_pod_comments(options),
     }

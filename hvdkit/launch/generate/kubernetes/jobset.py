@@ -21,14 +21,18 @@ from hvdkit.launch.generate.kubernetes.job import (
 )
 from hvdkit.launch.generate.kubernetes.metadata import (
     job_name,
+    metadata,
     queued,
     suspended,
     suspended_comment,
 )
-from hvdkit.launch.generate.kubernetes.pod import resume_comment
+from hvdkit.launch.generate.kubernetes.pod import network_policy, resume_comment
 
 #: The name of the replicated job. JobSet names its only Job NAME-worker-0.
 _REPLICATED = "worker"
+
+#: The label of a JobSet's pods.
+_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 #: JobSet refuses a name that is too long for the random suffix of a pod.
 _SUFFIX = "-abcde"
@@ -47,12 +51,15 @@ def head(options: argparse.Namespace) -> str:
 
 
 def documents(options: argparse.Namespace) -> list[Document]:
-    """Return the JobSet.
+    """Return the NetworkPolicy and the JobSet.
 
     Raises:
         UsageError: an option is malformed.
     """
-    return [Document(_job_set(options), _comments(options))]
+    return [
+        network_policy(metadata(options), {_LABEL: job_name(options)}),
+        Document(_job_set(options), _comments(options)),
+    ]
 
 
 def _child(options: argparse.Namespace) -> str:

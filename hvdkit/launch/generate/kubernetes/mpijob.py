@@ -14,6 +14,7 @@ from hvdkit.launch.generate.kubernetes.commented_yaml import Comments, Document,
 from hvdkit.launch.generate.kubernetes.metadata import (
     job_name,
     kubectl,
+    metadata,
     queued,
     suspended,
     suspended_comment,
@@ -22,6 +23,7 @@ from hvdkit.launch.generate.kubernetes.pod import (
     GRACE_COMMENT,
     START_SECONDS,
     grace,
+    network_policy,
     pod,
     rank_pod,
     rank_pod_comments,
@@ -33,6 +35,9 @@ from hvdkit.launch.generate.options import restarts
 #: The port of the ssh server in the images of `docker/`, and their user's home.
 _PORT = 2222
 _HOME = "/home/hvdkit"
+
+#: The label of an MPIJob's pods.
+_LABEL = "training.kubeflow.org/job-name"
 
 #: The path at which the operator mounts the file with the workers' names and slots.
 _HOSTFILE = "/etc/mpi/hostfile"
@@ -56,7 +61,7 @@ def head(options: argparse.Namespace) -> str:
 
 
 def documents(options: argparse.Namespace) -> list[Document]:
-    """Return the MPIJob.
+    """Return the NetworkPolicy and the MPIJob.
 
     Raises:
         UsageError: an option does not fit this kind, or is malformed.
@@ -67,7 +72,10 @@ def documents(options: argparse.Namespace) -> list[Document]:
             "mpi-operator makes the job's ssh key. Leave --key-secret out, or choose --kind job "
             "or jobset"
         )
-    return [Document(_mpi_job(options), _comments(options))]
+    return [
+        network_policy(metadata(options), {_LABEL: job_name(options)}),
+        Document(_mpi_job(options), _comments(options)),
+    ]
 
 
 def _mpi_job(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.generate.kubernetes.commented_yaml import Comments
+from hvdkit.launch.generate.kubernetes.commented_yaml import Comments, Document
 from hvdkit.launch.timeouts import Timeouts
 
 #: The folder for checkpoints in the images of `docker/`.
@@ -38,6 +38,9 @@ _POD_SECURITY = {
 }
 _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
+# In arguments, Kubernetes replaces `$(NAME)` by a variable, and `$$` by `$`.
+_BEFORE_REFERENCE = re.compile(r"\$(?=[$(])")
+
 # Kubernetes' syntax of labels, taints and extended resources.
 _WORD = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _DOMAIN = rf"{_WORD}(\.{_WORD})*"
@@ -50,9 +53,44 @@ _DEVICES = re.compile(rf"(?P<resource>{_DOMAIN}/{_LABEL})=(?P<count>[1-9][0-9]*)
 
 
 def pod(container: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec of a pod with one container, without privileges."""
-    confined = {**container, "securityContext": _CONTAINER_SECURITY}
-    return {"securityContext": _POD_SECURITY, "containers": [confined]}
+    """Return the spec of a pod with one container, without privileges.
+
+    Args:
+        container: the container. Kubernetes passes its `args` on as they are, also a `$(NAME)`.
+    """
+    arguments = [_BEFORE_REFERENCE.sub("$$", word) for word in container["args"]]
+    confined = {**container, "args": arguments, "securityContext": _CONTAINER_SECURITY}
+    return {
+        # The job calls no API of Kubernetes.
+        "automountServiceAccountToken": False,
+        "securityContext": _POD_SECURITY,
+        "containers": [confined],
+    }
+
+
+def network_policy(metadata: Mapping[str, Any], labels: Mapping[str, str]) -> Document:
+    """Return the NetworkPolicy that lets only the pods of a job connect to its pods.
+
+    Args:
+        metadata: of the policy.
+        labels: the labels of the job's pods.
+    """
+    pods = {"matchLabels": dict(labels)}
+    content = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": dict(metadata),
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": pods}]}],
+        },
+    }
+    comment = (
+        "Only the job's own pods can connect to its pods, if the cluster's network plugin enforces "
+        "policies. To let Prometheus in, add its pods here."
+    )
+    return Document(content, {("spec", "ingress"): comment})
 
 
 def rank_pod(options: argparse.Namespace, container: Mapping[str, Any]) -> dict[str, Any]:

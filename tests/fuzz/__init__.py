@@ -1,0 +1,1 @@
+"""Fuzzers of the parsers and the listeners of hvdkit; see `__main__`."""
