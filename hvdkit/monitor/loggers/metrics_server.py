@@ -169,6 +169,9 @@ class MetricsServer:
             pass
         except OSError:  # the client has disconnected
             client.answer = b""
+        except Exception as error:  # the other clients must be served
+            client.answer = b""
+            self._warn(error)
         if client.answer == b"" or client.deadline < time.monotonic():
             # Data of the client that were not read would make the system discard the answer.
             with suppress(OSError):
