@@ -29,6 +29,7 @@ LAYERS = {
     "ranks": 0,
     "record_files": 0,
     "rendezvous": 0,
+    "sealed": 0,
     "signals": 0,
     "whole_files": 0,
     "core": 1,

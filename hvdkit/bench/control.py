@@ -1,11 +1,11 @@
 """The connections of a rank to the runner of a benchmark.
 
 A rank opens two connections: one for the rank's commands, and one for its guard (`guard`). Both
-begin with a line that has the token of the job and a number: r for rank r, and size + r for its
-guard. `rank_listener` is the other side.
+are sealed with the token of the job, and have a number: r for rank r, and size + r for its guard.
+`rank_listener` is the other side.
 
 This module runs in ranks that may have another hvdkit (`--before`), so it uses the standard library
-only.
+and `hvdkit.sealed` only.
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdkit.plain_files import parse_json
+from hvdkit.sealed import Refused, SealedConnection, WrongKey, introduce
 
 #: The environment variable with the token. `hvdkit run` forwards it only on request.
 TOKEN_VARIABLE = "HVDKIT_BENCH_TOKEN"
@@ -24,13 +24,15 @@ TOKEN_VARIABLE = "HVDKIT_BENCH_TOKEN"
 RANK, GUARD = "rank", "guard"
 
 _CONNECT_SECONDS = 4.0
+# All ranks connect at once, and may have fewer cores than ranks.
+_GREETING_SECONDS = 30.0
 _READ_BYTES = 1 << 16
 
 
 class Peer:
     """The connection to a rank or to its guard. Each message is a line of JSON."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: SealedConnection) -> None:
         self._connection = connection
         self._received = bytearray()
 
@@ -49,13 +51,15 @@ class Peer:
         Raises:
             OSError: the other side has ended.
         """
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[self._connection.write(data) or 0 :]
 
     def receive(self) -> dict[str, Any] | None:
         """Wait for the next message and return it; None if the other side has ended."""
         while not self.has_message:
             try:
-                data = self._connection.recv(_READ_BYTES)
+                data = self._connection.read(_READ_BYTES)
             except OSError:
                 return None
             if not data:
@@ -63,7 +67,7 @@ class Peer:
             self._received += data
         line, _, rest = bytes(self._received).partition(b"\n")
         self._received = bytearray(rest)
-        message: dict[str, Any] = parse_json(line)
+        message: dict[str, Any] = json.loads(line)
         return message
 
     def close(self) -> None:
@@ -78,18 +82,20 @@ def connect(spec: Mapping[str, Any], role: str, rank: int) -> Peer:
         SystemExit: none of the runner's addresses can be reached.
     """
     host = socket.gethostname()
+    number = rank + (spec["size"] if role == GUARD else 0)
+    token = os.environ[TOKEN_VARIABLE].encode()
     reasons = []
     for address in spec["addresses"]:
         try:
             connection = socket.create_connection((address, spec["port"]), _CONNECT_SECONDS)
-        except OSError as error:
-            reasons.append(f"{address}: {error}")
-            continue
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        number = rank + (spec["size"] if role == GUARD else 0)
-        connection.sendall(f"{os.environ[TOKEN_VARIABLE]} {number}\n".encode())
-        return Peer(connection)
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return Peer(introduce(connection, token, {"rank": number}, _GREETING_SECONDS))
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, WrongKey, Refused) as error:
+            reasons.append(f"{address}: {str(error) or 'it has another token'}")
     raise SystemExit(
         f"rank {rank} on {host} cannot reach the machine on which `hvdkit bench` runs, at port "
         f"{spec['port']}: {'; '.join(reasons)}. Let {host} connect to this port of that machine"

@@ -1,6 +1,7 @@
 """Build an engine: tools, sources, patches, compilation, smoke test, cache and installation.
 
 The wheel enters the cache after the smoke test. The installed engine changes in the last step only.
+All steps use files in a private temporary folder: other users may share the cache.
 """
 
 from __future__ import annotations
@@ -70,21 +71,22 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
     if options.use_cache and options.wheel_dir is None and engine and _matches(engine, plan):
         console.print(f"This engine, {engine.version}, is already installed.")
         return engine
-    wheel = cache.lookup(plan.key) if options.use_cache else None
-    if wheel is not None:
-        console.print(f"Engine {plan.version} is in the cache: {escape(str(wheel))}")
-    else:
-        wheel = _make(plan, options, console)
-    if options.wheel_dir is not None:
-        options.wheel_dir.mkdir(parents=True, exist_ok=True)
-        kept = shutil.copy2(wheel, options.wheel_dir)
-        console.print(f"Wheel: {escape(str(kept))}")
-    install.install_wheel(wheel, options.target)
+    with _scratch() as scratch:
+        wheel = cache.lookup(plan.key, scratch) if options.use_cache else None
+        if wheel is not None:
+            console.print(f"Engine {plan.version} is in the cache.")
+        else:
+            wheel = _make(plan, options, scratch, console)
+        if options.wheel_dir is not None:
+            options.wheel_dir.mkdir(parents=True, exist_ok=True)
+            kept = shutil.copy2(wheel, options.wheel_dir)
+            console.print(f"Wheel: {escape(str(kept))}")
+        install.install_wheel(wheel, options.target)
     engine = describe.installed(options.target)
     if engine is None or not _matches(engine, plan):
         found = f"Horovod {engine.version} in {engine.path}" if engine else "no Horovod"
         raise HvdkitError(
-            f"pip installed {wheel}, but Python finds {found}. Expected the installed engine. "
+            f"pip installed {wheel.name}, but Python finds {found}. Expected the installed engine. "
             "Remove the other Horovod from sys.path."
         )
     console.print(
@@ -100,30 +102,31 @@ def _matches(engine: describe.Engine, plan: Plan) -> bool:
     return bool(engine.record.get("key") == plan.key)
 
 
-def _make(plan: Plan, options: Options, console: Console) -> Path:
-    """Build and test the wheel of `plan`, and store it in the cache."""
+def _make(plan: Plan, options: Options, scratch: Path, console: Console) -> Path:
+    """Build and test the wheel of `plan` in `scratch`, and store a copy of it in the cache."""
+    cache.make(cache.folder())
     toolchain.check_disk(Path(tempfile.gettempdir()))
     toolchain.check_disk(cache.folder())
-    with _scratch() as scratch:
-        tools = scratch / "tools"
-        install.install_tools(plan.build_requirements(), tools)
-        source = sdist.obtain(options.sdist, tools)
-        tree = sdist.unpack(source, scratch)
-        patches.apply(plan.patches, tree)
-        record = plan.ingredients | {"key": plan.key}
-        (tree / "horovod" / describe.RECORD).write_text(json.dumps(record, indent=2))
-        wheel = _compile(plan, tree, tools, scratch / "dist", console)
-        engine = scratch / "engine"
-        install.install_wheel(wheel, engine)
-        console.print("Smoke test: collectives in new processes.")
-        smoke_test.run(
-            engine,
-            [framework.name for framework in plan.frameworks],
-            plan.controllers,
-            plan.mpi.mpirun if plan.mpi else None,
-            lambda line: console.print(f"  {line}", highlight=False),
-        )
-        return cache.store(plan.key, wheel, record)
+    tools = scratch / "tools"
+    install.install_tools(plan.build_requirements(), tools)
+    source = sdist.obtain(options.sdist, tools, scratch)
+    tree = sdist.unpack(source, scratch)
+    patches.apply(plan.patches, tree)
+    record = plan.ingredients | {"key": plan.key}
+    (tree / "horovod" / describe.RECORD).write_text(json.dumps(record, indent=2))
+    wheel = _compile(plan, tree, tools, scratch / "dist", console)
+    engine = scratch / "engine"
+    install.install_wheel(wheel, engine)
+    console.print("Smoke test: collectives in new processes.")
+    smoke_test.run(
+        engine,
+        [framework.name for framework in plan.frameworks],
+        plan.controllers,
+        plan.mpi.mpirun if plan.mpi else None,
+        lambda line: console.print(f"  {line}", highlight=False),
+    )
+    cache.store(plan.key, wheel, record)
+    return wheel
 
 
 def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) -> Path:

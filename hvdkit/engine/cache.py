@@ -2,6 +2,9 @@
 
 The entry of a wheel is a folder whose name is the plan's key. An entry is written under another
 name and then renamed, so it is complete or missing, even if a build is interrupted.
+
+Nothing is read from or written to a folder that a user other than root and this one may change. A
+build uses private copies only.
 """
 
 from __future__ import annotations
@@ -48,24 +51,40 @@ def _given() -> Path | None:
     return Path(chosen).absolute() if chosen else None
 
 
-def _untrusted(path: Path) -> str:
-    """Return how another user could have replaced a file; "" if none could.
+def untrusted(path: Path) -> str:
+    """Return how another user could replace a file or folder; "" if none could.
 
-    Checks the owner and the mode of the file and of every folder above it, because an installed
+    Checks the owner and the mode of `path` and of every folder above it, because an installed
     engine runs with the rights of this user.
+
+    Raises:
+        OSError: there is no such file.
     """
-    path = path.resolve()
-    for part in (path, *path.parents):
-        found = part.stat()
+    path, real = path.absolute(), path.resolve(strict=True)
+    # Both, because a link in a folder of another user may lead to a file of this user.
+    for part in dict.fromkeys((path, *path.parents, real, *real.parents)):
+        found = part.lstat()
         if found.st_uid not in (0, os.geteuid()):
             return f"{part} belongs to user {_user_name(found.st_uid)}"
+        if stat.S_ISLNK(found.st_mode):
+            continue
         if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
             continue  # Others may add files, but not replace them.
         if found.st_mode & stat.S_IWOTH:
             return f"all users may write to {part}"
+        if found.st_mode & stat.S_IWGRP and _has_list(part):
+            return f"its access control list lets others write to {part}"
         if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
             return f"its group may write to {part}"
     return ""
+
+
+def _has_list(path: Path) -> bool:
+    """Return whether a path has an access control list. Its mask are the bits of the group."""
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except OSError:
+        return False
 
 
 def _user_name(number: int) -> str:
@@ -87,14 +106,32 @@ def _is_private(group: int) -> bool:
 
 
 def make(path: Path) -> Path:
-    """Create the folder `path` in the cache."""
+    """Create the folder `path` in the cache.
+
+    Raises:
+        HvdkitError: it cannot be created, or another user may change it.
+    """
+    advice = "Set HVDKIT_CACHE_DIR to a folder"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        reason = ""
+        for missing in (*reversed(path.parents), path):
+            if not (reason or missing.is_dir()):
+                reason = untrusted(missing.parent)
+                if not reason:
+                    # Not as the umask says, which may let a group write.
+                    missing.mkdir(mode=0o755, exist_ok=True)
+        reason = reason or untrusted(path)
     except OSError as error:
         raise HvdkitError(
-            f"the cache folder {path} cannot be created ({error.strerror}). Set HVDKIT_CACHE_DIR "
-            "to a folder that you can write to."
+            f"the cache folder {path} cannot be created ({error.strerror}). {advice} that you can "
+            "write to."
         ) from error
+    if reason:
+        raise HvdkitError(
+            f"the cache folder {path} is not used, because {reason}. Expected folders of root or "
+            f"of you that nobody else can write to. {advice} of your own, or change the owner or "
+            "the mode (`chmod go-w`)."
+        )
     return path
 
 
@@ -114,36 +151,51 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def lookup(key: str) -> Path | None:
+def lookup(key: str, into: Path | None = None) -> Path | None:
     """Return the tested wheel stored under `key`, in $HVDKIT_CACHE_DIR or the user's folder.
 
     Return None if there is none or it is damaged. If another user could have replaced it, log a
     warning and return None.
+
+    Args:
+        key: the key.
+        into: a folder; if given, copy the wheel into it, and check and return the copy.
     """
     places = [_given(), platformdirs.user_cache_path("hvdkit")]
     for place in dict.fromkeys(filter(None, places[:1] if places[0] == folder() else places)):
-        wheel = _lookup(place / "wheels" / key)
+        wheel = _lookup(place / "wheels" / key, into)
         if wheel is not None:
             return wheel
     return None
 
 
-def _lookup(entry: Path) -> Path | None:
+def _lookup(entry: Path, into: Path | None) -> Path | None:
     try:
-        stored = read_json(entry / "entry.json")
+        description = entry / "entry.json"
+        if not _may_use(entry, description):
+            return None
+        stored = read_json(description)
         wheel = entry / Path(stored["wheel"]).name
-        for path in (entry / "entry.json", wheel):
-            if reason := _untrusted(path):
-                log.warning(
-                    "the engine in %s is not used, because %s. Expected files of root or of you "
-                    "that nobody else can write to. hvdkit builds a new engine.",
-                    entry,
-                    reason,
-                )
-                return None
+        if not _may_use(entry, wheel):
+            return None
+        if into is not None:
+            wheel = Path(shutil.copy(wheel, into))
         return wheel if sha256(wheel) == stored["sha256"] else None
     except (OSError, KeyError, TypeError, ValueError):
         return None
+
+
+def _may_use(entry: Path, path: Path) -> bool:
+    """Return whether nobody else could have replaced a file of an entry. Otherwise warn."""
+    reason = untrusted(path)
+    if reason:
+        log.warning(
+            "the engine in %s is not used, because %s. Expected files of root or of you that "
+            "nobody else can write to.",
+            entry,
+            reason,
+        )
+    return not reason
 
 
 def store(key: str, wheel: Path, ingredients: Mapping[str, Any]) -> Path:
@@ -155,13 +207,15 @@ def store(key: str, wheel: Path, ingredients: Mapping[str, Any]) -> Path:
         full.mkdir()
         # Other users may share the cache, but cannot read folders of mkdtemp.
         full.chmod(0o755)
-        shutil.copy2(wheel, full / wheel.name)
+        shutil.copyfile(wheel, full / wheel.name)
         content = {
             "wheel": wheel.name,
             "sha256": sha256(wheel),
             "ingredients": dict(ingredients),
         }
         (full / "entry.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+        for file in full.iterdir():
+            file.chmod(0o644)
         _rename(full, entry, new)
     return entry / wheel.name
 

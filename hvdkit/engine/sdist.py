@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
@@ -26,7 +27,11 @@ def check(given: Path) -> None:
     """
     if not given.is_file():
         raise UsageError(f"--sdist {given}: there is no such file; expected {NAME}.")
-    found = cache.sha256(given)
+    _check_hash(given, given)
+
+
+def _check_hash(file: Path, given: Path) -> None:
+    found = cache.sha256(file)
     if found != SHA256:
         raise UsageError(
             f"--sdist {given} has sha256 {found}; expected {NAME} as on the package index, "
@@ -34,27 +39,34 @@ def check(given: Path) -> None:
         )
 
 
-def obtain(given: Path | None, tools: Path) -> Path:
-    """Return the verified sdist: the file `given`, or the cached one, or a download.
+def obtain(given: Path | None, tools: Path, into: Path) -> Path:
+    """Return the verified sdist: a copy of the file `given` or of the cached one, or a download.
 
     Args:
         given: the argument of `--sdist`.
         tools: the folder with the build packages, which pip needs to run setup.py for the metadata.
+        into: the folder for the file, to which nobody else can write. Another user might replace
+            `given` after the check of its hash.
 
     Raises:
         UsageError: `given` is not the expected sdist.
-        HvdkitError: the sdist could not be downloaded.
+        HvdkitError: the sdist could not be downloaded, or the cache cannot be used.
     """
+    copy = into / NAME
     if given is not None:
         check(given)
-        return given
-    kept = cache.folder() / "sdist" / NAME
-    if kept.is_file() and cache.sha256(kept) == SHA256:
-        return kept
+        shutil.copyfile(given, copy)
+        _check_hash(copy, given)
+        return copy
+    kept = cache.make(cache.folder() / "sdist") / NAME
+    if kept.is_file():
+        shutil.copyfile(kept, copy)
+        if cache.sha256(copy) == SHA256:
+            return copy
+    downloaded = _download(into, tools)
     with cache.staging(kept.parent) as new:
-        downloaded = _download(new, tools)
-        downloaded.replace(kept)
-    return kept
+        Path(shutil.copy(downloaded, new)).replace(kept)
+    return downloaded
 
 
 def unpack(sdist: Path, into: Path) -> Path:

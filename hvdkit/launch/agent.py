@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import selectors
 import shlex
@@ -39,10 +40,13 @@ from hvdkit.launch.host_facts import facts
 from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
+from hvdkit.sealed import BrokenSeal, Refused, SealedConnection, WrongKey, introduce
 from hvdkit.signals import STOP_SIGNALS
 
 _READ_BYTES = 65536
 _ENDING_POLL_SECONDS = 0.05
+# Between two attempts to connect to the launcher.
+_RETRY_SECONDS = 0.2
 #: Seconds between two looks for new records of the ranks.
 _RECORDS_SECONDS = 1.0
 #: The variables in which Open MPI, Hydra and Slurm store the rank. Slurm is last, because srun may
@@ -54,8 +58,8 @@ class Agent:
     """Start and watch the ranks of this host, on request of the launcher.
 
     Args:
-        receive_fd: the descriptor with the launcher's messages.
-        send_fd: the descriptor for messages to the launcher.
+        received: the stream with the launcher's messages.
+        sent: the stream for messages to the launcher; it may be the same.
         keep_rank_variables: ranks inherit the rank variables of this process.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
@@ -71,8 +75,8 @@ class Agent:
 
     def __init__(
         self,
-        receive_fd: int,
-        send_fd: int,
+        received: io.RawIOBase,
+        sent: io.RawIOBase,
         keep_rank_variables: bool = False,
         terminal: Sequence[int] = (),
         overrides: Message | None = None,
@@ -82,10 +86,13 @@ class Agent:
         self.outcome: Message | None = None
         self._overrides = overrides
         self._echo = None if make_output is None else Echo(make_output)
-        self._receive_fd = receive_fd
-        self._send_fd = send_fd
-        os.set_blocking(receive_fd, False)
-        os.set_blocking(send_fd, False)
+        self._received = received
+        self._sent = sent
+        self._receive_fd = received.fileno()
+        # Another descriptor, because the selector registers each only once.
+        self._send_fd = os.dup(sent.fileno())
+        os.set_blocking(self._receive_fd, False)
+        os.set_blocking(self._send_fd, False)
         self._lines = messages.Lines()
         self._unsent = bytearray(messages.GREETING)
         # The bytes of output and records that the launcher has not handled yet.
@@ -145,6 +152,7 @@ class Agent:
                 # finds the commits.
                 self._commits.leave()
         self._flush()
+        os.close(self._send_fd)
         if self._echo is not None:
             self._echo.close()
 
@@ -269,9 +277,13 @@ class Agent:
 
     def _receive(self) -> None:
         try:
-            data = os.read(self._receive_fd, _READ_BYTES)
-        except OSError:
+            data = self._received.read(_READ_BYTES)
+        except OSError as error:
+            if isinstance(error, BrokenSeal):
+                print(f"lost the launcher: {error}", file=sys.stderr)
             data = b""
+        if data is None:  # a part of a piece of data
+            return
         if not data:
             self._selector.unregister(self._receive_fd)
             self._on_launcher_lost()
@@ -492,11 +504,11 @@ class Agent:
     def _send_pending(self) -> None:
         while self._unsent:
             try:
-                sent = os.write(self._send_fd, self._unsent[:_READ_BYTES])
-            except BlockingIOError:
-                return
+                sent = self._sent.write(self._unsent[:_READ_BYTES])
             except OSError:
                 self._on_launcher_lost()
+                return
+            if sent is None:  # the launcher does not read
                 return
             del self._unsent[:sent]
 
@@ -534,7 +546,7 @@ def main() -> None:
     descriptors = [int(text) for text in terminal.split(",") if text]
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)  # only one rank gets the terminal
-    Agent(receive_fd, send_fd, terminal=descriptors).run()
+    Agent(io.FileIO(receive_fd), io.FileIO(send_fd, "wb"), terminal=descriptors).run()
 
 
 def _connect_and_run(address: str, token: str) -> None:
@@ -542,16 +554,32 @@ def _connect_and_run(address: str, token: str) -> None:
     host, _, port = address.rpartition(":")
     rank = next(os.environ[name] for name in _RANK_VARIABLES if name in os.environ)
     try:
-        connected = socket.create_connection((host, int(port)), timeout=messages.LOST_SECONDS)
-    except OSError as error:
+        connection = _connect((host, int(port)), token, int(rank))
+    except (OSError, WrongKey, Refused) as error:
         # mpirun shows this text of every agent, so it is short.
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error) or "it has another token"
         sys.exit(f"rank {rank} cannot connect to the launcher at {address}: {reason}")
-    with connected as connection:
-        connection.sendall(f"{token} {rank}\n".encode())
-        # Two descriptors, because the selector registers each only once.
-        send_fd = os.dup(connection.fileno())
-        Agent(connection.fileno(), send_fd, keep_rank_variables=True, job=address).run()
+    with connection:
+        Agent(connection, connection, keep_rank_variables=True, job=address).run()
+
+
+def _connect(address: tuple[str, int], token: str, rank: int) -> SealedConnection:
+    """Connect to the launcher. Try again if it closes the connection, as if many strangers connect.
+
+    Raises:
+        OSError, WrongKey, Refused: as `introduce` and `socket.create_connection`.
+    """
+    deadline = time.monotonic() + messages.LOST_SECONDS
+    while True:
+        connection = socket.create_connection(address, timeout=messages.LOST_SECONDS)
+        try:
+            left = max(1.0, deadline - time.monotonic())
+            return introduce(connection, token.encode(), {"rank": rank}, left)
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, OSError) or time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import queue
 import re
@@ -24,6 +25,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import FAILED, NO_ANSWER, Ssh
 from hvdkit.processes import exit_text, wait_for_killed
+from hvdkit.sealed import BrokenSeal, SealedConnection
 
 _AGENT = ["-P", "-m", "hvdkit.launch.agent"]
 _STDERR_LINES = 50
@@ -91,14 +93,14 @@ class Connection:
 
     peer: str | None = None
 
-    def __init__(self, host: Host, send_fd: int, received: IO[bytes], events: Events) -> None:
+    def __init__(self, host: Host, sent: io.RawIOBase, received: IO[bytes], events: Events) -> None:
         self.host = host
         self.greeted = False
         self.ended = False
         self.idle = True
         self.opened_at = time.monotonic()
         self.silent_since = float("inf")
-        self._send_fd = send_fd
+        self._sent = sent
         self._received = received
         self._events = events
         self._error: OSError | None = None
@@ -134,7 +136,7 @@ class Connection:
         while (data := self._unsent.get()) is not None:
             try:
                 while data:
-                    data = data[os.write(self._send_fd, data) :]
+                    data = data[self._sent.write(data) or 0 :]
             except OSError as error:
                 # The system reports a lost host only once: either here or to the reader.
                 self._error = self._error or error
@@ -284,7 +286,8 @@ class ProcessConnection(Connection):
         assert self._process.stdout
         self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._stderr_reader.start()
-        super().__init__(host, self._process.stdin.fileno(), self._process.stdout, events)
+        sent = io.FileIO(self._process.stdin.fileno(), "wb", closefd=False)
+        super().__init__(host, sent, self._process.stdout, events)
 
     def _status_and_stderr(self) -> tuple[int | None, str]:
         """Wait a moment for the process to end; return its status and its last errors."""
@@ -367,7 +370,7 @@ class SocketConnection(Connection):
 
     Args:
         host: the agent's host.
-        accepted: the socket.
+        accepted: the connection.
         events: the queue for the agent's messages.
         started_by: mpirun or srun; empty if a user started the agent.
         lost_line: returns the line in which mpirun's ssh says that it has lost a host; "" for none.
@@ -376,22 +379,24 @@ class SocketConnection(Connection):
     def __init__(
         self,
         host: Host,
-        accepted: socket.socket,
+        accepted: SealedConnection,
         events: Events,
         started_by: str = "",
         lost_line: Callable[[], str] = str,
     ) -> None:
-        self._socket = accepted
+        self._socket = accepted.socket
         self._started_by = started_by
         self._lost_line = lost_line
         # An error: the connection was reset. The reader reports it as lost.
         with contextlib.suppress(OSError):
-            peer = str(accepted.getpeername()[0]).removeprefix("::ffff:")
+            peer = str(self._socket.getpeername()[0]).removeprefix("::ffff:")
             # Ranks communicate over IPv4.
             self.peer = None if ":" in peer else peer
-        super().__init__(host, accepted.fileno(), accepted.makefile("rb"), events)
+        super().__init__(host, accepted, io.BufferedReader(accepted), events)
 
     def explain(self) -> str:
+        if isinstance(self._error, BrokenSeal):
+            return str(self._error)
         line = self._lost_line()
         shown = f" ({line})" if line else ""
         if self.lost_host():

@@ -1,12 +1,11 @@
 """The launcher's listener for agents that it does not start itself.
 
 mpirun, srun or a user starts these agents. The agents receive the listener's address and a token
-(with `--nodes` a key). They connect to the listener, and report their rank or node.
+(with `--nodes` a key). They connect to the listener, and prove that they know it (`hvdkit.sealed`).
 """
 
 from __future__ import annotations
 
-import hmac
 import queue
 import secrets
 import socket
@@ -26,9 +25,8 @@ from hvdkit.launch.plan import Plan
 from hvdkit.launch.ssh import HOST_SECONDS, LOST_LINE
 from hvdkit.launch.start_error import StartError
 from hvdkit.processes import ProcessGroup, exit_text
+from hvdkit.sealed import SealedConnection, greet
 
-_LINE_SECONDS = 5.0
-_TOKEN_BYTES = 100
 _ACCEPT_SECONDS = 0.2
 # How many strangers, connections that are not of this job, may be open beside those of agents.
 _STRANGERS = 64
@@ -57,9 +55,9 @@ class Listener(Generic[Peer]):
     Args:
         server: the listening socket.
         size: the number of agents.
-        authenticate: given a connection, talks to the other side and returns its identity; None if
-            it is not of this job. Must end within some seconds, and soon after the connection was
-            shut down. An OSError counts as None.
+        authenticate: given a connection, talks to the other side and returns its identity and the
+            sealed connection; None if it is not of this job. Must end within some seconds, and
+            soon after the connection was shut down. An OSError counts as None.
         silence: the seconds without an answer after which the host of an agent is lost.
 
     Attributes:
@@ -76,14 +74,14 @@ class Listener(Generic[Peer]):
         self,
         server: socket.socket,
         size: int,
-        authenticate: Callable[[socket.socket], Peer | None],
+        authenticate: Callable[[socket.socket], tuple[Peer, SealedConnection] | None],
         silence: float = HOST_SECONDS,
     ) -> None:
         self._server = server
         self.silence = silence
         self.problem = ""
         self._authenticate = authenticate
-        self._accepted: queue.Queue[tuple[Peer, socket.socket]] = queue.Queue()
+        self._accepted: queue.Queue[tuple[Peer, SealedConnection]] = queue.Queue()
         # Each connection is checked in a thread of its own, so that a connection without data does
         # not delay agents. This dict has the connections that are being checked, oldest first.
         self._checked: dict[socket.socket, threading.Thread] = {}
@@ -94,8 +92,8 @@ class Listener(Generic[Peer]):
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def accept(self) -> tuple[Peer, socket.socket] | None:
-        """Return the next agent and its socket; None if no agent connects within a moment."""
+    def accept(self) -> tuple[Peer, SealedConnection] | None:
+        """Return the next agent and its connection; None if no agent connects within a moment."""
         try:
             return self._accepted.get(timeout=_ACCEPT_SECONDS)
         except queue.Empty:
@@ -142,29 +140,30 @@ class Listener(Generic[Peer]):
                 self._closed.wait(_RETRY_SECONDS)
 
     def _check(self, connection: socket.socket) -> None:
-        peer = None
+        accepted = None
         try:
-            peer = self._authenticate(connection)
-            if peer is not None:
-                connection.settimeout(None)
+            accepted = self._authenticate(connection)
+            if accepted is not None:
                 _enable_keepalive(connection, self.silence)
         except OSError:
             pass  # if the agent has authenticated, the caller of `accept` finds that it is lost
         finally:
-            self._end_check(connection, peer)
+            self._end_check(connection, accepted)
 
-    def _end_check(self, connection: socket.socket, peer: Peer | None) -> None:
+    def _end_check(
+        self, connection: socket.socket, accepted: tuple[Peer, SealedConnection] | None
+    ) -> None:
         with self._lock:
             self._checked.pop(connection, None)
-            if peer is not None:
-                self._accepted.put((peer, connection))
-        if peer is None:
+            if accepted is not None:
+                self._accepted.put(accepted)
+        if accepted is None:
             connection.close()
         self._threads.release()
 
 
 class AgentListener(Listener[int]):
-    """Accept the agents of ranks, which send a token and their rank.
+    """Accept the agents of ranks, which know a token and send their rank.
 
     Args:
         address: the address of this machine to listen at.
@@ -189,24 +188,15 @@ class AgentListener(Listener[int]):
             messages.TOKEN_VARIABLE: self._token,
         }
 
-    def _read_rank(self, connection: socket.socket) -> int | None:
-        token, _, rank = read_line(connection, _TOKEN_BYTES).partition(" ")
-        known = hmac.compare_digest(token.encode(), self._token.encode())
-        fits = rank.isascii() and rank.isdigit() and int(rank) < self._size
-        return int(rank) if known and fits else None
-
-
-def read_line(connection: socket.socket, longest: int) -> str:
-    """Read a line within a few seconds, but at most `longest` bytes."""
-    deadline = time.monotonic() + _LINE_SECONDS
-    received = b""
-    while not received.endswith(b"\n") and len(received) < longest:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        byte = connection.recv(1)
-        if not byte:
-            break
-        received += byte
-    return received.decode(errors="replace").rstrip("\n")
+    def _read_rank(self, connection: socket.socket) -> tuple[int, SealedConnection] | None:
+        hello = greet(connection, self._token.encode())
+        if hello is None:
+            return None
+        rank = int(hello.fields["rank"]) if hello.known else -1
+        if not 0 <= rank < self._size:
+            hello.refuse(f"it is rank {rank} of {self._size}")
+            return None
+        return rank, hello.accept()
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -143,6 +143,7 @@ def test_a_stranger_is_not_taken_for_a_rank(tmp_path):
         with socket.create_connection(("127.0.0.1", control.spec["port"])) as stranger:
             stranger.sendall(b"wrong rank 0\n")
             stranger.settimeout(_SECONDS)
+            assert stranger.recv(100).startswith(b"hvdkit-sealed")  # the greeting
             assert stranger.recv(1) == b""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(TOKEN_VARIABLE, control.environment[TOKEN_VARIABLE])

@@ -207,7 +207,7 @@ def test_a_node_that_is_killed_ends_the_job(start, cluster, node):
 @pytest.mark.parametrize(
     ("changed", "expected", "expected_on_0"),
     [
-        ({"key": "f" * 16}, "it has another key", "host1 (node 1): it has another key"),
+        ({"key": "f" * 16}, "do not have the same key", "host1 (node 1): it has another key"),
         ({"nodes": 3}, "it has --nodes 3, node 0 has --nodes 2", "it has --nodes 3"),
         ({"size": 4}, "it has -np 4, node 0 has -np 2", "it has -np 4"),
     ],
@@ -322,11 +322,11 @@ def test_strangers_do_not_delay_the_nodes(start, cluster):
         "        except ConnectionRefusedError:\n"
         "            time.sleep(0.1)\n"
         "lines = [line() for _ in range(5)]\n"
-        'end = b\', "node": 1, "nodes": 2, "hostname": "x", "slots": 1, "machine": "x"}\\n\'\n'
-        'lines[3].sendall(b\'{"nonce": "\\\\ud800", "proof": "\\\\ud800"\' + end[1:])\n'
-        'lines[4].sendall(b\'{"nonce": 1, "proof": 1e999, "node": 1e999}\\n\')\n'
-        "lines[1].sendall(b'[' * 9000 + b'\\n')\n"
-        "lines[2].sendall(b'{\"node\": 1}\\n')\n"
+        'rest = b\', "nodes": 2, "hostname": "x", "slots": 1, "machine": "x"}\\n\'\n'
+        'lines[3].sendall(b\'0 {"nonce": "\\\\ud800", "size": 2, "number": 1\' + rest)\n'
+        'lines[4].sendall(b\'0 {"nonce": 1, "number": 1e999\' + rest)\n'
+        "lines[1].sendall(b'0 ' + b'[' * 9000 + b'\\n')\n"
+        "lines[2].sendall(b'0 {\"number\": 1}\\n')\n"
         "print('up', flush=True); time.sleep(30)"
     )
     stranger = subprocess.Popen(

@@ -65,7 +65,7 @@ def build_driver(tmp_path_factory):
 def sdist_file(tmp_path_factory):
     tools = tmp_path_factory.mktemp("tools")
     install.install_tools(["setuptools>=61,<81", "wheel"], tools)
-    return sdist.obtain(None, tools)
+    return sdist.obtain(None, tools, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="session")

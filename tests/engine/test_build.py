@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from rich.console import Console
 
 from hvdkit.engine import build, cache, describe, patches, plan
 from hvdkit.errors import HvdkitError
@@ -72,6 +74,49 @@ def test_a_build_that_prints_nothing_ends_at_its_timeout(monkeypatch, tmp_path):
     ):
         list(lines)
     assert time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize("source", ["cached", "built"])
+def test_a_wheel_that_another_user_replaces_in_the_cache_is_not_installed(
+    tmp_path, monkeypatch, source
+):
+    monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "cache"))
+    wheel = tmp_path / "horovod-0.28.1-py3-none-any.whl"
+    wheel.write_bytes(b"ours")
+    record = {"key": "k"}
+    made = SimpleNamespace(
+        key="k", version="0.28.1", ingredients={}, patches=(), frameworks=(), controllers=(),
+        mpi=None, build_requirements=list,
+    )  # fmt: skip
+    if source == "cached":
+        cache.store("k", wheel, record)
+    installed = []
+
+    def install_wheel(path, target=None):
+        for kept in (tmp_path / "cache").rglob("*.whl"):
+            kept.write_bytes(b"of another user")
+        installed.append(path.read_bytes())
+
+    tree = tmp_path / "tree"
+    (tree / "horovod").mkdir(parents=True)
+    for module, name, replaced in (
+        (build.install, "check_pip", lambda: None),
+        (build.install, "install_tools", lambda *_: None),
+        (build.install, "install_wheel", install_wheel),
+        (build.sdist, "obtain", lambda *_: None),
+        (build.sdist, "unpack", lambda *_: tree),
+        (build.patches, "apply", lambda *_: None),
+        (build.smoke_test, "run", lambda *_: None),
+        (build, "_compile", lambda *_: wheel),
+        (build.describe, "installed", lambda _: engine if installed[1:] else None),
+    ):
+        monkeypatch.setattr(module, name, replaced)
+    engine = SimpleNamespace(record=record, version="0.28.1", frameworks=(), path=tmp_path)
+    if source == "cached":
+        installed.append(b"ours")  # there is no smoke test
+    build.build(made, build.Options(), Console(quiet=True))
+    assert installed == [b"ours", b"ours"]
+    assert cache.lookup("k") is None or source == "built"
 
 
 def test_installed_engine_describes_itself(engine):

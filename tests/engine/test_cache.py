@@ -1,4 +1,6 @@
 import os
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -140,17 +142,86 @@ def test_a_second_user_of_a_shared_cache(shared, monkeypatch):
 
 
 @needs_root
-@pytest.mark.parametrize("planted", ["file", "folder", "open folder"])
-def test_an_entry_that_another_user_could_have_replaced_is_not_used(shared, wheel, caplog, planted):
+@pytest.mark.parametrize("planted", ["file", "folder", "open folder", "list"])
+def test_an_entry_that_another_user_could_have_replaced_is_not_used(
+    wheel, caplog, monkeypatch, planted
+):
     kept = cache.store("k", wheel, {})
     if planted == "open folder":
         kept.parent.parent.chmod(0o777)
+    elif planted == "list":
+        monkeypatch.setattr(cache, "_is_private", lambda group: True)
+        give_access(kept.parent.parent)
     else:
         os.chown(kept if planted == "file" else kept.parent, OTHER, OTHER)
     assert cache.lookup("k") is None
     (said,) = caplog.messages
     assert "is not used, because" in said
     assert str(kept if planted == "file" else kept.parent.parent) in said
+
+
+def give_access(folder):
+    """Let the other user write, by an access control list. The mode then has the bits of a group.
+
+    The list has entries of tag, permissions and user: of the owner, the other user, the owner's
+    group, the mask and all others (`acl(5)`).
+    """
+    nobody = 0xFFFFFFFF
+    entries = [(1, 7, nobody), (2, 7, OTHER), (4, 5, nobody), (16, 7, nobody), (32, 5, nobody)]
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    try:
+        os.setxattr(folder, "system.posix_acl_access", content)
+    except OSError:
+        pytest.skip("this file system has no access control lists")
+    assert folder.stat().st_mode & 0o20
+
+
+@needs_root
+@pytest.mark.parametrize("changed", ["owner", "mode", "link"])
+def test_nothing_is_written_to_a_cache_that_another_user_may_change(shared, wheel, changed):
+    folder = cache.folder()
+    if changed == "link":
+        folder.symlink_to(cache.make(shared / "own"))
+        os.chown(folder, OTHER, OTHER, follow_symlinks=False)
+    else:
+        cache.make(folder / "wheels")
+        if changed == "owner":
+            os.chown(folder, OTHER, OTHER)
+        else:
+            folder.chmod(0o777)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(
+        HvdkitError, match=r"is not used, because .*\. Set HVDKIT_CACHE_DIR to a"
+    ) as e:
+        cache.store("k", wheel, {})
+    assert str(folder) in str(e.value)
+    assert "all users may write" in str(e.value) or "belongs to user" in str(e.value)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_group_of_the_umask_cannot_write(wheel):
+    before = os.umask(0o002)
+    try:
+        kept = cache.store("k", wheel, {})
+    finally:
+        os.umask(before)
+    made = (kept, kept.with_name("entry.json"), *kept.parents[:3])
+    assert [oct(path.stat().st_mode & 0o022) for path in made] == ["0o0"] * 5
+
+
+def test_the_copy_of_a_wheel_is_checked(wheel, tmp_path, monkeypatch):
+    cache.store("k", wheel, {})
+    copy = shutil.copy
+
+    def replaced(source, into):
+        Path(source).write_bytes(b"of another user")
+        return copy(source, into)
+
+    into = tmp_path / "into"
+    into.mkdir()
+    assert cache.lookup("k", into) == into / wheel.name
+    monkeypatch.setattr(shutil, "copy", replaced)
+    assert cache.lookup("k", into) is None
 
 
 def test_a_private_group_may_write(wheel, monkeypatch):

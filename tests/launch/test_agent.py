@@ -1,6 +1,7 @@
 """An agent, with the test as its launcher."""
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from hvdkit.launch import messages
 from hvdkit.record_files import SCRIPT_ENDED
+from hvdkit.sealed import greet
 
 RANK = [sys.executable, "-c"]
 #: A rank without a terminal, on all CPUs.
@@ -178,8 +180,11 @@ def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
             | {messages.TOKEN_VARIABLE: "secret", "OMPI_COMM_WORLD_RANK": "5"},
         )
         connection, _ = server.accept()
-        with process, connection, connection.makefile("rwb") as file:
-            assert file.readline() == b"secret 5\n"
+        with process, connection:
+            hello = greet(connection, b"secret")
+            assert (hello.known, hello.fields["rank"]) == (True, 5)
+            sealed = hello.accept()
+            file = io.BufferedRWPair(sealed, sealed)
             agent = Launched(SimpleNamespace(stdin=file, stdout=file))
             agent.start("import sys; sys.exit(3)")
             assert agent.receive("ended")["status"] == 3

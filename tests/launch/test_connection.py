@@ -1,6 +1,7 @@
 """The launcher's connection to an agent."""
 
 import contextlib
+import io
 import os
 import queue
 import select
@@ -21,6 +22,7 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, Event, ProcessConnection, SocketConnection
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.ssh import Ssh
+from hvdkit.sealed import SealedConnection
 
 
 class PipeConnection(Connection):
@@ -31,7 +33,8 @@ class PipeConnection(Connection):
         receive_fd, self.agent_writes = os.pipe()
         self.fd = send_fd
         self.events = queue.Queue()
-        super().__init__(Host("h", 1), send_fd, os.fdopen(receive_fd, "rb"), self.events)
+        sent = io.FileIO(send_fd, "wb", closefd=False)
+        super().__init__(Host("h", 1), sent, os.fdopen(receive_fd, "rb"), self.events)
 
     def _close_input(self):
         os.close(self.fd)
@@ -212,7 +215,7 @@ def test_an_agent_that_is_killed_before_the_launcher_uses_its_connection():
         # The connection is reset.
         agent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         agent.close()
-    connection = SocketConnection(Host("h", 1), accepted, events)
+    connection = SocketConnection(Host("h", 1), SealedConnection(accepted, b"key", True), events)
     assert events.get(timeout=10).message == {"kind": "lost"}
     connection.close(timeout=1)
 

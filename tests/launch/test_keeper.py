@@ -77,14 +77,14 @@ print(os.read(read_end, 9).decode())
 
 
 NODE = """
-import ctypes, subprocess, sys
+import ctypes, io, subprocess, sys
 from hvdkit.launch.agent import Agent
 
 ctypes.CDLL(None).prctl(36, 1)  # as the first process of a container, it gets all orphans
 waits = "until test -e go; do sleep 0.1; done"
 subprocess.Popen(["sh", "-c", waits + "; exec sleep 60 & echo $! > new; mv new pid"])
 overrides = {{"command": [sys.executable, "-c", {code!r}], "directory": "/", "path": None}}
-Agent(0, 1, overrides=overrides).run()
+Agent(io.FileIO(0), io.FileIO(1, "wb"), overrides=overrides).run()
 """
 
 

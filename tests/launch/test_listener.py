@@ -13,6 +13,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.listener import AgentListener, Listener, agents_started_by
 from hvdkit.launch.plan import make_plan
 from hvdkit.launch.start_error import StartError
+from hvdkit.sealed import Refused, SealedConnection, WrongKey, introduce
 
 
 @pytest.fixture
@@ -26,25 +27,32 @@ def token(listener):
     return listener.variables()[messages.TOKEN_VARIABLE]
 
 
-def connect(listener, data, seconds=0):
-    """Connect and send `data`; return the rank that the listener accepts, or None.
+def connected(listener, rank, given=""):
+    """Connect as the agent of `rank`, with the token or another one."""
+    connection = socket.create_connection(listener.address, timeout=20)
+    try:
+        return introduce(connection, (given or token(listener)).encode(), {"rank": rank}, 20)
+    except BaseException:
+        connection.close()
+        raise
 
-    Wait at least `seconds` for it.
-    """
-    deadline = time.monotonic() + seconds
-    with socket.create_connection(listener.address, timeout=5) as connection:
-        with contextlib.suppress(OSError):  # the listener may close early
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-        while (accepted := listener.accept()) is None and time.monotonic() < deadline:
-            pass
-        if accepted is not None:
-            accepted[1].close()
-        return accepted and accepted[0]
+
+def accepted_rank(listener, rank):
+    """Connect as the agent of `rank`; return the rank that the listener accepts."""
+    with connected(listener, rank):
+        accepted, connection = listener.accept()
+        connection.close()
+        return accepted
 
 
 def test_an_agent_with_the_token_is_accepted(listener):
-    assert connect(listener, f"{token(listener)} 1\n".encode()) == 1
+    assert accepted_rank(listener, 1) == 1
+
+
+def test_an_agent_that_does_not_know_the_token(listener):
+    with pytest.raises(WrongKey):
+        connected(listener, 1, "0" * 32)
+    assert listener.accept() is None
 
 
 @pytest.mark.parametrize(
@@ -54,24 +62,23 @@ def test_the_connection_of_a_host_that_does_not_answer_ends(silence, expected):
     """`silence` is in seconds, and one of the system's options in milliseconds."""
     listener = AgentListener("127.0.0.1", 1, silence=silence)
     try:
-        with socket.create_connection(listener.address, timeout=5) as connection:
-            connection.sendall(f"{token(listener)} 0\n".encode())
+        with connected(listener, 0):
             _, accepted = listener.accept()
             with accepted:
                 names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
                 options = [getattr(socket, name) for name in names]
-                values = [accepted.getsockopt(socket.IPPROTO_TCP, each) for each in options]
+                values = [accepted.socket.getsockopt(socket.IPPROTO_TCP, each) for each in options]
                 assert values == expected
-                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert accepted.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     finally:
         listener.close()
 
 
 def test_a_silent_connection_does_not_delay_others(listener):
     with socket.create_connection(listener.address, timeout=5) as silent:
-        silent.sendall(token(listener).encode())  # an unfinished line
+        silent.sendall(b"an unfinished line")
         started = time.monotonic()
-        assert connect(listener, f"{token(listener)} 0\n".encode()) == 0
+        assert accepted_rank(listener, 0) == 0
         assert time.monotonic() - started < 4
 
 
@@ -79,8 +86,7 @@ def test_an_agent_is_accepted_while_strangers_hold_many_connections(listener):
     with contextlib.ExitStack() as stack:
         for _ in range(200):
             stack.enter_context(socket.create_connection(listener.address, timeout=5))
-        # On a busy machine, many threads look at the connections of the strangers first.
-        assert connect(listener, f"{token(listener)} 1\n".encode(), seconds=20) == 1
+        assert accepted_rank(listener, 1) == 1
 
 
 def permit_no_threads(patched):
@@ -102,10 +108,11 @@ def test_agents_are_accepted_after_an_error_of_the_system(listener, monkeypatch,
     with monkeypatch.context() as patched:
         forbid(patched)
         for _ in range(3):  # the call that waits for the first one is not patched
-            assert connect(listener, b"wrong 1\n") is None
+            with socket.create_connection(listener.address, timeout=5):
+                assert listener.accept() is None
         threads = forbid is permit_no_threads
         assert ("may start no more processes and threads" in listener.problem) == threads
-    assert connect(listener, f"{token(listener)} 1\n".encode(), seconds=10) == 1
+    assert accepted_rank(listener, 1) == 1
 
 
 def test_an_agent_whose_connection_is_closed_while_it_authenticates():
@@ -119,7 +126,7 @@ def test_an_agent_whose_connection_is_closed_while_it_authenticates():
             return None
         begun.set()
         may_end.wait(20)
-        return "agent"
+        return "agent", SealedConnection(connection, b"key", listens=True)
 
     listener = Listener(server, 0, authenticate)
     try:
@@ -135,7 +142,7 @@ def test_an_agent_whose_connection_is_closed_while_it_authenticates():
                 assert time.monotonic() < deadline
             name, connection = accepted
             with connection:
-                assert (name, connection.recv(1)) == ("agent", b"")
+                assert (name, connection.read(1)) == ("agent", b"")
     finally:
         may_end.set()
         listener.close()
@@ -148,17 +155,23 @@ def test_nobody_stays_connected_after_the_end(listener):
         while threading.active_count() == before:
             time.sleep(0.01)
         listener.close()
+        assert stranger.recv(100).startswith(b"hvdkit-sealed")  # the greeting
         assert stranger.recv(1) == b""
         assert threading.active_count() < before
 
 
 def test_a_rank_out_of_range(listener):
-    assert connect(listener, f"{token(listener)} 2\n".encode()) is None
+    with pytest.raises(Refused, match="it is rank 2 of 2"):
+        connected(listener, 2)
+    assert listener.accept() is None
 
 
 @pytest.mark.parametrize("data", [b"", b"wrong 1\n", b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 500])
 def test_strangers_are_refused(listener, data):
-    assert connect(listener, data) is None
+    with socket.create_connection(listener.address, timeout=5) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        assert listener.accept() is None
 
 
 @pytest.mark.long
@@ -166,15 +179,14 @@ def test_agents_get_heartbeats_while_others_are_missing(listener, monkeypatch):
     """Otherwise agents would take the launcher for lost after LOST_SECONDS."""
     monkeypatch.setattr(messages, "HEARTBEAT_SECONDS", 0.05)
     plan = make_plan(["true"], "/", [Host("localhost", 2)], 2)
-    with socket.create_connection(listener.address, timeout=5) as connection:
-        connection.sendall(f"{token(listener)} 0\n".encode())
+    with connected(listener, 0) as connection:
         command = ("sleep", ["sleep", "3"], dict(os.environ))
         with (
             pytest.raises(HvdkitError, match="rank 1 on localhost did not connect within 1.5"),
             agents_started_by(*command, listener, plan, timeout=1.5, say=print),
         ):
             pytest.fail("not all agents are connected")
-        assert connection.recv(10_000).count(b'"heartbeat"') >= 3
+        assert connection.read(10_000).count(b'"heartbeat"') >= 3
 
 
 def test_a_step_that_waits_for_another_step_of_the_allocation(listener):
@@ -198,17 +210,18 @@ def test_messages_of_mpirun_after_the_end_of_an_agent(listener, holds, explained
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
     command = ("launcher", ["sh", "-c", "sleep 0.5; echo late"], dict(os.environ))
     said = []
-    with socket.create_connection(listener.address, timeout=5) as connection:
-        connection.sendall(f"{token(listener)} 0\n".encode())
-        with agents_started_by(
+    with (
+        connected(listener, 0) as connection,
+        agents_started_by(
             *command, listener, plan, timeout=10, say=said.append, holds=holds
-        ) as agents:
-            agents.explained = explained
-            connection.close()
-            (lost,) = agents.connections
-            assert "check whether the process or launcher was killed" in lost.explain()
-            lost._error = OSError(errno.EHOSTUNREACH, "No route to host")
-            assert lost.explain().startswith("the host does not answer")
+        ) as agents,
+    ):
+        agents.explained = explained
+        connection.close()
+        (lost,) = agents.connections
+        assert "check whether the process or launcher was killed" in lost.explain()
+        lost._error = OSError(errno.EHOSTUNREACH, "No route to host")
+        assert lost.explain().startswith("the host does not answer")
     assert said == (["launcher: late"] if shown else [])
 
 
@@ -223,16 +236,17 @@ def test_a_host_that_the_ssh_of_mpirun_has_lost(listener, name, expected, is_los
     plan = make_plan(["true"], "/", [Host("me@localhost", 1)], 1)
     line = f"Timeout, server {name} not responding."
     command = ("mpirun", ["sh", "-c", f"echo '{line}'; sleep 1"], dict(os.environ))
-    with socket.create_connection(listener.address, timeout=5) as connection:
-        connection.sendall(f"{token(listener)} 0\n".encode())
-        with agents_started_by(*command, listener, plan, timeout=10, say=print) as agents:
-            (lost,) = agents.connections
-            deadline = time.monotonic() + 10
-            while not lost._lost_line() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert lost.explain().startswith(expected)
-            assert lost.explain().endswith(f"(mpirun: {line})")
-            assert lost.lost_host() == is_lost
+    with (
+        connected(listener, 0),
+        agents_started_by(*command, listener, plan, timeout=10, say=print) as agents,
+    ):
+        (lost,) = agents.connections
+        deadline = time.monotonic() + 10
+        while not lost._lost_line() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert lost.explain().startswith(expected)
+        assert lost.explain().endswith(f"(mpirun: {line})")
+        assert lost.lost_host() == is_lost
 
 
 def test_messages_of_mpirun_after_a_signal_during_the_start(listener):

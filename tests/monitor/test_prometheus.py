@@ -2,14 +2,18 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ import pytest
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.hosts import own_addresses
 from hvdkit.monitor import PrometheusLogger
+from hvdkit.monitor.loggers import metrics_server
 from hvdkit.monitor.metrics import METRICS
 from tests.monitor.simulated import RUN, record
 
@@ -104,6 +109,146 @@ def test_only_the_loopback_is_open(logger):
     for address in {"127.0.0.2", *others}:
         with pytest.raises(OSError):  # noqa: PT011
             http.client.HTTPConnection(address, logger.port, timeout=2).request("GET", "/metrics")
+
+
+#: Hold connections, as another user if this is root: of each, send the beginning of a request, and
+#: read nothing. The other user may not be able to read Python's files, so import everything first.
+SLOW = """
+import os, socket, sys, time, encodings.idna
+if os.geteuid() == 0:
+    os.setgid(65534); os.setuid(65534)
+held = []
+for _ in range(int(sys.argv[2])):
+    held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=20))
+    held[-1].sendall(b"GET /metrics HTTP/1.1\\r\\nHost: x\\r\\n")
+print("up", flush=True)
+sys.stdin.read()
+"""
+#: A process that trains, with few descriptors.
+TRAINING = """
+import resource, sys
+from hvdkit.monitor import PrometheusLogger
+from hvdkit.monitor.loggers import metrics_server
+logger = PrometheusLogger(port=0)
+logger.open()
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+print(logger.port, flush=True)
+sys.stdin.readline()
+files = [open("/dev/null") for _ in range(16)]
+print("trained", flush=True)
+sys.stdin.readline()
+logger.close()
+"""
+
+
+@contextmanager
+def slow_clients(port, number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(port), str(number)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "up\n"
+        yield
+    finally:
+        process.communicate(timeout=30)
+
+
+def test_slow_clients_use_few_threads_and_descriptors(logger):
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    scrape(logger)
+    with slow_clients(logger.port, 200):
+        assert threading.active_count() <= threads
+        more = len(os.listdir("/proc/self/fd")) - files
+        assert more <= metrics_server.MOST_CONNECTIONS + 5  # of the other process
+        assert samples(scrape(logger))["hvdkit_steps_total",] == 0
+
+
+def test_a_training_with_few_descriptors_continues():
+    training = subprocess.Popen(
+        [sys.executable, "-c", TRAINING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        port = int(training.stdout.readline())
+        with slow_clients(port, 60):
+            training.stdin.write("\n")
+            training.stdin.flush()
+            assert training.stdout.readline() == "trained\n"
+        training.stdin.write("\n")
+        training.stdin.flush()
+        assert training.wait(timeout=30) == 0
+    finally:
+        training.kill()
+        training.communicate(timeout=30)
+
+
+def ask_server(server, sent):
+    """Send bytes to a server, and return its answer."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(sent)
+        answer = b""
+        with suppress(ConnectionResetError):  # it has not read everything
+            while data := connection.recv(65_536):
+                answer += data
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\r\n\r\n", b"400"),
+        (b"\xff\x00 \xff\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b"405"),
+        (b"GET / HTTP/1.1\r\n" + b"a" * 17_000, b"431"),
+        (b"GET / HTTP/1.1\r\nAccept: \xff;\x00\r\n:\r\n\r\n", b"200"),
+        (b"GET / HTTP/1.1\r\naccept: x, application/openmetrics-text;version=9\r\n\r\n", b"200"),
+    ],
+)
+def test_requests_of_strangers(logger, sent, status):
+    head, _, body = ask_server(logger, sent).partition(b"\r\n\r\n")
+    assert head.split()[1] == status
+    assert body.endswith(b"# EOF\n") == (b"openmetrics" in sent)
+    assert samples(scrape(logger))["hvdkit_steps_total",] == 0
+
+
+def test_a_head_request(logger):
+    answer = ask_server(logger, b"HEAD / HTTP/1.1\r\n\r\n")
+    length = len(scrape(logger).encode())
+    assert f"Content-Length: {length}\r\n".encode() in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("sent", [b"GET / HT", b"GET / HTTP/1.1\r\n\r\n"])
+def test_clients_that_send_or_read_nothing_are_disconnected(monkeypatch, sent):
+    monkeypatch.setattr(metrics_server, "SECONDS", 0.5)
+    server = metrics_server.MetricsServer("127.0.0.1", 0, lambda _: (bytes(50_000_000), "x"))
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(sent)
+            time.sleep(1.5)
+            assert not server._clients
+            left = 0
+            with suppress(ConnectionResetError):
+                while data := connection.recv(1 << 20):
+                    left += len(data)
+            assert left < 50_000_000
+    finally:
+        server.close()
+
+
+def test_an_error_of_the_text_is_an_error_of_the_request(caplog):
+    def render(accept):
+        raise ZeroDivisionError
+
+    server = metrics_server.MetricsServer("127.0.0.1", 0, render)
+    try:
+        for _ in range(2):
+            assert b" 500 " in ask_server(server, b"GET / HTTP/1.1\r\n\r\n")
+    finally:
+        server.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def families(logger):

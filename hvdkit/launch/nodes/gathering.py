@@ -26,11 +26,12 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
 from hvdkit.launch.hosts import Host, own_addresses
 from hvdkit.launch.listener import BACKLOG, Listener
-from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, expect_node_0
+from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, machine
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
+from hvdkit.sealed import expect_greeting
 from hvdkit.signals import begin_to_note, status_before_start
 
 _SHOWN_NODES = 8
@@ -106,9 +107,9 @@ class GatheredNodes:
                 if time.monotonic() > deadline:
                     self._fail(connected, authenticator.refused, listener.problem)
                 if (accepted := listener.accept()) is not None:
-                    node, node_socket = accepted
+                    node, connected_to = accepted
                     host = Host(node.hostname, node.slots)
-                    connection = SocketConnection(host, node_socket, self.agents.events)
+                    connection = SocketConnection(host, connected_to, self.agents.events)
                     connected[node.number] = node, connection
                     self.agents.connections.append(connection)
                 while (event := self.agents.next_event(0)) is not None:
@@ -189,6 +190,7 @@ def _listening(settings: NodeSettings) -> Iterator[tuple[socket.socket, bytes]]:
         content = {
             "addresses": sorted(a for a in own_addresses() if not ip_address(a).is_link_local),
             "port": server.getsockname()[1],
+            "machine": machine(),
             "key": "" if settings.key else key.decode(),
         }
         text = json.dumps(content)
@@ -224,7 +226,12 @@ def _is_in_use(path: Path) -> bool:
     """Return whether a node 0 listens at the address in an `--rdzv-file`."""
     try:
         addresses, _ = read_file(path)
-        with connect_to_any(addresses, expect_node_0, timeout=1.0):
-            return True
+        connect_to_any(addresses, _close_after_greeting, timeout=1.0)
+        return True
     except (OSError, HvdkitError):
         return False
+
+
+def _close_after_greeting(connection: socket.socket) -> None:
+    with connection:
+        expect_greeting(connection)

@@ -1,35 +1,26 @@
-"""The handshake of node 0 with another node, before that node becomes an agent of the launcher.
+"""How node 0 accepts the other nodes, before they become agents of the launcher.
 
-Each side proves that it knows the job's key, without sending it: each answers the other's nonce
-with an HMAC-SHA-256 (RFC 2104) of both nonces. After the handshake the connection is not encrypted.
+The connections are those of `hvdkit.sealed`, with the job's key.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
 import os
-import secrets
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from hvdkit import sealed
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.listener import read_line
 from hvdkit.launch.nodes.settings import NodeSettings
+from hvdkit.sealed import MALFORMED, SealedConnection, greet, introduce
 
-#: Seconds for each step of the handshake.
-STEP_SECONDS = 5.0
-
-_GREETING = "hvdkit-nodes"
-_LONGEST_LINE = 10_000
 _LONGEST_REASON = 300
 _MOST_REFUSED = 8
 _MOST_STRANGERS = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# The exceptions of parsing a text that is not a node's answer.
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -40,8 +31,7 @@ class NodeInfo:
         number: the number of the node.
         hostname: its own host name.
         slots: the number of its ranks.
-        machine: identifies its machine and network namespace. Two nodes that share both have the
-            same text.
+        machine: as `machine` returns it.
     """
 
     number: int
@@ -52,9 +42,13 @@ class NodeInfo:
 
 def describe_node(settings: NodeSettings) -> NodeInfo:
     """Describe this node."""
+    return NodeInfo(settings.node, socket.gethostname(), settings.slots, machine())
+
+
+def machine() -> str:
+    """Return a text that is the same for two nodes of one machine and network namespace only."""
     network = os.stat("/proc/self/ns/net").st_ino
-    machine = f"{_BOOT_ID.read_text().strip()} {network}"
-    return NodeInfo(settings.node, socket.gethostname(), settings.slots, machine)
+    return f"{_BOOT_ID.read_text().strip()} {network}"
 
 
 class Refused(HvdkitError):
@@ -83,37 +77,25 @@ class Authenticator:
         self._lock = threading.Lock()
         self.refused: list[str] = []
 
-    def authenticate(self, connection: socket.socket) -> NodeInfo | None:
+    def authenticate(self, connection: socket.socket) -> tuple[NodeInfo, SealedConnection] | None:
         """Return the node that has connected; None if it is not of this job."""
-        ours = secrets.token_hex(16)
-        connection.settimeout(STEP_SECONDS)
-        connection.sendall(f"{_GREETING} {ours}\n".encode())
-        try:
-            received = json.loads(read_line(connection, _LONGEST_LINE))
-            theirs, proof = str(received["nonce"]), str(received["proof"])
-            known = _equal(proof, _proof(self._key, "node", ours, theirs))
-            node = NodeInfo(
-                int(received["node"]),
-                str(received["hostname"]),
-                int(received["slots"]),
-                str(received["machine"]),
-            )
-            nodes, size = int(received["nodes"]), received["size"]
-        except _MALFORMED:
+        hello = greet(connection, self._key)
+        if hello is None:
             return None
-        reason = self._register(node, nodes, size) if known else "it has another key"
+        try:
+            node, nodes, size = _read_fields(hello.fields)
+        except MALFORMED:
+            return None
+        reason = self._register(node, nodes, size) if hello.known else "it has another key"
         if reason is not None:
-            self._note(f"{node.hostname} (node {node.number}): {reason}", known)
-            answer = {"refused": reason, "known": known}
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+            self._note(f"{node.hostname} (node {node.number}): {reason}", hello.known)
+            hello.refuse(reason)
             return None
-        answer = {"proof": _proof(self._key, "launcher", theirs, ours)}
         try:
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+            return node, hello.accept()
         except OSError:
             self.forget(node.number)
             raise
-        return node
 
     def forget(self, node: int) -> None:
         """Accept this node number again."""
@@ -143,55 +125,38 @@ class Authenticator:
             self.refused.append(text)
 
 
-def authenticate_to_node_0(connection: socket.socket, settings: NodeSettings, key: bytes) -> None:
+def authenticate_to_node_0(
+    connection: socket.socket, settings: NodeSettings, key: bytes
+) -> SealedConnection:
     """Prove to node 0 that this node belongs to the job, and check that node 0 does, too.
 
     Raises:
         OSError: the other side does not answer as node 0 does.
         Refused: node 0 refuses this node.
     """
-    greeting, _, theirs = read_line(connection, _LONGEST_LINE).partition(" ")
-    if greeting != _GREETING:
-        raise OSError("another program listens there")
-    ours = secrets.token_hex(16)
-    own = describe_node(settings)
-    message = {
-        "nonce": ours,
-        "proof": _proof(key, "node", theirs, ours),
-        "node": own.number,
-        "nodes": settings.nodes,
-        "size": settings.size,
-        "hostname": own.hostname,
-        "slots": own.slots,
-        "machine": own.machine,
-    }
-    connection.settimeout(STEP_SECONDS)
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    fields = asdict(describe_node(settings)) | {"nodes": settings.nodes, "size": settings.size}
     try:
-        answer = json.loads(read_line(connection, _LONGEST_LINE))
-        refused, known = answer.get("refused"), answer.get("known")
-        proven = _equal(str(answer.get("proof")), _proof(key, "launcher", ours, theirs))
-    except _MALFORMED:
-        raise OSError("it closed the connection") from None
-    if refused is not None:
-        kind = Refused if known else WrongKey
-        raise kind(
+        return introduce(connection, key, fields)
+    except sealed.WrongKey as error:
+        raise WrongKey(
+            f"node 0 at {settings.rendezvous} and node {settings.node} do not have the same key"
+        ) from error
+    except sealed.Refused as error:
+        raise Refused(
             f"node 0 at {settings.rendezvous} refuses node {settings.node}: "
-            f"{_printable(str(refused))}"
-        )
-    if not proven:
-        raise WrongKey(f"the process at {settings.rendezvous} does not know the job's key")
-    connection.settimeout(None)
+            f"{_printable(str(error))}"
+        ) from error
 
 
-def expect_node_0(connection: socket.socket) -> None:
-    """Read the first line from the other end of a new connection.
-
-    Raises:
-        OSError: the other end does not answer as node 0 does.
-    """
-    if not read_line(connection, _LONGEST_LINE).startswith(_GREETING):
-        raise OSError("another program listens there")
+def _read_fields(fields: Any) -> tuple[NodeInfo, int, object]:
+    """Return a node, its --nodes and its -np."""
+    node = NodeInfo(
+        int(fields["number"]),
+        str(fields["hostname"]),
+        int(fields["slots"]),
+        str(fields["machine"]),
+    )
+    return node, int(fields["nodes"]), fields["size"]
 
 
 def _size_option(size: object) -> str:
@@ -200,11 +165,3 @@ def _size_option(size: object) -> str:
 
 def _printable(text: str) -> str:
     return "".join(character for character in text if character.isprintable())[:_LONGEST_REASON]
-
-
-def _equal(first: str, second: str) -> bool:
-    return hmac.compare_digest(first.encode(errors="replace"), second.encode())
-
-
-def _proof(key: bytes, role: str, first: str, second: str) -> str:
-    return hmac.digest(key, f"{role} {first} {second}".encode(errors="replace"), "sha256").hex()

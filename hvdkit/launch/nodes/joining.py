@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -10,19 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent import Agent
-from hvdkit.launch.nodes.handshake import STEP_SECONDS, WrongKey, authenticate_to_node_0
+from hvdkit.launch.hosts import own_addresses
+from hvdkit.launch.nodes.handshake import WrongKey, authenticate_to_node_0, machine
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.output import Output
+from hvdkit.sealed import STEP_SECONDS, SealedConnection
 
 #: Seconds of waiting after which the user gets a message.
 QUIET_SECONDS = 5.0
 
 _RETRY_SECONDS = 0.5
 _LONGEST_FILE = 100_000
+
+End = TypeVar("End")
 
 
 def join(
@@ -45,17 +50,12 @@ def join(
             "directory": directory,
             "path": os.environ.get("PATH"),
         }
-        # Two descriptors, because the agent's selector registers each only once.
-        send_fd = os.dup(connection.fileno())
 
         def make_output(size: int, out: IO[bytes], errors: IO[bytes]) -> Output:
             return Output(size, range(size), stdout=out, stderr=errors, say=say, progress=False)
 
-        agent = Agent(connection.fileno(), send_fd, overrides=overrides, make_output=make_output)
-        try:
-            agent.run()
-        finally:
-            os.close(send_fd)
+        agent = Agent(connection, connection, overrides=overrides, make_output=make_output)
+        agent.run()
     if agent.outcome is None:
         say("lost node 0; see its output for the reason")
         return 1
@@ -66,7 +66,7 @@ def join(
 
 
 @contextmanager
-def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[socket.socket]:
+def _connected(settings: NodeSettings, say: Callable[[str], None]) -> Iterator[SealedConnection]:
     """Connect to node 0, with retries."""
     deadline = time.monotonic() + settings.timeout
     say_at = time.monotonic() + QUIET_SECONDS
@@ -112,7 +112,11 @@ def _addresses_and_key(settings: NodeSettings) -> tuple[list[tuple[str, int]], b
 
 
 def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
-    """Return the addresses and the key in an `--rdzv-file`.
+    """Return the addresses of node 0 and the key in an `--rdzv-file`.
+
+    If node 0 runs on another machine, addresses that this machine has, too, are left out. Those are
+    127.0.0.1 and the addresses of bridges such as docker0. Other users of this machine may listen
+    there.
 
     Raises:
         OSError: the file does not exist, or node 0 has not written it.
@@ -130,39 +134,48 @@ def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
         try:
             content = json.loads(file.read(_LONGEST_FILE))
             port = int(content["port"])
-            return [(str(a), port) for a in content["addresses"]], str(content["key"]).encode()
+            addresses = [str(address) for address in content["addresses"]]
+            if content["machine"] != machine():
+                own = own_addresses()
+                addresses = [a for a in addresses if not (a in own or _is_loopback(a))]
+            return [(address, port) for address in addresses], str(content["key"]).encode()
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise OSError(f"{path} was not written by node 0") from error
 
 
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 def connect_to_any(
     addresses: Sequence[tuple[str, int]],
-    authenticate: Callable[[socket.socket], None],
+    authenticate: Callable[[socket.socket], End],
     timeout: float = STEP_SECONDS,
-) -> socket.socket:
-    """Connect to the first of these addresses where node 0 answers.
-
-    Another program may listen at the same port: 127.0.0.1 and the addresses of bridges such as
-    docker0 are those of this machine, too.
+) -> End:
+    """Connect to the first of these addresses where node 0 answers. Another program may, too.
 
     Args:
         addresses: the addresses of node 0.
-        authenticate: raises OSError or `WrongKey` if the other end is not node 0.
+        authenticate: returns the connection in another form. Raises OSError or `WrongKey` if the
+            other end is not node 0.
         timeout: seconds for each connection.
 
     Raises:
         OSError: node 0 answers at none of the addresses.
         WrongKey: the same, and another node 0 answers.
     """
-    problem: OSError | WrongKey = OSError("there is no address")
+    problem: OSError | WrongKey = OSError("it has no address that this machine does not have, too")
     for address in addresses:
         try:
             with ExitStack() as unless_connected:
                 connection = socket.create_connection(address, timeout=timeout)
                 unless_connected.callback(connection.close)
-                authenticate(connection)
+                end = authenticate(connection)
                 unless_connected.pop_all()
-                return connection
+                return end
         except OSError as error:
             problem = problem if isinstance(problem, WrongKey) else error
         except WrongKey as error:

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor import metrics
 from hvdkit.monitor.loggers.logger import Logger, require
+from hvdkit.monitor.loggers.metrics_server import MetricsServer
 from hvdkit.monitor.records import Record, Run, Statistic
+
+_OPEN_METRICS = "application/openmetrics-text"
 
 _UNITS = ("seconds", "bytes", "ratio", "per_second")
 
@@ -30,6 +34,8 @@ COUNTERS = {
 
 class PrometheusLogger(Logger):
     """Serve metrics at `http://ADDRESS:PORT/metrics`, on the first rank.
+
+    The server is one thread, and keeps at most 8 connections for at most 5 seconds.
 
     Prometheus should scrape at least as often as records come: only the last record is served.
 
@@ -47,10 +53,15 @@ class PrometheusLogger(Logger):
     def __init__(self, port: int = 9464, address: str = "127.0.0.1") -> None:
         self._client = require("prometheus_client", "prometheus_client", "monitor-prometheus")
         self._core = require("prometheus_client.core", "prometheus_client", "monitor-prometheus")
+        self._formats = require(
+            "prometheus_client.exposition", "prometheus_client", "monitor-prometheus"
+        )
         self._port = port
         self._address = address
-        self._server: Any = None
-        self._thread: threading.Thread | None = None
+        self._server: MetricsServer | None = None
+        self._registry: Any = None
+        # The last text of each type, and what it shows.
+        self._texts: dict[str, tuple[object, bytes, str]] = {}
         self._last: Record | None = None
         self._run: Run | None = None
         self._steps = self._samples = self._records = 0
@@ -69,10 +80,11 @@ class PrometheusLogger(Logger):
             HvdkitError: the port is in use.
             OSError: this host does not have the address.
         """
-        registry = self._client.CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self.families))
+        self._registry = self._client.CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collector(self.families))
         try:
-            started = self._client.start_http_server(self._port, self._address, registry)
+            with process_limit.explained():
+                self._server = MetricsServer(self._address, self._port, self._render)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -80,8 +92,7 @@ class PrometheusLogger(Logger):
                 f"port {self._port} of {self._address} is in use by another program, perhaps by "
                 f"another job. Pass port=..., or port=0 for a free one"
             ) from None
-        self._server, self._thread = started
-        self._port = self._server.server_port
+        self._port = self._server.port
 
     def begin(self, run: Run) -> None:
         """Serve the number of ranks from now on."""
@@ -111,13 +122,21 @@ class PrometheusLogger(Logger):
 
     def close(self) -> None:
         """Stop listening."""
-        if self._server is None:
-            return
-        self._server.shutdown()
-        self._server.server_close()
-        if self._thread is not None:
-            self._thread.join()
-        self._server = self._thread = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _render(self, accept: str) -> tuple[bytes, str]:
+        """Return the text of a scrape and its type. The text is made once for each record."""
+        wanted = _OPEN_METRICS if _OPEN_METRICS in accept else ""
+        with self._lock:
+            state = (self._records, self._run)
+        made, text, kind = self._texts.get(wanted, (None, b"", ""))
+        if made != state:
+            encoder, kind = self._formats.choose_encoder(wanted)
+            text = encoder(self._registry)
+            self._texts[wanted] = (state, text, kind)
+        return text, kind
 
     def families(self) -> Iterator[Any]:
         """Return the metric families of a scrape."""

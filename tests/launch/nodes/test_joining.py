@@ -9,9 +9,10 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.listener import Listener
+from hvdkit.launch.nodes import joining
 from hvdkit.launch.nodes.gathering import _write_privately
-from hvdkit.launch.nodes.handshake import Authenticator
-from hvdkit.launch.nodes.joining import _connected
+from hvdkit.launch.nodes.handshake import Authenticator, machine
+from hvdkit.launch.nodes.joining import _connected, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 
 KEY = b"0123456789abcdef"
@@ -58,6 +59,7 @@ def rendezvous(request, tmp_path):
         server = stack.enter_context(socket.create_server((SECOND, port)))
         listener = stack.enter_context(node_0(server, file, KEY))
         content = {"addresses": [FIRST, SECOND], "port": port, "key": KEY.decode()}
+        content["machine"] = machine()
         _write_privately(file, json.dumps(content))
         yield file, listener
 
@@ -68,7 +70,7 @@ def test_another_program_at_the_port_of_node_0(rendezvous):
     with _connected(settings(file, 1), said.append) as connection:
         node, accepted = listener.accept()
         with accepted:
-            assert (node.number, connection.getpeername()[0], said) == (1, SECOND, [])
+            assert (node.number, connection.socket.getpeername()[0], said) == (1, SECOND, [])
 
 
 def test_a_file_in_use_is_not_replaced_if_another_program_has_the_port(rendezvous):
@@ -77,3 +79,21 @@ def test_a_file_in_use_is_not_replaced_if_another_program_has_the_port(rendezvou
     with pytest.raises(UsageError, match="is in use by another job"):
         _write_privately(file, "{}")
     assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [(machine(), ["127.0.0.1", "127.9.9.9", "::1", "192.0.2.1"]), ("another", ["192.0.2.1"])],
+)
+def test_own_addresses_of_a_node_0_on_another_machine_are_not_used(
+    tmp_path, monkeypatch, where, expected
+):
+    """Another user of this machine may listen there."""
+    bridge = "172.17.0.1"
+    monkeypatch.setattr(joining, "own_addresses", lambda: {"127.0.0.1", bridge})
+    addresses = ["127.0.0.1", "127.9.9.9", "::1", "192.0.2.1", bridge]
+    content = {"addresses": addresses, "port": 9, "key": KEY.decode(), "machine": where}
+    _write_privately(tmp_path / "job", json.dumps(content))
+    found, _ = read_file(tmp_path / "job")
+    assert [address for address, _ in found if address != bridge] == expected
+    assert ((bridge, 9) in found) == (where == machine())
