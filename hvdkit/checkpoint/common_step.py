@@ -114,17 +114,25 @@ def _partners(
 ) -> list[_Partner]:
     """Return the folders that belong to `own`: the newest step of one of the two names the other.
 
-    Only the folder with the higher step counts: a script may stop using a checkpointer.
+    Only the folder with the higher step counts: a script may stop using a checkpointer. A folder
+    without a step belongs to one whose newest step says that its state would be lost.
     """
     found = []
     for store, restored in others:
         theirs = _steps(store)
-        highest = [[*steps.values()][-1].step if steps else -1 for steps in (mine, theirs)]
-        names_it = highest[0] >= 0 and relative(store, own) in mine[highest[0]].beside
-        is_named = highest[1] >= 0 and relative(own, store) in theirs[highest[1]].beside
-        if (names_it and highest[0] >= highest[1]) or (is_named and highest[1] >= highest[0]):
+        if _names(mine, theirs, relative(store, own)) or _names(theirs, mine, relative(own, store)):
             found.append(_Partner(store.location, theirs, restored))
     return found
+
+
+def _names(steps: Mapping[int, Manifest], others: Mapping[int, Manifest], folder: str) -> bool:
+    """Return whether the newest of some steps names the folder of others."""
+    if not steps:
+        return False
+    newest = [*steps.values()][-1]
+    if not others:
+        return folder in newest.beside + newest.unsaved
+    return folder in newest.beside and newest.step >= [*others.values()][-1].step
 
 
 def _common(mine: Mapping[int, Manifest], partners: Sequence[_Partner]) -> list[int]:
@@ -163,7 +171,7 @@ def _describe_none(own: Store, mine: Mapping[int, Manifest], partners: Sequence[
         done = "" if partner.restored is None else f"; step {partner.restored} was restored"
         told.append(f"{partner.location} {has(partner.steps)}{done}")
     return (
-        f"the checkpointers of these folders are saved with the same steps, and no step is in all: "
+        f"the checkpointers of these folders belong together, and no step is in all: "
         f"{'; '.join(told)}. Make all checkpointers before the first restore(). To continue from "
         f"different steps, call restore(step) of each; to train from the beginning, move the steps "
         f"out of the folders"
