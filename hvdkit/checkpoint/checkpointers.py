@@ -161,12 +161,9 @@ class Member:
         return self.is_called or self.restored is not None
 
     @property
-    def is_unsaved(self) -> bool:
-        """Whether its optimizers have made steps, and the script has not called it since.
-
-        The script may call it at the end of an epoch only.
-        """
-        return not self.is_called and self.updates() != self.updates_before
+    def is_trained(self) -> bool:
+        """Whether its optimizers have made steps since its creation or last restore."""
+        return self.updates() != self.updates_before
 
     def may_leave(self, other: Member) -> bool:
         """Return whether a stop may leave another one at an earlier step.
@@ -181,7 +178,7 @@ class Member:
 
     def unsaved(self) -> list[Member]:
         """Return the checkpointers that have no step, although their optimizers made steps."""
-        return [each for each in self._related() if each.is_unsaved and each.saved is None]
+        return [each for each in self._related() if each.is_trained and each.saved is None]
 
     def _related(self) -> list[Member]:
         return [
@@ -320,7 +317,8 @@ class Checkpointers:
             for each in sorted(self._open - self._saved.keys(), key=lambda each: each.number)
             if each.last.at >= since
             or (
-                (each.is_unsaved or (each.can_stop and each.is_called and each.is_in_use))
+                # The script may call it at the end of an epoch only.
+                (each.can_stop and each.is_in_use if each.is_called else each.is_trained)
                 # An archive has nothing that is not saved.
                 and not (each.subjects and each.subjects <= subjects)
             )

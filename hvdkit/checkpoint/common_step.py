@@ -112,16 +112,25 @@ def can_restore(stores: Sequence[Store]) -> bool:
 def _partners(
     own: Store, mine: Mapping[int, Manifest], others: Sequence[tuple[Store, int | None]]
 ) -> list[_Partner]:
-    """Return the folders that belong to `own`: the newest step of one of the two names the other.
+    """Return the folders that belong to `own`, also through others.
 
-    Only the folder with the higher step counts: a script may stop using a checkpointer. A folder
-    without a step belongs to one whose newest step says that its state would be lost.
+    Of two folders that belong together, the newest step of one names the other. Only the folder
+    with the higher step counts: a script may stop using a checkpointer. A folder without a step
+    belongs to one whose newest step says that its state would be lost.
     """
-    found = []
-    for store, restored in others:
-        theirs = _steps(store)
-        if _names(mine, theirs, relative(store, own)) or _names(theirs, mine, relative(own, store)):
-            found.append(_Partner(store.location, theirs, restored))
+    left = [(store, _steps(store), restored) for store, restored in others]
+    found: list[_Partner] = []
+    members = [(own, mine)]
+    while members:
+        store, steps = members.pop()
+        for each in list(left):
+            other, theirs, restored = each
+            if _names(steps, theirs, relative(other, store)) or _names(
+                theirs, steps, relative(store, other)
+            ):
+                left.remove(each)
+                members.append((other, theirs))
+                found.append(_Partner(other.location, theirs, restored))
     return found
 
 

@@ -199,7 +199,7 @@ def check(script):
 
 
 USES = st.builds(
-    Use, st.sampled_from([None, 1, 2, 3, 5]), st.sampled_from([1, 1, 2]), st.booleans()
+    Use, st.sampled_from([None, 1, 2, 3, 5]), st.sampled_from([1, 1, 2, 4]), st.booleans()
 )
 SCRIPTS = st.builds(
     Script,
@@ -219,6 +219,19 @@ def test_a_signal_between_two_saves(kept, moment):
 
 def test_a_signal_to_a_start_that_has_nothing_left_to_train(kept):
     check(Script((Use(None),), moment=9, again=1, ranks=(0,)))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # Two folders name a third one, and not each other.
+        Script((Use(None, 2), Use(1, 4), Use(1, 1)), (1, 0, 2), False, 1, None, (0,)),
+        # Killed before the first save of a network that was called.
+        Script((Use(None, 1), Use(1, 4)), (1, 0, 2), False, 1, 9, ()),
+    ],
+)
+def test_scripts_whose_start_took_two_steps(kept, script):
+    check(script)
 
 
 def test_a_disturbed_script_ends_as_an_undisturbed_one(kept, request):
