@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,11 +62,14 @@ class Member:
         last: its last call.
         before: its last call with an earlier step than that of `last`.
         saved: the step that it has saved or restored last; None for none.
+        has: the steps that it has saved or restored.
         restored: the step that it has restored, until the first call after that; None for none.
         first: the place of its first call in the order of all calls.
         can_stop: whether the script calls `maybe_save`, and not only `save`.
         restores: whether it resumes at a step of its folder.
         subjects: the ids of the models and optimizers that it saves.
+        updates: returns the number of steps that its optimizers have made.
+        updates_before: this number at its creation or last restore.
         same_steps: those that the script calls, or has restored, with the same steps.
     """
 
@@ -77,13 +80,19 @@ class Member:
     number: int
     restores: bool
     subjects: frozenset[int]
+    updates: Callable[[], int]
+    updates_before: int = 0
     last: _Call = field(default=_Call(None, 0))
     before: _Call = field(default=_Call(None, 0))
     saved: int | None = None
+    has: frozenset[int] = frozenset()
     restored: int | None = None
     first: int = 0
     can_stop: bool = False
     same_steps: weakref.WeakSet[Member] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        self.updates_before = self.updates()
 
     def call(self, step: int, can_stop: bool = False) -> None:
         """Record a call. A second call in a row with the same step, as of `save`, is the same.
@@ -112,8 +121,16 @@ class Member:
         """
         self.last, self.before = _Call(step, 0), _Call(None, 0)
         self.saved, self.restored = step, step if from_folder else None
+        self.has = frozenset(() if self.restored is None else (self.restored,))
+        self.updates_before = self.updates()
         if step is not None:
             self._note_same_step()
+
+    def record_save(self, step: int) -> None:
+        """Record that a step was saved."""
+        self.saved = step
+        # A job may continue from a lower step than it has saved.
+        self.has = frozenset(each for each in self.has if each < step) | {step}
 
     def _note_same_step(self) -> None:
         for other in self.checkpointers.others(self):
@@ -143,20 +160,51 @@ class Member:
         """Whether the script has called it, or has restored a step of its folder."""
         return self.is_called or self.restored is not None
 
-    def beside(self) -> tuple[str, ...]:
-        """Return the folders of the checkpointers that are called with the same steps.
+    @property
+    def is_trained(self) -> bool:
+        """Whether its optimizers have made steps since its creation or last restore."""
+        return self.updates() != self.updates_before
 
-        The paths are relative to the own folder, so they stay valid if all folders are moved.
+    def may_leave(self, other: Member) -> bool:
+        """Return whether a stop may leave another one at an earlier step.
+
+        A new start then restores both from the newest step that both have.
         """
-        return tuple(
-            relative(other.store, self.store)
+        return other in self.same_steps and self.restores and other.restores
+
+    def beside(self) -> list[Member]:
+        """Return the checkpointers that are called with the same steps."""
+        return [each for each in self._related() if each in self.same_steps and each.is_in_use]
+
+    def unsaved(self) -> list[Member]:
+        """Return the checkpointers that have no step, although their optimizers made steps."""
+        return [each for each in self._related() if each.is_trained and each.saved is None]
+
+    def _related(self) -> list[Member]:
+        return [
+            other
             for other in self.checkpointers.others(self)
-            if other in self.same_steps
-            and other.restores
-            and other.is_in_use
+            if other.restores
+            and other.ranks == self.ranks
             # An archive of the same model need not have the steps of its checkpoints.
             and not other.subjects & self.subjects
-        )
+        ]
+
+    def steps_to_keep(self) -> frozenset[int]:
+        """Return the newest steps that all checkpointers have which belong together.
+
+        The newest one may not be on the disk yet. So keep the one before, too.
+        """
+        others = self.beside()
+        common = self.has.intersection(*(other.has for other in others)) if others else ()
+        return frozenset(sorted(common)[-2:])
+
+    def folders_of(self, others: Iterable[Member]) -> tuple[str, ...]:
+        """Return the folders of others relative to the own one.
+
+        So the paths stay valid if all folders are moved.
+        """
+        return tuple(relative(other.store, self.store) for other in others)
 
 
 def relative(store: Store, to: Store) -> str:
@@ -186,6 +234,8 @@ class Checkpointers:
         # whether the saved state lacks gradients.
         self._saved: dict[Member, bool] = {}
         self._made = 0
+        # What was logged: a text and the checkpointers.
+        self._reported: set[tuple[str | Member, ...]] = set()
         # Those that were closed since one was opened, and the last step of those that were closed.
         self._closed: list[Member] = []
         self._last_step: int | None = None
@@ -207,12 +257,14 @@ class Checkpointers:
         ranks: Collection[int],
         restores: bool,
         subjects: frozenset[int] = frozenset(),
+        updates: Callable[[], int] = int,
     ) -> Member:
         """Add a new checkpointer; see `Member`. Only a weak reference to it is kept."""
         self._made += 1
         member = Member(
             *(self, store, frozenset(ranks), weakref.ref(manager), self._made, restores),
             subjects=subjects,
+            updates=updates,
         )
         self._open.add(member)
         self.request.stopped_at = None
@@ -242,22 +294,46 @@ class Checkpointers:
         # An inner loop, such as that of a GAN's critic, may call one several times, with the same
         # step, or before the outer loop calls the others. The stop waits for them.
         if member in others or any(each in member.same_steps for each in others):
-            since = min(each.last.at for each in self._saved)
-            stops_since = self.stops_since
-            is_overdue = stops_since and time.monotonic() - stops_since >= STOP_SECONDS
-            needed = [
-                each
-                for each in self._open
-                if each.last.at >= since
-                or (each.can_stop and each.is_called and each.is_in_use and not is_overdue)
-            ]
-            if self._may_stop(member, needed):
+            missing = self._missing()
+            behind = [each for each in missing if member.may_leave(each)]
+            if behind == missing and self._is_overdue:
+                missing = []
+            if self._may_stop(member, missing):
+                self._report(member, "the next start resumes from the newest step of all", behind)
                 return True
+            self._report(member, "the stop waits for their next save", missing)
             self.begin_stop_again()
         elif others and not member.is_called:
             # The first call of a checkpointer that the loop calls in some iterations only.
             self.begin_stop_again()
         return False
+
+    def _missing(self) -> list[Member]:
+        """Return those that the stop has not saved, and that the loop calls."""
+        since = min(each.last.at for each in self._saved)
+        subjects = frozenset().union(*(each.subjects for each in self._saved))
+        return [
+            each
+            for each in sorted(self._open - self._saved.keys(), key=lambda each: each.number)
+            if each.last.at >= since
+            or (
+                # The script may call it at the end of an epoch only.
+                (each.can_stop and each.is_in_use if each.is_called else each.is_trained)
+                # An archive has nothing that is not saved.
+                and not (each.subjects and each.subjects <= subjects)
+            )
+        ]
+
+    @property
+    def _is_overdue(self) -> bool:
+        since = self.stops_since
+        return since is not None and time.monotonic() - since >= STOP_SECONDS
+
+    def _report(self, member: Member, what: str, others: Sequence[Member]) -> None:
+        if others and self._rank == min(member.ranks) and (what, *others) not in self._reported:
+            self._reported.add((what, *others))
+            folders = " and ".join(each.store.location for each in others)
+            _log.warning("asked to stop, and %s was not saved: %s", folders, what)
 
     def begin_stop_again(self) -> None:
         """Save all again, because the loop begins again and the saved steps do not suffice."""

@@ -112,19 +112,36 @@ def can_restore(stores: Sequence[Store]) -> bool:
 def _partners(
     own: Store, mine: Mapping[int, Manifest], others: Sequence[tuple[Store, int | None]]
 ) -> list[_Partner]:
-    """Return the folders that belong to `own`: the newest step of one of the two names the other.
+    """Return the folders that belong to `own`, also through others.
 
-    Only the folder with the higher step counts: a script may stop using a checkpointer.
+    Of two folders that belong together, the newest step of one names the other. Only the folder
+    with the higher step counts: a script may stop using a checkpointer. A folder without a step
+    belongs to one whose newest step says that its state would be lost.
     """
-    found = []
-    for store, restored in others:
-        theirs = _steps(store)
-        highest = [[*steps.values()][-1].step if steps else -1 for steps in (mine, theirs)]
-        names_it = highest[0] >= 0 and relative(store, own) in mine[highest[0]].beside
-        is_named = highest[1] >= 0 and relative(own, store) in theirs[highest[1]].beside
-        if (names_it and highest[0] >= highest[1]) or (is_named and highest[1] >= highest[0]):
-            found.append(_Partner(store.location, theirs, restored))
+    left = [(store, _steps(store), restored) for store, restored in others]
+    found: list[_Partner] = []
+    members = [(own, mine)]
+    while members:
+        store, steps = members.pop()
+        for each in list(left):
+            other, theirs, restored = each
+            if _names(steps, theirs, relative(other, store)) or _names(
+                theirs, steps, relative(store, other)
+            ):
+                left.remove(each)
+                members.append((other, theirs))
+                found.append(_Partner(other.location, theirs, restored))
     return found
+
+
+def _names(steps: Mapping[int, Manifest], others: Mapping[int, Manifest], folder: str) -> bool:
+    """Return whether the newest of some steps names the folder of others."""
+    if not steps:
+        return False
+    newest = [*steps.values()][-1]
+    if not others:
+        return folder in newest.beside + newest.unsaved
+    return folder in newest.beside and newest.step >= [*others.values()][-1].step
 
 
 def _common(mine: Mapping[int, Manifest], partners: Sequence[_Partner]) -> list[int]:
@@ -163,7 +180,7 @@ def _describe_none(own: Store, mine: Mapping[int, Manifest], partners: Sequence[
         done = "" if partner.restored is None else f"; step {partner.restored} was restored"
         told.append(f"{partner.location} {has(partner.steps)}{done}")
     return (
-        f"the checkpointers of these folders are saved with the same steps, and no step is in all: "
+        f"the checkpointers of these folders belong together, and no step is in all: "
         f"{'; '.join(told)}. Make all checkpointers before the first restore(). To continue from "
         f"different steps, call restore(step) of each; to train from the beginning, move the steps "
         f"out of the folders"

@@ -116,6 +116,8 @@ class Manager:
         allocate: allocates the first rank's memory for its copy of the state.
         subjects: the models and optimizers that are saved. Checkpointers of the same ones, such as
             an archive, need not have the same steps.
+        updates: returns the number of steps that the optimizers have made; None for that of
+            `gradients`.
 
     Raises:
         UsageError: an argument is invalid.
@@ -143,6 +145,7 @@ class Manager:
         replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
         subjects: Iterable[object] = (),
+        updates: Callable[[], int] | None = None,
     ) -> None:
         self._schedule = Schedule(every_steps, every_minutes)
         for name in (*parts, *(rank_parts or {})):
@@ -172,7 +175,8 @@ class Manager:
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
         self._member = self._checkpointers.add(
-            self, store, collectives.ranks, not overwrite, frozenset(map(id, subjects))
+            *(self, store, collectives.ranks, not overwrite, frozenset(map(id, subjects))),
+            updates=updates or self._postponement.gradients.steps,
         )
         follow(self)
 
@@ -243,7 +247,10 @@ class Manager:
         content, ranks = saving.run(problem)
         self._schedule.record_save(int(step))
         self._postponement.record_save(int(step))
-        self._member.saved = int(step)
+        group, member = self._checkpointers, self._member
+        member.record_save(int(step))
+        if group.stops_since is not None:
+            group.record_save(member, self._postponement.gradients.exist())
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -253,7 +260,9 @@ class Manager:
                 parts=content,
                 ranks=ranks,
                 sum_order=self._sum_order(),
-                beside=self._member.beside(),
+                beside=member.folders_of(member.beside()),
+                unsaved=member.folders_of(member.unsaved()),
+                kept=member.steps_to_keep(),
             )
             self._warn_of_missing(values)
         try:

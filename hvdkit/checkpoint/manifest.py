@@ -68,6 +68,7 @@ class Manifest:
             it was not recorded.
         beside: the folders of the checkpointers that the script calls with the same steps; paths
             relative to the folder of this step.
+        unsaved: the folders without a step, of checkpointers whose optimizers had made steps.
     """
 
     step: int
@@ -81,6 +82,7 @@ class Manifest:
     run: int = 1
     sum_order: str = ""
     beside: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -116,6 +118,7 @@ class Manifest:
             "versions": dict(self.versions),
             "sum_order": self.sum_order,
             "beside": list(self.beside),
+            "unsaved": list(self.unsaved),
             "files": {
                 name: {
                     "bytes": record.size,
@@ -156,6 +159,7 @@ class Manifest:
                 versions=_entries(fields["versions"], _text),
                 sum_order=_text(fields.get("sum_order", "")),
                 beside=tuple(map(_text, _list(fields.get("beside", [])))),
+                unsaved=tuple(map(_text, _list(fields.get("unsaved", [])))),
                 files={
                     check_file_name(name): _record(record, fields["version"])
                     for name, record in fields["files"].items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -183,6 +184,17 @@ class _Handler:
         else:
             self._restore()
 
+    def end(self) -> None:
+        """Ignore the signal from now on, at the end of a script that can be resumed.
+
+        While Python ends, it removes all handlers. The signal would then kill a process whose state
+        is saved, and hide its exit status.
+        """
+        has_stopped = any(each.stopped_at is not None for each in self._requests)
+        is_saved = has_stopped or self._closed is not None
+        if is_saved and os.getpid() == self._process:
+            signal.signal(self.number, signal.SIG_IGN)
+
     def _restore(self) -> None:
         # Keep a handler that the user has installed since.
         in_main = threading.current_thread() is threading.main_thread()
@@ -227,3 +239,14 @@ class _Handler:
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _end_handlers() -> None:
+    for number in signal.valid_signals():
+        installed: Any = signal.getsignal(number)
+        if isinstance(installed, _Handler):
+            installed.end()
+
+
+# Registered before the functions of `hvd.init()`, so it runs after them.
+atexit.register(_end_handlers)

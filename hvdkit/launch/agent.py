@@ -37,7 +37,7 @@ from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.echo import Echo, MakeOutput
 from hvdkit.launch.host_facts import facts
-from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans
+from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans, may_get_orphans_of_others
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
 from hvdkit.sealed import BrokenSeal, Refused, SealedConnection, WrongKey, introduce
@@ -122,7 +122,7 @@ class Agent:
 
     def run(self) -> None:
         """Handle messages until every process of the job on this host has ended."""
-        if self._overrides is None:  # a user's process may have orphans of other programs
+        if self._overrides is None or not may_get_orphans_of_others():
             adopt_orphans()
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)

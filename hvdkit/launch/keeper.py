@@ -51,6 +51,15 @@ def adopt_orphans() -> None:
     _own_children = {child.pid for child in psutil.Process().children()}
 
 
+def may_get_orphans_of_others() -> bool:
+    """Return whether this process may become the parent of processes of other programs.
+
+    It may if it had children before, as with `services & exec hvdkit run`, or if it is the first
+    process of a container.
+    """
+    return os.getpid() == 1 or bool(psutil.Process().children())
+
+
 class KeptProcess:
     """A process with a keeper, with those members of `subprocess.Popen` that are needed here.
 

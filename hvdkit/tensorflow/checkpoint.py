@@ -178,6 +178,8 @@ class Checkpointer(Manager):
                 tapes,
             ],
             subjects=[*models.values(), *optimizers.values()],
+            # A list of variables has no number of steps.
+            updates=lambda: sum(int(getattr(o, "iterations", 0)) for o in optimizers.values()),
         )
         if first:
             saved = [v for each in (models | optimizers).values() for v in _variables(each)]

@@ -518,6 +518,7 @@ def test_tensors_under_each_other_s_names(store, newest, caplog):
         ("sum_order", ["gloo"]),
         ("beside", "../other"),
         ("beside", [1]),
+        ("unsaved", [1]),
         ("files", []),
         ("files", {}),
         ("files", {"state.json": 5}),

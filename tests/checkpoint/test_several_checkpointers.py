@@ -5,6 +5,7 @@ Whatever happens, the job that is started again must end with the numbers of an 
 """
 
 import contextlib
+import functools
 import signal
 import tempfile
 from dataclasses import dataclass, replace
@@ -29,10 +30,6 @@ STEPS = 8
 
 class Killed(BaseException):
     """A signal has ended this rank in its usual way."""
-
-
-class Anew(BaseException):
-    """A checkpointer that no earlier start has called has nothing to restore."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,9 @@ class Script:
 class Job:
     """One start of a script on simulated ranks."""
 
-    def __init__(self, script, folder, called=()):
+    def __init__(self, script, folder):
         self.script, self.folder = script, folder
         self.events = [0] * RANKS
-        # The checkpointers that this job, or an earlier start, has called.
-        self.called = set(called)
 
     def run(self):
         """Return the numbers at the end, or the exceptions, of each rank."""
@@ -103,16 +98,18 @@ class Job:
     def rank(self, collectives):
         script, rank = self.script, collectives.rank
         parts = [Arrays(n) for n in range(len(script.uses))]
+        updates = [0] * len(parts)
         order = [n for n in script.order if n < len(parts)]
         with contextlib.ExitStack() as stack:
             managers = [
                 stack.enter_context(
                     Manager(
-                        Store(str(self.folder / f"{n}"), keep_last=None),
+                        Store(str(self.folder / f"{n}"), keep_last=1),
                         collectives,
                         {"model": part},
                         every_steps=use.every_steps,
                         stop_signals=(),
+                        updates=functools.partial(updates.__getitem__, n),
                     )
                 )
                 for n, (part, use) in enumerate(zip(parts, script.uses, strict=True))
@@ -120,31 +117,28 @@ class Job:
             self.event(rank)
             restored = [manager.restore() for manager in managers]
             first = {each and each.step for each in restored}
-            if len(first) > 1 and any(
-                each is None and n not in self.called for n, each in enumerate(restored)
-            ):
-                raise Anew
+            if first == {None, 1}:
+                # Killed in the first iteration, before the optimizer's first step of the other.
+                raise Killed
             assert len(first) == 1, first
             for step in range((first.pop() or 0) + 1, STEPS + 1):
                 late = []
                 for n in order:
                     others = sum(part.value for part in parts)
                     parts[n].value = (31 * parts[n].value + others + step) % 10_007
+                    updates[n] += 1
                     self.event(rank)
                     if step % script.uses[n].calls_every == 0:
                         if script.uses[n].at_end:
                             late.append(n)
                         else:
-                            self.called.add(n)
                             managers[n].maybe_save(step)
                 for n in late:
                     self.event(rank)
-                    self.called.add(n)
                     managers[n].maybe_save(step)
             for n in order:
                 self.event(rank)
                 if script.saves_at_end:
-                    self.called.add(n)
                     managers[n].save(STEPS)
             self.event(rank)
         self.event(rank)  # an evaluation
@@ -178,13 +172,12 @@ def check(script):
         undisturbed = Job(replace(script, moment=None), Path(made) / "undisturbed")
         right = undisturbed.run()
         assert all(isinstance(each, list) for each in right), right
-        folder, called, stopped = Path(made) / "disturbed", set(), []
+        folder, stopped = Path(made) / "disturbed", []
         for moment in (script.moment, script.again, None):
-            job = Job(replace(script, moment=moment), folder, called)
-            ends = job.run()
+            ends = Job(replace(script, moment=moment), folder).run()
             have = [steps(folder / str(n)) for n in range(len(script.uses))]
             common = set.intersection(*map(set, have))
-            if isinstance(ends[0], Anew):
+            if isinstance(ends[0], Killed) and not script.ranks and moment is None:
                 return
             if isinstance(ends[0], CheckpointError):
                 # A job that was killed may have left no step that all folders have.
@@ -192,7 +185,6 @@ def check(script):
                 assert not common
                 assert "no step is in all" in str(ends[0])
                 return
-            called = job.called
             stopped = [each for each in ends if isinstance(each, Stopped)]
             if moment is not None and script.ranks:
                 # A signal never kills a job that can be resumed.
@@ -207,7 +199,7 @@ def check(script):
 
 
 USES = st.builds(
-    Use, st.sampled_from([None, 1, 2, 3, 5]), st.sampled_from([1, 1, 2]), st.booleans()
+    Use, st.sampled_from([None, 1, 2, 3, 5]), st.sampled_from([1, 1, 2, 4]), st.booleans()
 )
 SCRIPTS = st.builds(
     Script,
@@ -227,6 +219,19 @@ def test_a_signal_between_two_saves(kept, moment):
 
 def test_a_signal_to_a_start_that_has_nothing_left_to_train(kept):
     check(Script((Use(None),), moment=9, again=1, ranks=(0,)))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # Two folders name a third one, and not each other.
+        Script((Use(None, 2), Use(1, 4), Use(1, 1)), (1, 0, 2), False, 1, None, (0,)),
+        # Killed before the first save of a network that was called.
+        Script((Use(None, 1), Use(1, 4)), (1, 0, 2), False, 1, 9, ()),
+    ],
+)
+def test_scripts_whose_start_took_two_steps(kept, script):
+    check(script)
 
 
 def test_a_disturbed_script_ends_as_an_undisturbed_one(kept, request):
@@ -256,9 +261,11 @@ def both(stack, collectives, folder, names, **given):
 @pytest.mark.parametrize("every_steps", [1, 1000])
 @pytest.mark.parametrize("signal_at", [6, 8, 10])
 def test_a_stop_saves_a_generator_with_the_critic_of_its_inner_loop(
-    kept, tmp_path, counts, every_steps, signal_at
+    kept, tmp_path, monkeypatch, counts, every_steps, signal_at
 ):
     """The critic makes five steps for each of the generator. The signal comes in iteration 2."""
+    # However long an iteration takes.
+    monkeypatch.setattr("hvdkit.checkpoint.checkpointers.STOP_SECONDS", 0.0)
 
     def run(collectives):
         with contextlib.ExitStack() as stack:
@@ -281,14 +288,11 @@ def test_a_stop_saves_a_generator_with_the_critic_of_its_inner_loop(
 
 
 @pytest.mark.parametrize("call", ["save", "maybe_save"])
-def test_a_stop_does_not_wait_for_a_checkpointer_called_at_times(kept, tmp_path, monkeypatch, call):
-    """It waits for a call of `maybe_save`, but not for long."""
-    if call == "maybe_save":
-        monkeypatch.setattr("hvdkit.checkpoint.checkpointers.STOP_SECONDS", 0.0)
-
+def test_a_stop_does_not_wait_for_an_archive(kept, tmp_path, call):
     def run(collectives):
         with contextlib.ExitStack() as stack:
-            main, best = both(stack, collectives, tmp_path, ("main", "best"))
+            subjects = () if call == "save" else ["the model"]
+            main, best = both(stack, collectives, tmp_path, ("main", "best"), subjects=subjects)
             for step in range(1, 100):
                 if step == 51:
                     Checkpointers.of(collectives.rank).request.record(signal.SIGTERM)
@@ -359,3 +363,96 @@ def test_a_signal_before_the_next_checkpointer_records_signals_is_not_lost(tmp_p
     finally:
         signal.signal(signal.SIGUSR1, previous)
         Checkpointers._of_ranks.clear()
+
+
+class Trained:
+    """Two checkpointers of a script that trains both networks, and calls one at times only."""
+
+    def __init__(self, folder, every=20, called=("maybe_save", "maybe_save"), trains=(1, 1)):
+        self.folder, self.every, self.called, self.trains = folder, every, called, trains
+
+    def run(self, signal_at=None, last=99, **given):
+        """Return the exceptions of the ranks. Simulate SIGKILL after step `last`."""
+        self.restored = {}
+        Checkpointers._of_ranks.clear()
+        return on_every_rank(RANKS, functools.partial(self._rank, signal_at, last, given))
+
+    def _rank(self, signal_at, last, given, collectives):
+        updates = [0, 0]
+        with contextlib.ExitStack() as stack:
+            often, seldom = (
+                stack.enter_context(
+                    Manager(
+                        *(Store(str(self.folder / name)), collectives, {"model": Arrays(1)}),
+                        stop_signals=(),
+                        updates=functools.partial(updates.__getitem__, number),
+                        **given,
+                    )
+                )
+                for number, name in enumerate(("often", "seldom"))
+            )
+            found = [manager.restore() for manager in (often, seldom)]
+            self.restored[collectives.rank] = [each and each.step for each in found]
+            for step in range(1 + (found[0].step if found[0] else 0), last + 1):
+                if step == signal_at:
+                    Checkpointers.of(collectives.rank).request.record(signal.SIGTERM)
+                updates[:] = [u + t for u, t in zip(updates, self.trains, strict=True)]
+                getattr(often, self.called[0])(step)
+                if step % self.every == 0:
+                    getattr(seldom, self.called[1])(step)
+            raise Killed
+
+
+def test_a_stop_waits_for_the_first_save_of_a_trained_network(kept, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hvdkit.checkpoint.checkpointers.STOP_SECONDS", 0.0)
+    ends = Trained(tmp_path).run(signal_at=5)
+    assert all(isinstance(each, Stopped) for each in ends), ends
+    assert steps(tmp_path / "often")[-1:] == steps(tmp_path / "seldom") == [20]
+    assert "seldom was not saved: the stop waits for their next save" in caplog.text
+
+
+def test_a_stop_does_not_wait_for_a_network_of_a_later_phase(kept, tmp_path):
+    job = Trained(tmp_path, trains=(1, 0))
+    assert all(isinstance(each, Stopped) for each in job.run(signal_at=5))
+    assert steps(tmp_path / "often") == [5]
+    job.run()
+    assert job.restored[0] == [5, None]
+
+
+def test_a_killed_job_does_not_begin_one_network_anew(kept, tmp_path):
+    Trained(tmp_path).run(last=15, every_steps=5)
+    for end in Trained(tmp_path).run():
+        assert isinstance(end, CheckpointError)
+        assert "belong together" in str(end)
+        assert "seldom has no step" in str(end)
+
+
+def test_a_stop_ends_a_script_that_saves_one_network_with_save(kept, tmp_path):
+    ends = Trained(tmp_path, every=1, called=("maybe_save", "save")).run(signal_at=5)
+    assert all(isinstance(each, Stopped) for each in ends), ends
+    assert steps(tmp_path / "often")[-1:] == steps(tmp_path / "seldom")[-1:]
+    assert steps(tmp_path / "often")[-1] <= 6
+
+
+def test_a_stop_that_waits_no_longer_resumes_both_from_one_step(
+    kept, tmp_path, monkeypatch, caplog
+):
+    """The job must end before the batch system kills it."""
+    monkeypatch.setattr("hvdkit.checkpoint.checkpointers.STOP_SECONDS", 0.0)
+    job = Trained(tmp_path)
+    ends = job.run(signal_at=45, every_steps=10)
+    assert all(isinstance(each, Stopped) for each in ends), ends
+    assert "seldom was not saved: the next start resumes from the newest step of all" in caplog.text
+    job.run()
+    assert job.restored[0] == [40, 40]
+
+
+@pytest.mark.parametrize("kills", [(19,), (20, 35, 57)])
+def test_a_folder_keeps_the_newest_step_that_others_have(kept, tmp_path, kills):
+    """The newest 3 steps of one do not reach back to the newest step of the other."""
+    job = Trained(tmp_path, every=10)
+    for last in kills:
+        job.run(last=last, every_steps=2)
+    job.run()
+    assert job.restored[0] == [kills[-1] // 10 * 10] * 2
+    assert len(steps(tmp_path / "often")) <= 3 + 2

@@ -1,5 +1,6 @@
 """The exit status of a job that gets a stop signal at any moment, and what its next start does."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -121,6 +122,37 @@ def test_a_job_that_has_saved_ends_with_75_and_resumes(tmp_path, moment, number,
         a = a * 3 + b
         b = b * 5 + a
     assert sorted(out.splitlines()) == [f"[{rank}] export {a} {b}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("of_a.request_stop(); of_a.maybe_save(2)", 75), ("", 0)],
+    ids=["stopped", "complete"],
+)
+def test_a_signal_while_python_ends_does_not_kill_a_process_that_is_saved(tmp_path, end, status):
+    """Python has removed its handlers then."""
+    code = f"""
+class Last:
+    def __init__(self):
+        self.send = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    def __del__(self):
+        self.send()
+
+import signal
+last = Last()
+with checkpointer("a", Arrays(1)) as of_a:
+    of_a.save(1)
+    {end}
+"""
+    script = SCRIPT.partition("a, b = ")[0] + code
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), "never"],
+        cwd=REPOSITORY,
+        env=os.environ | {"HOROVOD_RANK": "0"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
 
 
 def test_a_job_whose_script_is_complete_ends_with_0(tmp_path):
