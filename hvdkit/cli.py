@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -38,6 +38,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `hvdkit run` returns the exit status of the job. A command that a signal ends returns 128 + the
     number of the signal. `hvdkit run` then returns `RESUMABLE` if the job can be resumed.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def parse() -> Namespace:
+        options = _parser(words).parse_args(words)
+        options.words = words[1:]
+        return options
+
+    return _main(f"hvdkit {' '.join(words[:1])}", parse)
+
+
+def horovodrun(arguments: Sequence[str] | None = None) -> int:
+    """Run `horovodrun`. Returns the exit status as `hvdkit run`."""
+    from hvdkit.launch import horovodrun
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return _main("horovodrun", partial(horovodrun.parse, words))
+
+
+def _main(name: str, parse: Callable[[], Namespace]) -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -45,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     forget_noted()
     with handle_stop_signals(_end):
-        return _run_verb(arguments)
+        return _run_verb(name, parse)
 
 
 def _open_closed_streams() -> None:
@@ -62,35 +81,32 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
-def _run_verb(arguments: Sequence[str] | None) -> int:
+def _run_verb(name: str, parse: Callable[[], Namespace]) -> int:
     """Parse the arguments, run the verb, and report its errors."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    verb = " ".join(words[:1])
-    shown = Namespace(verb=verb, when_ended="nothing was done.", resumable_before_start=False)
+    shown = Namespace(when_ended="nothing was done.", resumable_before_start=False)
     try:
-        shown = options = _parser(words).parse_args(words)
-        options.words = words[1:]
+        shown = options = parse()
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except UsageError as error:
-        print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except HvdkitError as error:
-        print(f"hvdkit {shown.verb}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "start new thread" not in str(error):
             raise
         print(
-            f"hvdkit {shown.verb}: {str(error) or 'no memory'}. This process has reached a limit "
+            f"{name}: {str(error) or 'no memory'}. This process has reached a limit "
             f"of memory (`ulimit -v`) or of processes (`ulimit -u`): raise the limit",
             file=sys.stderr,
         )
         return EXIT_FAILURE
     except _Ended as ended:
         (number,) = ended.args
-        print(f"hvdkit {shown.verb}: {number.name}; {shown.when_ended}", file=sys.stderr)
+        print(f"{name}: {number.name}; {shown.when_ended}", file=sys.stderr)
         return status_before_start(number) if shown.resumable_before_start else 128 + int(number)
     except OSError as error:
         # Such as a folder of another user, or a name that is too long. Only the call that returns
@@ -99,7 +115,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         if place is None and error.errno == errno.ENOENT:
             place = "the working directory"
         if place is not None:
-            print(f"hvdkit {shown.verb}: {place}: {error.strerror}", file=sys.stderr)
+            print(f"{name}: {place}: {error.strerror}", file=sys.stderr)
             return EXIT_FAILURE
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
@@ -107,7 +123,7 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return 128 + signal.SIGPIPE  # the reader of the output has closed it
-        print(f"hvdkit {shown.verb}: cannot write the output: {error.strerror}", file=sys.stderr)
+        print(f"{name}: cannot write the output: {error.strerror}", file=sys.stderr)
         return EXIT_FAILURE
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -72,6 +73,10 @@ def test_a_build_that_prints_nothing_ends_at_its_timeout(monkeypatch, tmp_path):
     ):
         list(lines)
     assert time.monotonic() - began < 8
+
+
+def test_the_engine_leaves_horovodrun_to_hvdkit(engine):
+    assert not [file for file in metadata.files("horovod") if file.name == "horovodrun"]
 
 
 def test_installed_engine_describes_itself(engine):
