@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch import arguments, command, environment
+from hvdkit.launch import arguments, command, environment, prepare
 from hvdkit.launch.tagged_output import RankFiles, TaggedOutput
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -118,7 +118,6 @@ OPTIONS: Mapping[str, Sequence[Option]] = {
             "HOROVOD_MPI_THREADS_DISABLE",
             off="--no-mpi-threads-disable",
             yaml="library_options.mpi_threads_disable",
-            needs="mpi",
         ),
         _flag("--tcp", "NCCL_IB_DISABLE"),
     ),
@@ -264,6 +263,7 @@ OPTIONS: Mapping[str, Sequence[Option]] = {
 }
 _BY_KEY = {option.key: option for group in OPTIONS.values() for option in group}
 _LAUNCHERS = ("gloo", "mpi", "jsrun")
+_IMPORT_HOROVOD = re.compile(rb"^\s*(import|from)\s+horovod\b", re.MULTILINE)
 # Hosts that Horovod's ssh accepts: also those that ssh does not know yet.
 _SSH = "--ssh-arg=-oStrictHostKeyChecking=accept-new"
 
@@ -298,9 +298,20 @@ class Job:
         return bool({"hosts", "hostfile", "host_discovery_script"} & self.given.keys())
 
     @property
+    def keeps_horovods_states(self) -> bool:
+        """Whether the job is elastic, and its script imports Horovod, but not hvdkit.
+
+        Only Horovod's own launcher keeps the states of `horovod.torch` after a failure.
+        """
+        if not self.elastic or not self.command:
+            return False
+        text = b"".join(map(_content, prepare.script(self.command, os.getcwd())))
+        return _IMPORT_HOROVOD.search(text) is not None and b"hvdkit" not in text
+
+    @property
     def is_for_horovod(self) -> bool:
         """Whether Horovod's own launcher must run the job."""
-        if {"check_build", "jsrun"} & self.given.keys():
+        if {"check_build", "jsrun"} & self.given.keys() or self.keeps_horovods_states:
             return True
         chosen = self.elastic or {"gloo", "mpi"} & self.given.keys()
         return (
@@ -329,6 +340,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     job = read(words, os.environ)
     if "version" in job.given or job.is_for_horovod:
         run = _print_version if "version" in job.given else _start_horovods
+        if job.keeps_horovods_states:
+            print(
+                "horovodrun: the script imports horovod, whose elastic states only Horovod's own "
+                "launcher keeps: it runs the job. For a job of hvdkit, import hvdkit (`hvdkit "
+                "migrate`)",
+                file=sys.stderr,
+            )
         return argparse.Namespace(run=run, words=list(words))
     translated, notes = translate(job)
     for note in notes:
@@ -438,6 +456,13 @@ def _engine_version() -> str:
     if (engine := installed()) is None:
         raise HvdkitError("no Horovod is installed. Run `hvdkit build`")
     return engine.version.partition("+")[0]
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
 
 
 def _controllers() -> Sequence[str] | None:

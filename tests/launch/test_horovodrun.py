@@ -236,6 +236,24 @@ def test_lsf_with_jsrun_is_left_to_horovod(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import horovod.torch as hvd\n", True),
+        ("try:\n    from horovod import torch\nexcept ImportError:\n    pass\n", True),
+        ("import hvdkit.torch as hvd\nfrom horovod.common import util\n", False),
+        ("import torch  # without horovod\n", False),
+    ],
+)
+def test_elastic_states_of_horovod_are_left_to_horovod(text, expected, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    words = ["-np", "2", "--min-np", "1", "python", str(script)]
+    assert horovodrun.read(words, {}).is_for_horovod == expected
+    # A job that is not elastic has no such state.
+    assert not horovodrun.read([*words[:2], *words[4:]], {}).is_for_horovod
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("true", "-np was not given: expected -np N"),
