@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -264,6 +265,8 @@ OPTIONS: Mapping[str, Sequence[Option]] = {
 _BY_KEY = {option.key: option for group in OPTIONS.values() for option in group}
 _LAUNCHERS = ("gloo", "mpi", "jsrun")
 _IMPORT_HOROVOD = re.compile(rb"^\s*(import|from)\s+horovod\b", re.MULTILINE)
+# A program of Kubeflow's old MPI operators, which starts processes in pods without ssh.
+_KUBEXEC = "/etc/mpi/kubexec.sh"
 # Hosts that Horovod's ssh accepts: also those that ssh does not know yet.
 _SSH = "--ssh-arg=-oStrictHostKeyChecking=accept-new"
 
@@ -313,6 +316,8 @@ class Job:
         """Whether Horovod's own launcher must run the job."""
         if {"check_build", "jsrun"} & self.given.keys() or self.keeps_horovods_states:
             return True
+        if self.env.get("OMPI_MCA_plm_rsh_agent") == _KUBEXEC:
+            return True
         chosen = self.elastic or {"gloo", "mpi"} & self.given.keys()
         return (
             _in_lsf(self.env)
@@ -352,8 +357,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     for note in notes:
         print(f"horovodrun: {note}", file=sys.stderr)
     if "verbose" in job.given:
-        shown = [re.sub(r"=.*", "=…", word) if _is_secret(word) else word for word in translated]
-        print(f"horovodrun: hvdkit run {' '.join(shown)}", file=sys.stderr)
+        print(f"horovodrun: hvdkit run {shlex.join(translated)}", file=sys.stderr)
     parser = argparse.ArgumentParser(prog="horovodrun", allow_abbrev=False)
     arguments.add_arguments(parser)
     options = parser.parse_args(translated)
@@ -398,8 +402,9 @@ def translate(job: Job) -> tuple[list[str], list[str]]:
     elif "gloo" in given or "mpi" in given:
         words += ["--launcher", "mpi" if "mpi" in given else "gloo"]
     if job.has_hosts:
-        # Horovod's ranks get all variables, on other hosts too.
-        words += [word for name in environment.withheld(job.env) for word in ("-x", name)]
+        # Horovod's ranks get all variables, on other hosts too, except this one.
+        names = {*environment.withheld(job.env)} - {"CUDA_VISIBLE_DEVICES"}
+        words += [word for name in sorted(names) for word in ("-x", name)]
     elif not in_lsf:
         words += ["-H", f"localhost:{given['num_proc']}"]
     return [*words, *job.command], notes
@@ -633,7 +638,3 @@ def describe(option: Option) -> str:
     if option.default:
         text += f". Its default is `{option.default}`"
     return text
-
-
-def _is_secret(word: str) -> bool:
-    return "=" in word and bool(environment.withheld({word.partition("=")[0]: ""}))

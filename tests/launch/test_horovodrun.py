@@ -213,12 +213,13 @@ def test_without_hosts_a_job_runs_here_also_in_an_allocation():
 
 
 def test_ranks_on_other_hosts_get_all_variables_as_in_horovod():
-    words, _ = translated("-np", "2", "-H", "a:1,b:1", "true", env={"API_TOKEN": "x", "HOME": "/"})
+    env = {"API_TOKEN": "x", "HOME": "/", "CUDA_VISIBLE_DEVICES": "0"}
+    words, _ = translated("-np", "2", "-H", "a:1,b:1", "true", env=env)
     assert words[words.index("-x") + 1] == "API_TOKEN"
     assert words.count("-x") == 1
 
 
-def test_lsf_with_jsrun_is_left_to_horovod(tmp_path, monkeypatch):
+def test_jobs_that_only_horovods_launcher_can_start(tmp_path, monkeypatch):
     (tmp_path / "jsrun").write_text("#!/bin/sh\n")
     (tmp_path / "jsrun").chmod(0o755)
     monkeypatch.setattr(horovodrun, "_controllers", lambda: ("gloo", "mpi"))
@@ -230,6 +231,7 @@ def test_lsf_with_jsrun_is_left_to_horovod(tmp_path, monkeypatch):
         (["true"], lsf | {"PATH": "/nowhere"}, False),
         (["-np", "2", "true"], {"PATH": str(tmp_path)}, False),
         (["-np", "2", "--jsrun", "true"], {}, True),
+        (["-np", "2", "true"], {"OMPI_MCA_plm_rsh_agent": "/etc/mpi/kubexec.sh"}, True),
         (["--check-build"], {}, True),
     ):
         assert horovodrun.read(words, env).is_for_horovod == expected, words
