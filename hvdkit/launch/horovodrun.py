@@ -85,7 +85,7 @@ _flag = partial(Option, kind=None)
 #: The options, in groups: the name of the group -> its options.
 OPTIONS: Mapping[str, Sequence[Option]] = {
     "job": (
-        Option("-np --num-proc", "-np", kind=int),
+        Option("-np --num-proc", "-np", kind=int, least=1),
         _flag("-v --version", effect="prints the version of Horovod"),
         _flag("-cb --check-build", effect="starts Horovod's own launcher, which prints its table"),
         Option("--start-timeout", "--start-timeout", kind=int, default="HOROVOD_START_TIMEOUT"),
@@ -265,6 +265,7 @@ OPTIONS: Mapping[str, Sequence[Option]] = {
 _BY_KEY = {option.key: option for group in OPTIONS.values() for option in group}
 _LAUNCHERS = ("gloo", "mpi", "jsrun")
 _IMPORT_HOROVOD = re.compile(rb"^\s*(import|from)\s+horovod\b", re.MULTILINE)
+_USAGE = "horovodrun -np N [options] COMMAND"
 # A program of Kubeflow's old MPI operators, which starts processes in pods without ssh.
 _KUBEXEC = "/etc/mpi/kubexec.sh"
 # Hosts that Horovod's ssh accepts: also those that ssh does not know yet.
@@ -358,7 +359,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         print(f"horovodrun: {note}", file=sys.stderr)
     if "verbose" in job.given:
         print(f"horovodrun: hvdkit run {shlex.join(translated)}", file=sys.stderr)
-    parser = argparse.ArgumentParser(prog="horovodrun", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="horovodrun", usage=_USAGE, allow_abbrev=False)
     arguments.add_arguments(parser)
     options = parser.parse_args(translated)
     options.make_output = _output(job)
@@ -515,7 +516,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return a parser with a value only for the options that are given."""
     parser = argparse.ArgumentParser(
         prog="horovodrun",
-        usage="horovodrun -np N [options] COMMAND",
+        usage=_USAGE,
         description="Start the ranks of a job with `hvdkit run`, given the options of Horovod's "
         "horovodrun.",
         argument_default=argparse.SUPPRESS,

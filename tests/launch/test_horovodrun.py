@@ -259,6 +259,7 @@ def test_elastic_states_of_horovod_are_left_to_horovod(text, expected, tmp_path)
     ("words", "expected"),
     [
         ("true", "-np was not given: expected -np N"),
+        ("-np 0 true", "--num-proc is 0: expected at least 1"),
         ("-np 2 --gloo --mpi true", "--gloo and --mpi were given: expected one of them"),
         ("-np 2 --cycle-time-ms -1 true", "--cycle-time-ms is -1.0: expected at least 0"),
         ("-np 2 --autotune-gaussian-process-noise 2 true", "is 2.0: expected 0 to 1"),
