@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `hvdkit run` returns the exit status of the job. A command that a signal ends returns 128 + the
     number of the signal. `hvdkit run` then returns `RESUMABLE` if the job can be resumed.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def parse() -> Namespace:
+        options = _parser(words).parse_args(words)
+        options.words = words[1:]
+        return options
+
+    return _main(f"hvdkit {' '.join(words[:1])}", parse)
+
+
+def horovodrun(arguments: Sequence[str] | None = None) -> int:
+    """Run `horovodrun`. Returns the exit status as `hvdkit run`."""
+    from hvdkit.launch import horovodrun
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return _main("horovodrun", partial(horovodrun.parse, words))
+
+
+def _main(name: str, parse: Callable[[], Namespace]) -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -46,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     forget_noted()
     with handle_stop_signals(_end):
-        return _run_verb(arguments)
+        return _run_verb(name, parse)
 
 
 def _open_closed_streams() -> None:
@@ -63,18 +82,15 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
-def _run_verb(arguments: Sequence[str] | None) -> int:
+def _run_verb(name: str, parse: Callable[[], Namespace]) -> int:
     """Parse the arguments, run the verb, and report its errors."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    verb = " ".join(words[:1])
-    shown = Namespace(verb=verb, when_ended="nothing was done.", resumable_before_start=False)
+    shown = Namespace(when_ended="nothing was done.", resumable_before_start=False)
 
     def tell(text: str) -> None:
-        print(printable(f"hvdkit {shown.verb}: {text}"), file=sys.stderr)
+        print(printable(f"{name}: {text}"), file=sys.stderr)
 
     try:
-        shown = options = _parser(words).parse_args(words)
-        options.words = words[1:]
+        shown = options = parse()
         status = int(options.run(options))
         sys.stdout.flush()
         return status

@@ -17,7 +17,7 @@ import psutil
 
 from hvdkit.core import host_collectives
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
-from hvdkit.engine import cuda, describe, frameworks, mpi, toolchain
+from hvdkit.engine import cuda, describe, frameworks, mpi, script, toolchain
 from hvdkit.errors import HvdkitError
 from hvdkit.processes import python_command
 
@@ -30,7 +30,7 @@ def examine() -> list[Diagnostic]:
     """Check what training on this machine depends on. Changes nothing."""
     installed, found = _installed_frameworks()
     results = [_python(), _system(), _memory(), _gpus(), *found, _compiler(), _cmake()]
-    results += [_mpi(), _nccl(installed), *_horovod(installed), _shared_memory()]
+    results += [_mpi(), _nccl(installed), *_horovod(installed), _horovodrun(), _shared_memory()]
     results += [_reductions(), _hostname()]
     return results
 
@@ -203,6 +203,28 @@ def _horovod(found: Sequence[frameworks.Framework]) -> Iterator[Diagnostic]:
             )
             continue
         yield _extension(framework, built_for)
+
+
+def _horovodrun() -> Diagnostic:
+    ours = script.of_hvdkit()
+    found = shutil.which(script.NAME)
+    if found is not None and script.is_hvdkits(Path(found)):
+        return Diagnostic(script.NAME, OK, f"a command of hvdkit, {found}")
+    if ours is None or not script.is_hvdkits(ours):
+        return Diagnostic(
+            script.NAME,
+            WARNING,
+            f"not a command of hvdkit, {found}" if found else "none",
+            "run `hvdkit build`, which restores it",
+        )
+    if found is not None:
+        return Diagnostic(
+            script.NAME,
+            WARNING,
+            f"not a command of hvdkit, {found}",
+            f"put {ours.parent} before {Path(found).parent} in PATH",
+        )
+    return Diagnostic(script.NAME, OK, f"a command of hvdkit, {ours} (not in PATH)")
 
 
 def _extension(framework: frameworks.Framework, built_for: str) -> Diagnostic:

@@ -6,7 +6,6 @@ same script (`restart_script`).
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from hvdkit.bench.namespaces import Cluster, hosts, missing
+from hvdkit.engine.describe import installed
 from hvdkit.processes import python_command
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
@@ -54,7 +54,6 @@ def launchers(folder: Path, python: str = sys.executable) -> Mapping[str, Launch
         folder: a folder that exists while the launchers are used.
         python: the interpreter of the launchers and ranks.
     """
-    programs = Path(python).parent
     run = [python, "-P", "-m", "hvdkit", "run", "-np", str(_RANKS), "--restarts", "3"]
     found = {
         "hvdkit run": Launcher([*run, python], "hvdkit", spares=True),
@@ -64,15 +63,15 @@ def launchers(folder: Path, python: str = sys.executable) -> Mapping[str, Launch
     torchrun += [f"--nproc-per-node={_RANKS}", "--max-restarts=100"]
     found["torchrun, hvdkit.torch"] = Launcher(torchrun, "hvdkit")
     found["torchrun, DDP"] = Launcher(torchrun, "ddp")
-    if (horovodrun := shutil.which("horovodrun", path=str(programs))) is not None:
+    if installed() is not None:
         # A host with a failure is not used again, so each rank is on a host of its own.
         script = folder / "hosts.sh"
         script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
         script.chmod(0o755)
-        command = [horovodrun, "--gloo", "-np", str(_RANKS), "--min-np", "1", "--max-np"]
-        command += [str(_RANKS), "--host-discovery-script", str(script)]
-        command += ["--network-interfaces", "lo"]
-        found["horovodrun --min-np"] = Launcher(
+        command = [python, "-P", "-m", "horovod.runner.launch", "--gloo", "-np", str(_RANKS)]
+        command += ["--min-np", "1", "--max-np", str(_RANKS), "--network-interfaces", "lo"]
+        command += ["--host-discovery-script", str(script)]
+        found["horovod.runner --min-np"] = Launcher(
             [*command, python], "elastic", most_kills=_RANKS - 1
         )
     return found

@@ -268,7 +268,7 @@ class Epochs:
     def _follow_ranks(self) -> None:
         """Divide the rest of the epoch again if the number of ranks or this rank has changed.
 
-        In an elastic job of `horovodrun`, Horovod starts again in the same process.
+        In an elastic job of Horovod's launcher, Horovod starts again in the same process.
         """
         place = self._current_place()
         if place != (self._rank, self._ranks):

@@ -24,7 +24,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from hvdkit.engine import cache, describe, install, patches, sdist, smoke_test, toolchain
+from hvdkit.engine import (
+    cache,
+    describe,
+    install,
+    patches,
+    script,
+    sdist,
+    smoke_test,
+    toolchain,
+)
 from hvdkit.engine.plan import Plan
 from hvdkit.engine.progress import BuildProgress
 from hvdkit.errors import HvdkitError
@@ -69,6 +78,8 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         sdist.check(options.sdist)
     engine = describe.installed(options.target)
     if options.use_cache and options.wheel_dir is None and engine and _matches(engine, plan):
+        if options.target is None:
+            script.restore()
         console.print(f"This engine, {engine.version}, is already installed.")
         return engine
     with _scratch() as scratch:

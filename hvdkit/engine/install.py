@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from hvdkit.engine import script
 from hvdkit.errors import HvdkitError
 from hvdkit.processes import python_command
 
@@ -45,6 +46,8 @@ def install_wheel(wheel: Path, target: Path | None = None) -> None:
         arguments += ["--upgrade", "--target", str(target)]
     with _held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         _pip(["install", *arguments, str(wheel)])
+        if target is None:
+            script.restore()
 
 
 def install_tools(requirements: Sequence[str], folder: Path) -> None:

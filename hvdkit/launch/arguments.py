@@ -99,6 +99,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         help="write these arguments to FILE, and start no rank",
     )
     verb.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
+    # For `horovodrun`: makes the output in place of `Output`.
+    verb.set_defaults(make_output=None)
 
 
 def _add_node_arguments(verb: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ def discover(
     A line is `HOST:SLOTS` or `HOST`.
 
     Args:
-        script: an executable.
+        script: an executable, or a command line for the shell, as in Horovod.
         slots: the slots of a host without a number.
         stopped: returns whether to end the script.
 
@@ -42,9 +42,12 @@ def discover(
         UsageError: the script fails, or a line is not a host.
         DiscoveryStopped: the script was ended.
     """
+    words = [str(script.absolute())]
+    if " " in str(script) and not script.exists():
+        words = ["/bin/sh", "-c", str(script)]
     try:
         process = subprocess.Popen(
-            [str(script.absolute())],
+            words,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

@@ -72,7 +72,8 @@ def mpirun_command(
             environment, so that no command line shows them. Names in `extra` are left out.
         ssh: how mpirun reaches other hosts.
         directory: the ranks' working directory.
-        extra: the user's own arguments (--mpi-args), which follow those of hvdkit.
+        extra: the user's own arguments (--mpi-args), which follow those of hvdkit. They replace
+            `--map-by` and `--bind-to`: Open MPI 5 refuses an option that is given twice.
     """
     # Of several values of a variable, Open MPI 5 takes the first.
     given = {text.partition("=")[0] for text in extra}
@@ -82,12 +83,23 @@ def mpirun_command(
         if mpirun.open_mpi
         else _hydra(plan, interfaces, variables)
     )
+    ours += _placement(mpirun, extra)
     place = ["-n", str(plan.size), "-wdir", directory]
     return [mpirun.path, *place, *ours, *extra, *command]
 
 
 def _slots(plan: Plan) -> str:
     return ",".join(f"{host.name}:{len(plan.on(host))}" for host in plan.hosts)
+
+
+def _placement(mpirun: Mpirun, extra: Sequence[str]) -> list[str]:
+    """Return the options that place and bind ranks, without those that the user gives."""
+    given = {word.lstrip("-") for word in extra if word.startswith("-")}
+    if given & {"rankfile", "rf"}:
+        given.add("map-by")
+    # Horovod's ranks have several threads. On one core they would be slow.
+    ours = {"--map-by": "slot", "--bind-to": "none"} if mpirun.open_mpi else {"-bind-to": "none"}
+    return [word for pair in ours.items() if pair[0].lstrip("-") not in given for word in pair]
 
 
 def _ssh_arguments(ssh: Ssh) -> str:
@@ -131,9 +143,7 @@ def _open_mpi(
     variables: Sequence[str],
     ssh: Ssh,
 ) -> list[str]:
-    arguments = ["-H", _slots(plan), "--map-by", "slot"]
-    # Horovod's ranks have several threads. On one core they would be slow.
-    arguments += ["--bind-to", "none"]
+    arguments = ["-H", _slots(plan)]
     if os.geteuid() == 0:
         arguments.append("--allow-run-as-root")
     if subnets := open_mpi_subnets(interfaces):
@@ -154,7 +164,7 @@ def _open_mpi(
 
 def _hydra(plan: Plan, interfaces: Mapping[Host, Interface], variables: Sequence[str]) -> list[str]:
     """Return arguments for Hydra, the mpirun of MPICH and Intel MPI."""
-    arguments = ["-hosts", _slots(plan), "-bind-to", "none"]
+    arguments = ["-hosts", _slots(plan)]
     networks = {i.network for i in interfaces.values() if i is not network.LOOPBACK}
     own = [i.name for i in network.own_interfaces() if i.network in networks]
     if own:

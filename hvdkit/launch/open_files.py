@@ -25,10 +25,10 @@ def needed_by_rank(size: int) -> int:
 def needed_by_launcher(size: int, hosts: int) -> int:
     """Return the number of descriptors that the launcher needs.
 
-    The launcher has pipes to an agent on each host, and a file and rendezvous connections for each
-    rank.
+    The launcher has pipes to an agent on each host, and two files (of `horovodrun`) and rendezvous
+    connections for each rank.
     """
-    return _OWN_OF_LAUNCHER + 3 * size + 4 * hosts
+    return _OWN_OF_LAUNCHER + 4 * size + 4 * hosts
 
 
 def hard_limit() -> int:

@@ -194,10 +194,16 @@ class Output:
         """Show lines of `rank`, if its lines are shown."""
         if rank not in self._shown:
             return
+        prefix = self._prefix(rank, stream)
+        self._show_lines(rank, stream, prefix + text.replace(b"\n", b"\n" + prefix) + b"\n")
+
+    def _prefix(self, rank: int, stream: str) -> bytes:  # noqa: ARG002
+        return b"[%*d] " % (self._width, rank)
+
+    def _show_lines(self, rank: int, stream: str, lines: bytes) -> None:  # noqa: ARG002
         self._status.clear()
-        prefix = b"[%*d] " % (self._width, rank)
         try:
-            _write_all(self._streams[stream], prefix + text.replace(b"\n", b"\n" + prefix) + b"\n")
+            _write_all(self._streams[stream], lines)
         except OSError as error:
             self._drop(stream, error)
 

@@ -97,7 +97,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], size: int) -> Plan:
-    """Assign ranks to the hosts in order, each host up to its slots, as horovodrun does.
+    """Assign ranks to the hosts in order, each host up to its slots, as Horovod does.
 
     Raises:
         UsageError: there are fewer slots than ranks, `size` is out of range, or the command is

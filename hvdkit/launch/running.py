@@ -71,7 +71,13 @@ class Runner:
         """Return the output of one start, with a new folder if `--output-dir` is given."""
         is_restart, self._is_restart = self._is_restart, True
         shown = range(plan.size) if self._options.all_output else None
-        make = partial(Output, plan.size, shown, say=say, progress=self._options.debug_rank is None)
+        make = partial(
+            self._options.make_output or Output,
+            plan.size,
+            shown,
+            say=say,
+            progress=self._options.debug_rank is None,
+        )
         if (parent := self._options.output_dir) is None:
             return make()
         try:

@@ -1,7 +1,7 @@
 """Horovod's elastic training with hvdkit's `init` and broadcasts.
 
 `hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
-`hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
+`hvdkit.core.elastic`. Under Horovod's own launcher, its elastic training runs.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set

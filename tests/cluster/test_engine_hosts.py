@@ -37,7 +37,7 @@ hvd.shutdown()
 def start_on_hosts(cluster, command, sizes=(2, 2), key=None, **env):
     """Start `command` as the ranks of one job over Gloo; `sizes` are the ranks of each host.
 
-    Without a key, ranks exchange their addresses as those of `horovodrun` do.
+    Without a key, ranks exchange their addresses as those of Horovod's launcher do.
     """
     server = RendezvousServer(cluster.address, key=key)
     places = [(host, local) for host, size in enumerate(sizes) for local in range(size)]

@@ -313,7 +313,7 @@ class MovingEpochs(Epochs):
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_the_ranks_change_within_a_process(before, after, restores):
-    """An elastic job of `horovodrun` does this if rank 0 is lost, or if ranks are added."""
+    """An elastic job of Horovod's launcher does this if rank 0 is lost, or if ranks are added."""
     options = {"shuffle": True, "seed": 1, "drop_last": False, "how_to_count": ""}
     samplers = [MovingEpochs(25, 2, rank=0, ranks=1, **options) for _ in range(max(before, after))]
     for rank, sampler in enumerate(samplers):

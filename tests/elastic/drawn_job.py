@@ -38,8 +38,8 @@ def set_hosts(hosts):
 class Disturbances:
     """Cause the drawn disturbances. `point` is called at many points of the training.
 
-    `hvdkit run` starts the script again after a disturbance. With `horovodrun`, a start is a call
-    of the training function, and points outside of the training function are not counted.
+    `hvdkit run` starts the script again after a disturbance. With Horovod's launcher, a start is a
+    call of the training function, and points outside of the training function are not counted.
     """
 
     def __init__(self):
@@ -75,7 +75,7 @@ class Disturbances:
         self.point("begin")
 
     def point(self, name):
-        # The first rank that ends ends the job: `horovodrun` ends all others.
+        # The first rank that ends ends the job: Horovod's launcher ends all others.
         if IN_PROCESS and name in ("end", "trained"):
             return
         self.points += 1
@@ -126,7 +126,7 @@ point = disturbances.point
 def watch_commits():
     """Make points within commits: before, between and after the writing of the hosts.
 
-    With `horovodrun`, make a point between the saving and the search for changed hosts.
+    With Horovod's launcher, make a point between the saving and the search for changed hosts.
     """
     from hvdkit.core.elastic import commits, state
 

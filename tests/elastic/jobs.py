@@ -51,7 +51,7 @@ def abandoned_folders() -> set[Path]:
 class ElasticJob:
     """A job of `hvdkit run --elastic` in a folder. A context manager that ends it.
 
-    With the launcher `HOROVODRUN`, it is an elastic job of `horovodrun`.
+    With the launcher `HOROVODRUN`, it is an elastic job of Horovod's own launcher.
 
     Args:
         folder: the working directory, with the script `train.py`.

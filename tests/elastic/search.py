@@ -31,7 +31,7 @@ from tests.parallel.rank_pool import REPOSITORY
 #: More than the number of times that a sample is trained in an epoch.
 BASE = 16
 FRAMEWORKS = ("torch", "keras-torch", "keras-tensorflow", "tensorflow")
-#: With custom loops: those that `horovodrun` runs too.
+#: With custom loops: those that Horovod's launcher runs too.
 IN_PROCESS_FRAMEWORKS = ("torch", "tensorflow")
 _MODULES = {
     "torch": ["hvdkit.torch", "hvdkit.checkpoint"],
@@ -45,7 +45,7 @@ _OPTIONS = {
     "horovodrun": ("-np", "2", "--min-np", "1", "--max-np", "3"),
 }
 _HOSTS = ("localhost:1", "localhost:2", "localhost:3", "localhost:1,127.0.0.1:1")
-#: For a job of `horovodrun` that loses a rank: it never uses the host of this rank again.
+#: For a job of Horovod's launcher that loses a rank: it never uses the host of this rank again.
 _TWO_HOSTS = ("localhost:1,127.0.0.1:1", "localhost:2,127.0.0.1:1")
 _SCRIPT = Path(__file__).with_name("drawn_job.py")
 
@@ -131,7 +131,7 @@ def _draw_disturbances(draw: random.Random, job: dict[str, Any]) -> list[dict[st
 
 
 def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
-    """Draw hosts and disturbances of a job of `horovodrun`."""
+    """Draw hosts and disturbances of a job of Horovod's launcher."""
     ending = draw.choice(["kill", "error", None])
     choices = _TWO_HOSTS if ending else (*_HOSTS, _TWO_HOSTS[1])
     job["hosts"] = draw.choice([hosts for hosts in choices if hosts != "localhost:1"])
@@ -152,7 +152,7 @@ def _draw_in_process(draw: random.Random, job: dict[str, Any]) -> None:
             }
             if action == "hosts":
                 hosts = draw.choice([other for other in choices if other != earlier[-1]])
-                # horovodrun takes the end of a removed rank for that of its successor.
+                # Horovod takes the end of a removed rank for that of its successor.
                 waits = removed and any(_adds(hosts, other) for other in earlier)
                 each |= {"hosts": hosts, "before": 12.0 if waits else 0.0}
                 each["wait"] = draw.choice([0.0, 2.5, 2.5])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +118,10 @@ def test_a_wheel_that_another_user_replaces_in_the_cache_is_not_installed(
     build.build(made, build.Options(), Console(quiet=True))
     assert installed == [b"ours", b"ours"]
     assert cache.lookup("k") is None or source == "built"
+
+
+def test_the_engine_leaves_horovodrun_to_hvdkit(engine):
+    assert not [file for file in metadata.files("horovod") if file.name == "horovodrun"]
 
 
 def test_installed_engine_describes_itself(engine):

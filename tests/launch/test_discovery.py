@@ -3,6 +3,7 @@
 import os
 import stat
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,13 @@ def test_a_script_names_the_hosts(tmp_path):
         Host("host0", 2),
         Host("host1", 1),
     ]
+
+
+def test_a_command_line_of_the_shell(tmp_path):
+    path = script(tmp_path, 'echo host0:"$1"')
+    assert discover(Path(f"{path} $((1 + 1))")) == [Host("host0", 2)]
+    with pytest.raises(UsageError, match="failed with exit status 127: .*not found"):
+        discover(Path(f"{tmp_path}/other.sh 2"))
 
 
 @pytest.mark.parametrize(

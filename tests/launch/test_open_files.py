@@ -65,4 +65,4 @@ def test_ranks_get_a_higher_limit_than_the_shell():
         check=True,
     )
     assert sorted(done.stdout.splitlines()) == ["[0] 200", "[1] 200"]
-    assert "this process can open 200 files, but a job of 2 ranks may need 522" in done.stderr
+    assert "this process can open 200 files, but a job of 2 ranks may need 524" in done.stderr

@@ -255,8 +255,8 @@ class CommittedState:
     def on_reset(self) -> None:
         """Call the functions of `register_reset_callbacks`. Horovod has started again.
 
-        Horovod's method also discards the messages of `horovodrun` about changed hosts. A message
-        may arrive while Horovod starts again, after `horovodrun` has assigned the ranks: without
+        Horovod's method also discards the messages of its launcher about changed hosts. A message
+        may arrive while Horovod starts again, after the launcher has assigned the ranks: without
         this message, the job would never use the new hosts. So `discard_host_messages` is called
         before Horovod is shut down.
         """
@@ -265,7 +265,7 @@ class CommittedState:
             callback()
 
     def discard_host_messages(self) -> None:
-        """Discard the messages of `horovodrun` about changed hosts that have arrived until now."""
+        """Discard the messages of Horovod's launcher about changed hosts that have arrived."""
         self._host_messages = queue.Queue()
 
     def save(self) -> None:

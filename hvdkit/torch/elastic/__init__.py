@@ -1,7 +1,7 @@
 """Horovod's elastic API, with this package's `init`, optimizer and broadcasts.
 
 `hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
-`hvdkit.core.elastic`. Under `horovodrun`, Horovod's own elastic training runs.
+`hvdkit.core.elastic`. Under Horovod's own launcher, its elastic training runs.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     The function begins with the state of the last commit, equal on all ranks. In a job of
     `hvdkit run --elastic`, a failure or a change of the hosts ends all ranks, and the script is
-    started again. Under `horovodrun`, Horovod's elastic training calls the function. In
+    started again. Under Horovod's own launcher, its elastic training calls the function. In
     another job, it is called once.
 
     Example:

@@ -495,7 +495,7 @@ def test_a_job_that_is_not_elastic_calls_the_function(monkeypatch):
     monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
     state = PlainState()
     assert elastic_function(lambda s: s.synced, adapter())(state) is True
-    # Alone, a rank can start again in its process. Under horovodrun, Horovod starts it again.
+    # Alone, a rank can start again in its process. Horovod's launcher starts it again.
     assert elastic_function(lambda s: 1, adapter(size=1))(state) == ("in process", 1)
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     assert elastic_function(lambda s: 1, adapter())(state) == ("in process", 1)

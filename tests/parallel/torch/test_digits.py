@@ -104,21 +104,21 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path):
 
 
 @pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
-def test_runs_under_plain_horovodrun(controller, tmp_path):
+def test_runs_under_horovods_own_launcher(controller, tmp_path):
     engine = installed()
     if controller == "mpi" and (engine is None or "mpi" not in (engine.controllers or ())):
         # A stock Horovod starts Open MPI 5 with options that Open MPI no longer has.
         pytest.skip("needs a Horovod that `hvdkit build` has built with MPI")
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
     script = tmp_path / "reduce.py"
     script.write_text(
         "import torch, hvdkit.torch as hvd\nhvd.init()\n"
         "print('sum', hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum).item())\n"
     )
     done = run_plain(
-        *(horovodrun, f"--{controller}", "-np", "2", sys.executable, str(script)),
+        *(sys.executable, "-m", "horovod.runner.launch", f"--{controller}", "-np", "2"),
+        *(sys.executable, str(script)),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        # As if a rank of another job runs horovodrun. It must not use that job's rendezvous.
+        # As if a rank of another job runs the launcher. It must not use that job's rendezvous.
         HVDKIT_RENDEZVOUS_KEY="0123",
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -162,7 +162,10 @@ def test_a_signal_to_horovodrun_over_mpi_reaches_the_ranks(number, tmp_path):
     script.write_text(_TRAINS_UNTIL_STOPPED)
     folder.mkdir()
     with subprocess.Popen(
-        [str(bin_folder / "horovodrun"), "--mpi", "-np", "2", sys.executable, script, folder],
+        [
+            *(sys.executable, "-m", "horovod.runner.launch", "--mpi", "-np", "2"),
+            *(sys.executable, script, folder),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -170,7 +173,7 @@ def test_a_signal_to_horovodrun_over_mpi_reaches_the_ranks(number, tmp_path):
         start_new_session=True,
     ) as job:
         try:
-            # horovodrun and the ranks import the frameworks one after the other.
+            # The launcher and the ranks import the frameworks one after the other.
             deadline = time.monotonic() + 150
             while len(list(folder.glob("pid-*"))) < 2:
                 assert job.poll() is None

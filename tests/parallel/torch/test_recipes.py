@@ -229,9 +229,9 @@ train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
 """
 
 
-@pytest.mark.long  # horovodrun takes half a minute
+@pytest.mark.long  # Horovod's launcher takes half a minute
 def test_elastic_training_without_a_change(tmp_path):
-    """The states and the loop under `horovodrun`, on ranks that stay the same."""
+    """The states and the loop under Horovod's launcher, on ranks that stay the same."""
     script = tmp_path / "train.py"
     script.write_text(ELASTIC, encoding="utf-8")
     hosts = tmp_path / "hosts.sh"

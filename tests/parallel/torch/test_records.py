@@ -286,7 +286,7 @@ def test_a_timeout_that_is_no_number(tmp_path):
 
 
 def test_records_without_the_launcher(tmp_path):
-    """A folder of the user's own, for ranks that mpirun or horovodrun starts."""
+    """A folder of the user's own, for ranks that mpirun starts."""
     code = """
 import os, signal, time
 import torch, hvdkit.torch as hvd

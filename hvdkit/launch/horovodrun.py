@@ -1,0 +1,641 @@
+"""`horovodrun`, with the options of Horovod 0.28.1, as arguments of `hvdkit run`.
+
+`OPTIONS` has a row for each option: the argument of `hvdkit run` or the variable of the ranks that
+it becomes. docs/migrating.md shows the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hvdkit.engine.describe import installed
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch import arguments, command, environment, prepare
+from hvdkit.launch.tagged_output import RankFiles, TaggedOutput
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+_MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of Horovod's horovodrun.
+
+    Attributes:
+        names: its names, separated by spaces. The last one gives its key, see `key`.
+        becomes: an argument of `hvdkit run`, or a variable of the ranks, with the same value; empty
+            if `_words` makes more of it.
+        effect: the effect as a text for docs/migrating.md; empty for `becomes`.
+        kind: the type of its value; None for a flag.
+        off: the names of the opposite flag.
+        words: the number of its values, if not 1.
+        yaml: its place in a file of `--config-file`.
+        least: the least value, if there is one.
+        most: the greatest value, if there is one.
+        values: all its values, if they are few.
+        times: the variable is the value times this number.
+        inverse: the variable is 0 if the flag is set, and 1 if the opposite flag is set.
+        needs: the key of another option, or a kind of job: without it, this option has no effect.
+        default: a variable of the launcher with the value if the option is not given.
+    """
+
+    names: str
+    becomes: str = ""
+    effect: str = ""
+    kind: Callable[[str], Any] | None = str
+    off: str = ""
+    words: int = 1
+    yaml: str = ""
+    least: float | None = None
+    most: float | None = None
+    values: Sequence[str] = ()
+    times: int = 1
+    inverse: bool = False
+    needs: str = ""
+    default: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.names.split()[-1].lstrip("-").replace("-", "_")
+
+    @property
+    def is_variable(self) -> bool:
+        return bool(self.becomes) and not self.becomes.startswith("-")
+
+    @property
+    def flag(self) -> str:
+        """The longest name, for messages."""
+        return max(self.names.split(), key=len)
+
+
+_int = partial(Option, kind=int, least=0)
+_float = partial(Option, kind=float, least=0)
+_flag = partial(Option, kind=None)
+
+#: The options, in groups: the name of the group -> its options.
+OPTIONS: Mapping[str, Sequence[Option]] = {
+    "job": (
+        Option("-np --num-proc", "-np", kind=int, least=1),
+        _flag("-v --version", effect="prints the version of Horovod"),
+        _flag("-cb --check-build", effect="starts Horovod's own launcher, which prints its table"),
+        Option("--start-timeout", "--start-timeout", kind=int, default="HOROVOD_START_TIMEOUT"),
+        _flag("--disable-cache", effect="no effect: hvdkit makes all its checks at each start"),
+        Option("--config-file", effect="reads these options from Horovod's YAML file"),
+        _flag("--verbose", effect="prints the command line of `hvdkit run`"),
+    ),
+    "hosts": (
+        Option("-H --hosts", "-H"),
+        Option("-hostfile --hostfile", "--hostfile"),
+        Option(
+            "--host-discovery-script",
+            "--host-discovery-script",
+            "`--elastic --host-discovery-script`",
+        ),
+        Option("-p --ssh-port", "--ssh-port", kind=int),
+        Option("-i --ssh-identity-file", "--ssh-identity"),
+        Option(
+            "--network-interface --network-interfaces",
+            effect="the first one: `--network`; all: `NCCL_SOCKET_IFNAME`",
+        ),
+    ),
+    "launcher": (
+        _flag("--gloo", effect="`--launcher gloo`"),
+        _flag("--mpi", effect="`--launcher mpi`"),
+        _flag("--jsrun", effect="starts Horovod's own launcher, which runs `jsrun`"),
+        Option("--mpi-args", "--mpi-args", needs="mpi"),
+        Option("--binding-args", "--mpi-args", needs="mpi"),
+        _flag(
+            "--mpi-threads-disable",
+            "HOROVOD_MPI_THREADS_DISABLE",
+            off="--no-mpi-threads-disable",
+            yaml="library_options.mpi_threads_disable",
+        ),
+        _flag("--tcp", "NCCL_IB_DISABLE"),
+    ),
+    "output": (
+        Option("--output-filename", effect="writes `rank.N/stdout` and `rank.N/stderr`"),
+        _flag(
+            "-prefix-timestamp --prefix-output-with-timestamp",
+            effect="prefix `Sun Nov 29 12:00:00 2026[0]<stdout>:`",
+        ),
+        Option("--log-level", "HOROVOD_LOG_LEVEL", values=_LEVELS, yaml="logging.level"),
+        _flag(
+            "--no-log-hide-timestamp --log-with-timestamp",
+            "HOROVOD_LOG_HIDE_TIME",
+            off="--log-hide-timestamp --log-without-timestamp",
+            yaml="logging.with_timestamp",
+            inverse=True,
+        ),
+    ),
+    "elastic": (
+        Option("--min-np --min-num-proc", "--min-np", "`--elastic --min-np`", kind=int),
+        Option("--max-np --max-num-proc", "--max-np", kind=int, needs="elastic"),
+        Option("--slots-per-host", "--slots-per-host", kind=int, needs="host_discovery_script"),
+        Option(
+            "--elastic-timeout",
+            "--elastic-timeout",
+            kind=int,
+            needs="elastic",
+            default="HOROVOD_ELASTIC_TIMEOUT",
+        ),
+        Option("--reset-limit", "--reset-limit", kind=int, needs="elastic"),
+        Option(
+            "--blacklist-cooldown-range",
+            "--blacklist-cooldown-range",
+            kind=int,
+            words=2,
+            needs="elastic",
+        ),
+    ),
+    "parameters": (
+        _int(
+            "--fusion-threshold-mb",
+            "HOROVOD_FUSION_THRESHOLD",
+            yaml="params.fusion_threshold_mb",
+            times=_MEBIBYTE,
+        ),
+        _float("--cycle-time-ms", "HOROVOD_CYCLE_TIME", yaml="params.cycle_time_ms"),
+        _int("--cache-capacity", "HOROVOD_CACHE_CAPACITY", yaml="params.cache_capacity"),
+        _flag(
+            "--hierarchical-allreduce",
+            "HOROVOD_HIERARCHICAL_ALLREDUCE",
+            off="--no-hierarchical-allreduce",
+            yaml="params.hierarchical_allreduce",
+        ),
+        _flag(
+            "--hierarchical-allgather",
+            "HOROVOD_HIERARCHICAL_ALLGATHER",
+            off="--no-hierarchical-allgather",
+            yaml="params.hierarchical_allgather",
+        ),
+        _flag(
+            "--torus-allreduce",
+            "HOROVOD_TORUS_ALLREDUCE",
+            off="--no-torus-allreduce",
+            yaml="params.torus_allreduce",
+        ),
+        _int(
+            "--num-nccl-streams",
+            "HOROVOD_NUM_NCCL_STREAMS",
+            yaml="library_options.num_nccl_streams",
+        ),
+        _int(
+            "--thread-affinity", "HOROVOD_THREAD_AFFINITY", yaml="library_options.thread_affinity"
+        ),
+        _int(
+            "--gloo-timeout-seconds",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS",
+            yaml="library_options.gloo_timeout_seconds",
+        ),
+    ),
+    "autotune": (
+        _flag("--autotune", "HOROVOD_AUTOTUNE", off="--no-autotune", yaml="autotune.enabled"),
+        Option(
+            "--autotune-log-file",
+            "HOROVOD_AUTOTUNE_LOG",
+            yaml="autotune.log_file",
+            needs="autotune",
+        ),
+        _int(
+            "--autotune-warmup-samples",
+            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+            yaml="autotune.warmup_samples",
+            needs="autotune",
+        ),
+        _int(
+            "--autotune-steps-per-sample",
+            "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+            yaml="autotune.steps_per_sample",
+            needs="autotune",
+        ),
+        _int(
+            "--autotune-bayes-opt-max-samples",
+            "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+            yaml="autotune.bayes_opt_max_samples",
+            needs="autotune",
+        ),
+        _float(
+            "--autotune-gaussian-process-noise",
+            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+            yaml="autotune.gaussian_process_noise",
+            most=1,
+            needs="autotune",
+        ),
+    ),
+    "timeline": (
+        Option("--timeline-filename", "HOROVOD_TIMELINE", yaml="timeline.filename"),
+        _flag(
+            "--timeline-mark-cycles",
+            "HOROVOD_TIMELINE_MARK_CYCLES",
+            off="--no-timeline-mark-cycles",
+            yaml="timeline.mark_cycles",
+            needs="timeline_filename",
+        ),
+    ),
+    "stalls": (
+        _flag(
+            "--stall-check",
+            "HOROVOD_STALL_CHECK_DISABLE",
+            off="--no-stall-check",
+            yaml="stall_check.enabled",
+            inverse=True,
+        ),
+        _int(
+            "--stall-check-warning-time-seconds",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS",
+            yaml="stall_check.warning_time_seconds",
+        ),
+        _int(
+            "--stall-check-shutdown-time-seconds",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+            yaml="stall_check.shutdown_time_seconds",
+        ),
+    ),
+}
+_BY_KEY = {option.key: option for group in OPTIONS.values() for option in group}
+_LAUNCHERS = ("gloo", "mpi", "jsrun")
+_IMPORT_HOROVOD = re.compile(rb"^\s*(import|from)\s+horovod\b", re.MULTILINE)
+_USAGE = "horovodrun -np N [options] COMMAND"
+# A program of Kubeflow's old MPI operators, which starts processes in pods without ssh.
+_KUBEXEC = "/etc/mpi/kubexec.sh"
+# Hosts that Horovod's ssh accepts: also those that ssh does not know yet.
+_SSH = "--ssh-arg=-oStrictHostKeyChecking=accept-new"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line of horovodrun.
+
+    Attributes:
+        given: the key of each given option -> its value.
+        command: the command of every rank.
+        env: the environment of the launcher.
+    """
+
+    given: Mapping[str, Any]
+    command: Sequence[str]
+    env: Mapping[str, str]
+
+    @property
+    def elastic(self) -> bool:
+        return "host_discovery_script" in self.given or "min_num_proc" in self.given
+
+    @property
+    def mpi(self) -> bool:
+        """Whether the ranks run over MPI. An elastic job runs over Gloo, as in Horovod."""
+        if self.elastic or "gloo" in self.given:
+            return False
+        return "mpi" in self.given or _controllers() == ("mpi",)
+
+    @property
+    def has_hosts(self) -> bool:
+        return bool({"hosts", "hostfile", "host_discovery_script"} & self.given.keys())
+
+    @property
+    def keeps_horovods_states(self) -> bool:
+        """Whether the job is elastic, and its script imports Horovod, but not hvdkit.
+
+        Only Horovod's own launcher keeps the states of `horovod.torch` after a failure.
+        """
+        if not self.elastic or not self.command:
+            return False
+        text = b"".join(map(_content, prepare.script(self.command, os.getcwd())))
+        return _IMPORT_HOROVOD.search(text) is not None and b"hvdkit" not in text
+
+    @property
+    def is_for_horovod(self) -> bool:
+        """Whether Horovod's own launcher must run the job."""
+        if {"check_build", "jsrun"} & self.given.keys() or self.keeps_horovods_states:
+            return True
+        if self.env.get("OMPI_MCA_plm_rsh_agent") == _KUBEXEC:
+            return True
+        chosen = self.elastic or {"gloo", "mpi"} & self.given.keys()
+        return (
+            _in_lsf(self.env)
+            and not chosen
+            and "mpi" in (_controllers() or ())
+            and shutil.which("jsrun", path=self.env.get("PATH")) is not None
+        )
+
+    def has(self, need: str) -> bool:
+        """Return whether `Option.needs` is satisfied."""
+        if need in ("elastic", "mpi"):
+            return bool(getattr(self, need))
+        return not need or bool(self.given.get(need))
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of `hvdkit run` for a command line of horovodrun, after `horovodrun`.
+
+    `run` of the namespace runs the job. It does not return if Horovod's own launcher runs the job.
+
+    Raises:
+        UsageError: an option is missing, not valid, or excludes another.
+        HvdkitError: no Horovod is installed, which the command line needs.
+    """
+    job = read(words, os.environ)
+    if "version" in job.given or job.is_for_horovod:
+        run = _print_version if "version" in job.given else _start_horovods
+        if job.keeps_horovods_states:
+            print(
+                "horovodrun: the script imports horovod, whose elastic states only Horovod's own "
+                "launcher keeps: it runs the job. For a job of hvdkit, import hvdkit (`hvdkit "
+                "migrate`)",
+                file=sys.stderr,
+            )
+        return argparse.Namespace(run=run, words=list(words))
+    translated, notes = translate(job)
+    for note in notes:
+        print(f"horovodrun: {note}", file=sys.stderr)
+    if "verbose" in job.given:
+        print(f"horovodrun: hvdkit run {shlex.join(translated)}", file=sys.stderr)
+    parser = argparse.ArgumentParser(prog="horovodrun", usage=_USAGE, allow_abbrev=False)
+    arguments.add_arguments(parser)
+    options = parser.parse_args(translated)
+    options.make_output = _output(job)
+    options.when_ended, options.resumable_before_start = "the job ends.", True
+    options.run = command.run
+    return options
+
+
+def translate(job: Job) -> tuple[list[str], list[str]]:
+    """Return the words after `hvdkit run`, and notes about options that have no effect.
+
+    Raises:
+        UsageError: an option is missing.
+    """
+    given, in_lsf = job.given, _in_lsf(job.env)
+    if "num_proc" not in given and not in_lsf:
+        raise UsageError("-np was not given: expected -np N, the number of ranks")
+    words = ["--all-output", "--no-torch-env", _SSH]
+    notes = []
+    mpi_arguments = []
+    for key, value in given.items():
+        option = _BY_KEY[key]
+        if not job.has(option.needs):
+            notes.append(f"{option.flag} has no effect here: {_NEEDS[option.needs]}")
+        elif option.becomes == "--mpi-args":
+            mpi_arguments.append(value)
+        elif option.is_variable:
+            words += ["-x", f"{option.becomes}={_variable(option, value)}"]
+        elif option.becomes:
+            values = value if isinstance(value, list) else [value]
+            # With =, because a value may begin with a dash.
+            one = option.words == 1 and option.becomes.startswith("--")
+            words += [f"{option.becomes}={value}"] if one else [option.becomes, *map(str, values)]
+    if mpi_arguments:
+        words.append(f"--mpi-args={' '.join(mpi_arguments)}")
+    words += _network(given)
+    if job.elastic:
+        words.append("--elastic")
+        if "mpi" in given:
+            notes.append("--mpi has no effect here: an elastic job runs over Gloo")
+    elif "gloo" in given or "mpi" in given:
+        words += ["--launcher", "mpi" if "mpi" in given else "gloo"]
+    if job.has_hosts:
+        # Horovod's ranks get all variables, on other hosts too, except this one.
+        names = {*environment.withheld(job.env)} - {"CUDA_VISIBLE_DEVICES"}
+        words += [word for name in sorted(names) for word in ("-x", name)]
+    elif not in_lsf:
+        words += ["-H", f"localhost:{given['num_proc']}"]
+    return [*words, *job.command], notes
+
+
+_NEEDS = {
+    "mpi": "the ranks run over Gloo (--mpi)",
+    "elastic": "the job is not elastic (--min-np or --host-discovery-script)",
+    "host_discovery_script": "it needs --host-discovery-script",
+    "autotune": "it needs --autotune",
+    "timeline_filename": "it needs --timeline-filename",
+}
+
+
+def _network(given: Mapping[str, Any]) -> list[str]:
+    names = given.get("network_interfaces", [])
+    # On one host, hvdkit's ranks use the loopback interface anyway, which it does not list.
+    networks = [f"--network={name}" for name in names[:1] if name != "lo"]
+    return [*networks, "-x", f"NCCL_SOCKET_IFNAME={','.join(names)}"] if names else []
+
+
+def _variable(option: Option, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value != option.inverse))
+    return str(value * option.times) if option.times != 1 else str(value)
+
+
+def _output(job: Job) -> Callable[..., TaggedOutput]:
+    files = None
+    if (folder := job.given.get("output_filename")) is not None:
+        files = RankFiles(Path(folder), job.given.get("num_proc", 1))
+    return partial(
+        TaggedOutput,
+        over_mpi=job.mpi,
+        with_time="prefix_output_with_timestamp" in job.given,
+        files=files,
+    )
+
+
+def _print_version(options: argparse.Namespace) -> int:  # noqa: ARG001
+    print(_engine_version())
+    return 0
+
+
+def _start_horovods(options: argparse.Namespace) -> NoReturn:
+    """Replace this process by Horovod's own launcher."""
+    _engine_version()
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "horovod.runner.launch", *options.words])
+
+
+def _engine_version() -> str:
+    """Return the version of Horovod, without the label of hvdkit."""
+    if (engine := installed()) is None:
+        raise HvdkitError("no Horovod is installed. Run `hvdkit build`")
+    return engine.version.partition("+")[0]
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _controllers() -> Sequence[str] | None:
+    engine = installed()
+    return None if engine is None else engine.controllers
+
+
+def _in_lsf(env: Mapping[str, str]) -> bool:
+    return "LSB_JOBID" in env
+
+
+# The command line and the YAML file
+
+
+def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
+    """Return the job of a command line, with the options of its `--config-file`.
+
+    Raises:
+        UsageError: an option is not valid, or excludes another.
+    """
+    found = vars(make_parser().parse_args(words))
+    command = found.pop("command")
+    given = {key: _checked(_BY_KEY[key], found[key], _BY_KEY[key].flag) for key in found}
+    if (names := given.get("network_interfaces")) is not None:
+        given["network_interfaces"] = [name for name in ",".join(names).split(",") if name]
+    launchers = [_BY_KEY[key].flag for key in _LAUNCHERS if key in given]
+    if len(launchers) > 1:
+        raise UsageError(f"{' and '.join(launchers)} were given: expected one of them")
+    if (path := given.get("config_file")) is not None:
+        # The command line has precedence, also for the launcher.
+        from_file = _read_file(Path(path))
+        if launchers:
+            from_file = {key: from_file[key] for key in from_file if key not in _LAUNCHERS}
+        given = from_file | given
+    job = Job(given, command[1:] if command[:1] == ["--"] else command, env)
+    defaults = {
+        option.key: _converted(option, text, option.default)
+        for option in _BY_KEY.values()
+        if (text := env.get(option.default)) and option.key not in given and job.has(option.needs)
+    }
+    return replace(job, given=given | defaults)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return a parser with a value only for the options that are given."""
+    parser = argparse.ArgumentParser(
+        prog="horovodrun",
+        usage=_USAGE,
+        description="Start the ranks of a job with `hvdkit run`, given the options of Horovod's "
+        "horovodrun.",
+        argument_default=argparse.SUPPRESS,
+        # As in `hvdkit run`.
+        allow_abbrev=False,
+    )
+    for title, options in OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            _add(group, option)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    text = describe(option).replace("`", "").replace("%", "%%")
+    names = option.names.split()
+    if option.kind is None:
+        group.add_argument(*names, action="store_const", const=True, dest=option.key, help=text)
+        if option.off:
+            group.add_argument(
+                *option.off.split(), action="store_const", const=False, dest=option.key
+            )
+        return
+    group.add_argument(
+        *names,
+        action="append" if option.key == "network_interfaces" else "store",
+        dest=option.key,
+        type=option.kind,
+        nargs=None if option.words == 1 else option.words,
+        metavar=names[-1].lstrip("-").upper() if option.words == 1 else None,
+        choices=option.values or None,
+        help=text,
+    )
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """Return the options of a file of `--config-file`."""
+    import yaml
+
+    source = f"--config-file {path}"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{source}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{source}: it is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict | None):
+        raise UsageError(f"{source} has {content!r}: expected sections, such as params")
+    by_place = {option.yaml: option for option in _BY_KEY.values() if option.yaml}
+    found: dict[str, Any] = {}
+    for place, value in _places(content or {}):
+        if value is None:
+            continue
+        if place == "controller":
+            launcher = str(value).lower()
+            if launcher not in ("gloo", "mpi"):
+                raise UsageError(f"{source}: controller is {value!r}: expected gloo or mpi")
+            found[launcher] = True
+        elif (option := by_place.get(place)) is not None:
+            found[option.key] = _converted(option, value, f"{source}: {place}")
+        else:
+            print(f"horovodrun: {source}: {place} has no effect: it is unknown", file=sys.stderr)
+    return found
+
+
+def _places(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each value of a YAML file with its place, such as `params.cycle_time_ms`."""
+    for section, values in content.items():
+        if isinstance(values, dict):
+            yield from ((f"{section}.{name}", value) for name, value in values.items())
+        else:
+            yield str(section), values
+
+
+def _converted(option: Option, value: Any, source: str) -> Any:
+    """Return a value that is not from the command line, as the command line would give it.
+
+    Raises:
+        UsageError: the value is not valid.
+    """
+    if option.kind is None:
+        if not isinstance(value, bool):
+            raise UsageError(f"{source} is {value!r}: expected true or false")
+        return value
+    try:
+        converted = option.kind(str(value))
+    except ValueError as error:
+        raise UsageError(f"{source} is {value!r}: expected a number") from error
+    return _checked(option, converted, source)
+
+
+def _checked(option: Option, value: Any, source: str) -> Any:
+    """Return the value of an option.
+
+    Raises:
+        UsageError: it is out of range.
+    """
+    if option.values and value not in option.values:
+        raise UsageError(f"{source} is {value!r}: expected {', '.join(option.values)}")
+    least, most = option.least, option.most
+    if least is not None and not least <= value <= (most or value):
+        expected = f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
+        raise UsageError(f"{source} is {value}: expected {expected}")
+    return value
+
+
+# The documentation
+
+
+def describe(option: Option) -> str:
+    """Return the effect of an option as Markdown."""
+    text = option.effect or f"`{option.becomes}`"
+    if option.times == _MEBIBYTE:
+        text += ", in bytes"
+    if option.needs:
+        needs = option.needs
+        needed = f"`{_BY_KEY[needs].flag}`" if needs in _BY_KEY else f"{needs} jobs"
+        text += f" (with {needed})" if needs != "mpi" else " (over MPI)"
+    if option.default:
+        text += f". Its default is `{option.default}`"
+    return text
