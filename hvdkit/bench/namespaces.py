@@ -157,10 +157,19 @@ def hosts(
 
 def limit_rate(host: Host, rate: str) -> None:
     """Limit the link of `host` to `rate`, in the format of `tc`, in each direction."""
-    bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
-    _run("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", *bucket)
+    limit_sending(host, rate)
     # Packets to the host leave through this machine's end of the link.
-    _run("tc", "qdisc", "add", "dev", host.namespace, "root", *bucket)
+    _run("tc", "qdisc", "add", "dev", host.namespace, "root", *_bucket(rate))
+
+
+def limit_sending(host: Host, rate: str) -> None:
+    """Limit what `host` sends to `rate`, in the format of `tc`."""
+    link = ("dev", host.interface, "root")
+    _run("tc", "-n", host.namespace, "qdisc", "add", *link, *_bucket(rate))
+
+
+def _bucket(rate: str) -> tuple[str, ...]:
+    return ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
 
 
 def _write_etc(host: Host, all_hosts: Sequence[Host], own: str) -> None:

@@ -40,10 +40,10 @@ _SHOWN_OF_ERROR = 5
 # Messages of Horovod, and of the libraries that it uses. Messages of libraries may also be about
 # other connections, such as to an object store.
 _SHUT_DOWN = re.compile(r"Horovod has been shut down")
-# A rank of this host has ended, does not answer, or has raised an error in the collective.
-_IN_SHARED_MEMORY = re.compile(
-    r"collective in shared memory: "
-    r"(?:no message from rank|rank \d+ has (?:ended|not answered|failed))"
+# A rank has ended, does not answer, or has raised an error in the collective.
+_IN_COLLECTIVE = re.compile(
+    r"collective (?:in shared memory|over the network): "
+    r"(?:no message from rank|rank \d+ has (?:ended|not answered|not got|failed))"
 )
 # A shutdown removes the process sets on all ranks. A later call on such a set then finds none.
 _NO_PROCESS_SET = re.compile(r"Process set provided does not exist")
@@ -173,7 +173,7 @@ class Failure:
         if _INIT_FAILED.search(text):
             text = "\n".join(self.tail)
         broken = _BROKEN.search(text)
-        if any(each.search(text) for each in (_SHUT_DOWN, _NO_PROCESS_SET, _IN_SHARED_MEMORY)):
+        if any(each.search(text) for each in (_SHUT_DOWN, _NO_PROCESS_SET, _IN_COLLECTIVE)):
             return _LOST_PEER
         if (broken and _BETWEEN_RANKS.search(text)) or _SILENT.search(text):
             return _LOST_PEER

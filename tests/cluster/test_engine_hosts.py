@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.bench.namespaces import INTERFACE, limit_rate
+from hvdkit.bench.namespaces import INTERFACE, limit_rate, limit_sending
 from hvdkit.ranks import RankCommand, RanksFailed, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
@@ -266,27 +266,43 @@ def test_int8_between_hosts_with_one_rank(make_hosts):
     check_sent([result.output for result in results], 2, INT8_BYTES)
 
 
+def keep_little_in_flight(host):
+    """Make the buffers of sockets small, so that most of a message waits in its memory."""
+    settings = (
+        "for name in tcp_wmem tcp_rmem; do echo 4096 16384 65536 >/proc/sys/net/ipv4/$name; done"
+    )
+    subprocess.run(host.command(["sh", "-c", settings]), check=True, timeout=30)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "draws", "largest", "rate"),
+    ("sizes", "draws", "largest", "collectives"),
     [
-        ((1, 1), 40, 8 << 20, "1gbit"),
+        ((1, 1), 40, 4 << 20, ""),
         *[
-            pytest.param(sizes, 700, 64 << 20, None, marks=pytest.mark.long)
-            for sizes in [(1, 1), (1, 1, 1), (2, 2), (1, 2)]
+            pytest.param(sizes, 600, 64 << 20, collectives, marks=pytest.mark.long)
+            for sizes, collectives in [
+                ((1, 1), ""),
+                ((1, 1, 1), ""),
+                ((2, 2), ""),
+                ((1, 2), ""),
+                ((2, 2), "flat"),
+                ((3,), "flat"),
+            ]
         ],
     ],
     ids=str,
 )
-def test_drawn_collectives(make_hosts, sizes, draws, largest, rate):
+def test_drawn_collectives(make_hosts, sizes, draws, largest, collectives):
+    """The last host sends more slowly than it receives."""
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     command = [sys.executable, "-m", "tests.parallel.torch.drawn_collectives"]
     arguments = [str(sum(sizes)), str(draws), str(largest)]
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HVDKIT_COLLECTIVES": collectives}
     with make_hosts(len(sizes)) as cluster:
-        for host in cluster.hosts if rate else ():
-            limit_rate(host, rate)
-        group = start_on_hosts(
-            cluster, [*command, *arguments], sizes, HOROVOD_DYNAMIC_PROCESS_SETS="1"
-        )
+        for host in cluster.hosts:
+            keep_little_in_flight(host)
+        limit_sending(cluster.hosts[-1], "1gbit")
+        group = start_on_hosts(cluster, [*command, *arguments], sizes, **env)
         results = group.wait(timeout=90 + 4 * draws)
     assert {result.output for result in results} == {f"{draws} draws are right\n"}
 

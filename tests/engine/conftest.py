@@ -36,13 +36,13 @@ def compile_header(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def build_driver(tmp_path_factory):
-    """Build a program of tests with the headers of shared memory; warnings are errors."""
+    """Build a program of tests with the engine's headers; warnings are errors."""
 
     def build(name, *flags, compiler=None):
         folder = tmp_path_factory.mktemp(name)
-        (patch,) = (each for each in patches.series() if each.name == "shared-memory")
-        for path, content in patch.adds.items():
-            (folder / Path(path).name).write_text(content)
+        for patch in patches.series():
+            for path, content in patch.adds.items():
+                (folder / Path(path).name).write_text(content)
         sources = resources.files("hvdkit.engine").joinpath("sources")
         built = folder / name
         source = Path(__file__).with_name(f"{name}.cc")

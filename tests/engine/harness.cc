@@ -1,10 +1,9 @@
-// Real processes as the ranks of one or two hosts, with the engine's headers but without Horovod. Each
-// command prints what is wrong, and fails then.
+// Real processes as the ranks of a host, with the engine's headers but without Horovod. Each command
+// prints what is wrong, and fails then.
 //
 //   harness peers RANKS SOFT HARD STRANGERS  connects, with these limits of open files; not as root
 //   harness ends ROUNDS                      kills a rank during allreduces
 //   harness stops                            stops a rank that writes a sum, and continues it after the error
-//   harness hosts ROUNDS                     all collectives on two hosts; as root
 //   harness record FOLDER                    records an error while an older record is still written
 //   harness reserve                          allocates memory while signals interrupt large requests
 //   harness threads FOLDER SECONDS           uses the arena, the recorder and the arrivals in many threads
@@ -13,50 +12,30 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <sys/wait.h>
 
 #include <atomic>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <functional>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "hvdkit_buckets.h"
 #include "hvdkit_host_allreduce.h"
-#include "hvdkit_host_scatter.h"
 #include "hvdkit_recorder.h"
+#include "rank_processes.h"
 
 using namespace hvdkit;
 
 // The memory of all processes.
 struct Shared {
-  std::atomic<int> arrived, phase, state;
-  std::atomic<long long> words[1 << 16];
-  std::atomic<uint64_t> hashes[8];
+  Exchange exchange;
+  std::atomic<int> state;
 };
 
 static Shared* shared;
-
-template <typename T>
-static T* shared_memory(size_t count) {
-  return (T*)mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
-                  MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-}
-
-static void barrier(int size) {
-  const int phase = shared->phase.load();
-  if (shared->arrived.fetch_add(1) + 1 == size) {
-    shared->arrived = 0;
-    shared->phase = phase + 1;
-  }
-  while (shared->phase.load() == phase) {
-    usleep(100);
-  }
-}
 
 static void await_state(int state) {
   while (shared->state.load() < state) {
@@ -64,49 +43,18 @@ static void await_state(int state) {
   }
 }
 
-// The exchange of `HostGroup::connect`. Calls `between` on rank 0 when all words are there.
-template <typename Between>
-static HostPeers::Exchange exchange(int rank, int size, Between between) {
-  return [=](std::vector<long long>& words) {
-    barrier(size);
-    for (size_t i = 0; i < words.size(); ++i) {
-      shared->words[i] |= words[i];
-    }
-    barrier(size);
-    if (rank == 0) {
-      between();
-    }
-    for (size_t i = 0; i < words.size(); ++i) {
-      words[i] = shared->words[i];
-    }
-    barrier(size);
-    if (rank == 0) {
-      for (size_t i = 0; i < words.size(); ++i) {
-        shared->words[i] = 0;
-      }
-    }
-    barrier(size);
-  };
+// The group of all ranks, without a network.
+static std::unique_ptr<HostGroup> group_of(int rank, int size, int seconds) {
+  std::vector<int> ranks((size_t)size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  shared->exchange.size = size;
+  return std::make_unique<HostGroup>(ranks, rank, std::chrono::seconds(seconds), nullptr);
 }
 
-static HostPeers::Exchange exchange(int rank, int size) {
-  return exchange(rank, size, [] {});
-}
-
-// Waits for all children. Returns 1 if one has failed.
-static int wait_for_children() {
-  int failed = 0, status;
-  while (wait(&status) > 0) {
-    failed |= status != 0;
-  }
-  return failed;
-}
-
-// A group of ranks that need no network.
 static std::unique_ptr<HostGroup> connected(int rank, int size, int seconds) {
-  auto group =
-      std::make_unique<HostGroup>(rank, size, std::chrono::seconds(seconds), nullptr);
-  const auto reason = group->connect(false, exchange(rank, size));
+  auto group = group_of(rank, size, seconds);
+  const auto reason = group->connect(
+      false, [rank](std::vector<long long>& words) { shared->exchange.combine(words, rank); });
   if (!reason.empty()) {
     std::printf("rank %d: no shared memory: %s\n", rank, reason.c_str());
     _exit(1);
@@ -120,13 +68,10 @@ static float* arena_floats(size_t count) {
 
 // ---- peers
 
-static void connect_strangers(int size, int strangers) {
-  constexpr size_t words = sizeof(RankInfo) / sizeof(long long);
+static void connect_strangers(const std::vector<long long>& words, int size, int strangers) {
   for (int rank = 0; rank < size; ++rank) {
-    long long own[words];
-    std::copy_n(&shared->words[words * (size_t)rank], words, own);
     RankInfo info;
-    std::memcpy(static_cast<void*>(&info), own, sizeof info);
+    std::memcpy(static_cast<void*>(&info), &words[sizeof info / sizeof words[0] * (size_t)rank], sizeof info);
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     const int length = std::snprintf(address.sun_path + 1, sizeof address.sun_path - 1,
@@ -143,14 +88,16 @@ static void connect_strangers(int size, int strangers) {
 }
 
 static int connect_ranks(int rank, int size, int strangers) {
-  HostGroup group(rank, size, std::chrono::seconds(60), nullptr);
+  auto group = group_of(rank, size, 60);
   bool first = true;
-  const auto reason = group.connect(false, exchange(rank, size, [&] {
-    if (first) {
-      connect_strangers(size, strangers);
+  const auto reason = group->connect(false, [&](std::vector<long long>& words) {
+    shared->exchange.combine(words, rank);
+    if (first && rank == 0) {
+      connect_strangers(words, size, strangers);
     }
     first = false;
-  }));
+    shared->exchange.barrier();
+  });
   if (rank == 0 && !reason.empty()) {
     std::printf("%s\n", reason.c_str());
     std::fflush(stdout);
@@ -170,7 +117,7 @@ static int peers(int size, const rlimit& files, int strangers) {
       _exit(connect_ranks(rank, size, strangers));
     }
   }
-  return wait_for_children();
+  return wait_for_all() != 0;
 }
 
 // ---- ends
@@ -225,7 +172,7 @@ static int ends(int rounds) {
       waitpid(ranks[(size_t)rank], &status, 0);
       failed |= status != 0;
     }
-    wait_for_children();
+    wait_for_all();
   }
   return failed;
 }
@@ -298,239 +245,6 @@ static int stops() {
   failed |= status != 0;
   waitpid(ranks[0], &status, 0);
   return failed | (status != 0);
-}
-
-// ---- hosts
-
-constexpr int kRanks = 5;  // 2 on one host, 3 on the other
-constexpr int kMessages = 60000;
-constexpr size_t kBox = 600 << 20;  // bytes
-
-struct Message {
-  uint32_t tag, taken;
-  size_t offset, bytes;
-};
-
-// All messages from one rank to another.
-struct Box {
-  std::atomic<uint32_t> sent;
-  Message messages[kMessages];
-};
-
-static Box* boxes;
-static char* contents;
-static size_t written[kRanks];
-static uint32_t first_open[kRanks];
-
-// A network of shared memory.
-class MemoryChannel : public Channel {
- public:
-  MemoryChannel(int own, void* memory) : own_(own), memory_((char*)memory) {}
-
-  void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    for_pieces(offset, bytes, [&](size_t at, size_t size) {
-      Box& box = boxes[own_ * kRanks + rank];
-      const uint32_t i = box.sent;
-      if (i >= kMessages || written[rank] + size > kBox) {
-        std::abort();
-      }
-      std::memcpy(content(own_, rank) + written[rank], memory_ + at, size);
-      box.messages[i] = {tag, 0, written[rank], size};
-      written[rank] += size;
-      ++box.sent;
-    });
-  }
-
-  void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    for_pieces(offset, bytes, [&](size_t at, size_t size) {
-      expected_.push_back({rank, tag, at, size});
-    });
-  }
-
-  void wait(const std::function<void()>& progress) override {
-    for (auto& each : expected_) {
-      while (!take(each)) {
-        usleep(20);
-      }
-      progress();
-    }
-    expected_.clear();
-  }
-
- private:
-  struct Expected {
-    int rank;
-    uint32_t tag;
-    size_t offset, bytes;
-  };
-
-  static char* content(int from, int to) { return contents + (size_t)(from * kRanks + to) * kBox; }
-
-  bool take(const Expected& each) {
-    Box& box = boxes[each.rank * kRanks + own_];
-    uint32_t& open = first_open[each.rank];
-    for (uint32_t i = open, end = box.sent; i < end; ++i) {
-      Message& message = box.messages[i];
-      if (message.taken || message.tag != each.tag) {
-        open += message.taken && i == open;
-        continue;
-      }
-      if (message.bytes != each.bytes) {
-        std::abort();
-      }
-      std::memcpy(memory_ + each.offset, content(each.rank, own_) + message.offset, each.bytes);
-      message.taken = 1;
-      return true;
-    }
-    return false;
-  }
-
-  const int own_;
-  char* const memory_;
-  std::vector<Expected> expected_;
-};
-
-class MemoryNetwork : public Network {
- public:
-  explicit MemoryNetwork(int own) : own_(own) {}
-  std::unique_ptr<Channel> channel(void* memory, size_t) override {
-    return std::make_unique<MemoryChannel>(own_, memory);
-  }
-
- private:
-  const int own_;
-};
-
-class HostsRank {
- public:
-  explicit HostsRank(int rank)
-      : rank_(rank), group_(rank, kRanks, std::chrono::seconds(60), std::make_unique<MemoryNetwork>(rank)) {}
-
-  int run(int rounds) {
-    const auto reason = group_.connect(false, exchange(rank_, kRanks));
-    expect(reason.empty() && group_.peers().hosts() == 2, reason.c_str(), -1);
-    std::mt19937 random(3);
-    for (int round = 0; round < rounds && !wrong_; ++round) {
-      const size_t count = 16384 + random() % 300000;
-      float* const arena = random() % 2 ? arena_floats(count) : nullptr;
-      std::vector<float> heap(arena ? 0 : count);
-      float* const memory = arena ? arena : heap.data();
-      allreduce(round, memory, count);
-      scatter_and_gather(round, memory, count);
-      if (arena) {
-        Arena::instance().release(arena);
-      }
-    }
-    return wrong_;
-  }
-
- private:
-  void expect(bool right, const char* what, int round) {
-    if (!right) {
-      std::printf("rank %d, round %d: %s\n", rank_, round, what);
-      std::fflush(stdout);
-      wrong_ = true;
-    }
-  }
-
-  static float value(size_t i, int rank, int round, float scale) {
-    return (float)((int)((i * 2654435761u + (size_t)rank * 40503u + (size_t)round) >> 7) % 2001 - 1000) / scale;
-  }
-
-  void allreduce(int round, float* memory, size_t count) {
-    const bool int8 = round % 2;
-    const float scale = int8 ? 997.0f : 1.0f;
-    for (size_t i = 0; i < count; ++i) {
-      memory[i] = value(i, rank_, round, scale);
-    }
-    GroupAllreduce allreduce(group_);
-    if (!allreduce.serves(count * sizeof(float))) {
-      return;
-    }
-    allreduce.run(memory, memory, count, Element::kFloat32, 1.0, int8 ? Wire::kInt8 : Wire::kElements);
-    uint64_t hash = 14695981039346656037ull;
-    for (size_t i = 0; i < count; ++i) {
-      float expected = 0;
-      for (int rank = 0; rank < kRanks; ++rank) {
-        expected += value(i, rank, round, scale);
-      }
-      if (std::fabs(memory[i] - expected) > (int8 ? 0.12f : 0.0f)) {
-        expect(false, "a wrong sum", round);
-        break;
-      }
-      uint32_t bits;
-      std::memcpy(&bits, memory + i, sizeof bits);
-      hash = (hash ^ bits) * 1099511628211ull;
-    }
-    shared->hashes[rank_] = hash;
-    barrier(kRanks);
-    for (int rank = 0; rank < kRanks; ++rank) {
-      expect(shared->hashes[rank] == hash, "other bits than another rank", round);
-    }
-    barrier(kRanks);
-  }
-
-  // Parts of different size; one is empty.
-  void scatter_and_gather(int round, float* memory, size_t count) {
-    auto input = [&](size_t i, int rank) { return (float)((i * 13 + (size_t)rank * 3 + (size_t)round) % 500); };
-    auto sum = [&](size_t i) {
-      float total = 0;
-      for (int rank = 0; rank < kRanks; ++rank) {
-        total += input(i, rank);
-      }
-      return total;
-    };
-    for (size_t i = 0; i < count; ++i) {
-      memory[i] = input(i, rank_);
-    }
-    std::vector<size_t> counts;
-    size_t left = count;
-    for (int rank = 0; rank < kRanks; ++rank) {
-      counts.push_back(rank == kRanks - 1 ? left : rank == round % kRanks ? 0 : left / 3);
-      left -= counts.back();
-    }
-    const Parts parts(counts);
-    const size_t own = parts.count((size_t)rank_);
-    std::vector<float> part(own + 1, -1.0f), all(count + 1, -1.0f);
-    GroupReducescatter(group_).run(memory, part.data(), parts, Element::kFloat32, 1.0);
-    for (size_t i = 0; i < own; ++i) {
-      if (part[i] != sum(parts.begin((size_t)rank_) + i)) {
-        expect(false, "a wrong part", round);
-        break;
-      }
-    }
-    for (auto& each : counts) {
-      each *= sizeof(float);
-    }
-    GroupAllgather(group_).run(part.data(), all.data(), Parts(counts));
-    for (size_t i = 0; i < count; ++i) {
-      if (all[i] != sum(i)) {
-        expect(false, "a wrong gathered number", round);
-        break;
-      }
-    }
-    expect(part[own] == -1 && all[count] == -1, "a write behind the end", round);
-  }
-
-  const int rank_;
-  HostGroup group_;
-  bool wrong_ = false;
-};
-
-static int hosts(int rounds) {
-  boxes = shared_memory<Box>(kRanks * kRanks);
-  contents = shared_memory<char>(kRanks * kRanks * kBox);
-  for (int rank = 0; rank < kRanks; ++rank) {
-    if (fork() == 0) {
-      _exit(HostsRank(rank).run(rounds));
-    }
-    // The engine tells hosts apart by their network namespaces.
-    if (rank == 1 && unshare(CLONE_NEWNET) != 0) {
-      std::perror("unshare");
-      return 2;
-    }
-  }
-  return wait_for_children();
 }
 
 // ---- record
@@ -684,7 +398,7 @@ static int threads(const std::string& folder, int seconds) {
 int main(int count, char** arguments) {
   const std::string command = count > 1 ? arguments[1] : "";
   auto number = [&](int i) { return std::atoi(arguments[i]); };
-  shared = shared_memory<Shared>(1);
+  shared = &share<Shared>();
   if (command == "peers") {
     return peers(number(2), {(rlim_t)number(3), (rlim_t)number(4)}, number(5));
   }
@@ -693,9 +407,6 @@ int main(int count, char** arguments) {
   }
   if (command == "stops") {
     return stops();
-  }
-  if (command == "hosts") {
-    return hosts(number(2));
   }
   if (command == "record") {
     return record(arguments[2]);

@@ -23,6 +23,7 @@
 using namespace hvdkit;
 
 constexpr int kRanks = 5, kOnFirstHost = 2, kMessages = 1 << 16;
+static const std::vector<int> kAll{0, 1, 2, 3, 4};
 
 // The messages from one rank to another.
 struct Link {
@@ -38,6 +39,7 @@ struct Link {
 
 struct Job {
   Exchange exchange;
+  std::atomic<uint64_t> hashes[kRanks];
   Link links[kRanks][kRanks];
 };
 
@@ -213,7 +215,25 @@ static Parts in_bytes(std::vector<size_t> counts) {
   return Parts(counts);
 }
 
-static void check_round(HostGroup& group, int rank, int round, std::mt19937& random) {
+// All ranks have the same bits.
+static void check_bits(Job& job, int rank, const float* numbers, size_t count) {
+  uint64_t hash = 14695981039346656037ull;
+  for (size_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, numbers + i, sizeof bits);
+    hash = (hash ^ bits) * 1099511628211ull;
+  }
+  job.hashes[rank] = hash;
+  job.exchange.barrier();
+  for (auto& other : job.hashes) {
+    if (other != hash) {
+      fail("the bits of an allreduce differ");
+    }
+  }
+  job.exchange.barrier();
+}
+
+static void check_round(Job& job, HostGroup& group, int rank, int round, std::mt19937& random) {
   const size_t count = 1 + random() % (random() % 2 ? 40000 : 400);
   const bool arena = random() % 2;
   auto* tensor = arena ? (float*)Arena::instance().allocate(count * sizeof(float)) : nullptr;
@@ -238,6 +258,7 @@ static void check_round(HostGroup& group, int rank, int round, std::mt19937& ran
           fail("an allreduce is wrong");
         }
       }
+      check_bits(job, rank, tensor, count);
     }
   }
   fill();
@@ -281,7 +302,7 @@ static void check_sums(Job& job, int rank, unsigned seed, int rounds) {
   auto network = [&](unsigned other) {
     return std::make_unique<LateNetwork>(job, rank, seed * 100 + other + (unsigned)rank, 0);
   };
-  HostGroup group(rank, kRanks, timeout, network(0));
+  HostGroup group(kAll, rank, timeout, network(0));
   auto reason = group.connect(
       false, [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });
   if (!reason.empty()) {
@@ -289,23 +310,23 @@ static void check_sums(Job& job, int rank, unsigned seed, int rounds) {
   }
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
-    check_round(group, rank, round, random);
+    check_round(job, group, rank, round, random);
   }
 }
 
 static void check_separate(Job& job, int rank, unsigned seed, int rounds) {
-  HostGroup group(rank, kRanks, std::chrono::seconds(60),
+  HostGroup group(kAll, rank, std::chrono::seconds(60),
                   std::make_unique<LateNetwork>(job, rank, seed * 100 + (unsigned)rank, 0));
   group.separate();
   std::mt19937 random(seed);
   for (int round = 0; round < rounds; ++round) {
-    check_round(group, rank, round, random);
+    check_round(job, group, rank, round, random);
   }
 }
 
 // Rank 3 sends 6 pieces, which take longer than the timeout and the 5 s for the ranks of the same host.
 static void check_slow(Job& job, int rank) {
-  HostGroup group(rank, kRanks, std::chrono::seconds(1),
+  HostGroup group(kAll, rank, std::chrono::seconds(1),
                   std::make_unique<LateNetwork>(job, rank, 1, 1300000));
   auto reason = group.connect(
       false, [&](std::vector<long long>& words) { job.exchange.combine(words, rank); });

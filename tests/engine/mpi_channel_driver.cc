@@ -29,7 +29,7 @@ int main(int count, char** arguments) {
       try {
         channel->wait([] {});
       } catch (const hvdkit::NetworkError& error) {
-        std::printf("%s\n", error.what());
+        std::printf("waiting for rank %d: %s\n", *error.ranks.begin(), error.what());
         std::fflush(stdout);
       }
       channel.reset();

@@ -4,53 +4,21 @@ import json
 import os
 import resource
 import subprocess
-from importlib import resources
-from pathlib import Path
 
 import pytest
 
-from hvdkit.engine import patches
-from hvdkit.engine.toolchain import find_compiler
 
-HARNESS = Path(__file__).with_name("harness.cc")
+@pytest.fixture(scope="session")
+def harness(build_driver):
+    return build_driver("harness")
 
 
 @pytest.fixture(scope="session")
-def headers(tmp_path_factory):
-    """A folder with the headers under the names that they have in Horovod's tree."""
-    folder = tmp_path_factory.mktemp("headers")
-    for patch in patches.series():
-        for path, content in patch.adds.items():
-            (folder / Path(path).name).write_text(content)
-    return folder
-
-
-def build(headers, folder, *flags):
-    built = folder / "harness"
-    sources = resources.files("hvdkit.engine").joinpath("sources")
-    paths = [f"-I{headers}", f"-I{sources}", str(HARNESS), "-o", str(built)]
-    options = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    done = subprocess.run(
-        [find_compiler().path, *options, *paths],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return built
-
-
-@pytest.fixture(scope="session")
-def harness(headers, tmp_path_factory):
-    return build(headers, tmp_path_factory.mktemp("harness"))
-
-
-@pytest.fixture(scope="session")
-def checked(headers, tmp_path_factory):
+def checked(build_driver):
     """The harness with checks of addresses and undefined behaviour."""
-    flags = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    return build(headers, tmp_path_factory.mktemp("checked"), *flags)
+    return build_driver(
+        "harness", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    )
 
 
 def run(harness, *arguments, seconds=60, **env):
@@ -65,9 +33,6 @@ def run(harness, *arguments, seconds=60, **env):
         check=False,
     )
     return done.stdout, done.returncode
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="two hosts need network namespaces")
 
 
 def test_more_ranks_than_files_that_may_be_sent_at_once(harness):
@@ -89,11 +54,6 @@ def test_a_rank_that_continues_after_the_error_changes_no_memory_of_others(harne
 
 def test_a_killed_rank_is_named_by_all_others(harness):
     assert run(harness, "ends", 4) == ("", 0)
-
-
-@needs_root
-def test_collectives_of_two_hosts_are_right(harness):
-    assert run(harness, "hosts", 4) == ("", 0)
 
 
 def test_large_memory_is_allocated_while_signals_interrupt_large_requests(harness):
@@ -120,14 +80,7 @@ def test_the_same_with_sanitizers(checked, tmp_path):
     check_record(checked, tmp_path)
 
 
-@needs_root
 @pytest.mark.long
-def test_collectives_of_two_hosts_with_sanitizers(checked):
-    assert run(checked, "hosts", 40, seconds=300) == ("", 0)
-
-
-@pytest.mark.long
-def test_threads_do_not_race(headers, tmp_path):
-    raced = build(headers, tmp_path, "-g", "-fsanitize=thread")
-    (tmp_path / "records").mkdir()
-    assert run(raced, "threads", tmp_path / "records", 5, seconds=120) == ("", 0)
+def test_threads_do_not_race(build_driver, tmp_path):
+    raced = build_driver("harness", "-g", "-fsanitize=thread")
+    assert run(raced, "threads", tmp_path, 5, seconds=120) == ("", 0)

@@ -21,32 +21,32 @@ class GlooChannel : public Channel {
       : buffer_(context.createUnboundBuffer(memory, bytes)), timeout_(context.getTimeout()) {}
 
   void send(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    ranks_.insert(rank);
     for_pieces(offset, bytes, [&](size_t at, size_t size) {
+      sends_.insert(rank);
       named([&] { buffer_->send(rank, slot(tag), at, size); });
-      ++sends_;
     });
   }
 
   void receive(int rank, uint32_t tag, size_t offset, size_t bytes) override {
-    ranks_.insert(rank);
     for_pieces(offset, bytes, [&](size_t at, size_t size) {
+      receives_.insert(rank);
       named([&] { buffer_->recv(rank, slot(tag), at, size); });
-      ++receives_;
     });
   }
 
   void wait(const std::function<void()>& progress) override {
     // Each message has the whole timeout.
-    for (; sends_; --sends_) {
-      named([&] { buffer_->waitSend(timeout_); });
+    int rank = -1;
+    while (!sends_.empty()) {
+      named([&] { buffer_->waitSend(&rank, timeout_); });
+      sends_.erase(sends_.find(rank));
       progress();
     }
-    for (; receives_; --receives_) {
-      named([&] { buffer_->waitRecv(timeout_); });
+    while (!receives_.empty()) {
+      named([&] { buffer_->waitRecv(&rank, timeout_); });
+      receives_.erase(receives_.find(rank));
       progress();
     }
-    ranks_.clear();
   }
 
  private:
@@ -56,7 +56,9 @@ class GlooChannel : public Channel {
     try {
       call();
     } catch (const std::exception& error) {
-      throw NetworkError(ranks_, error.what());
+      std::set<int> ranks(sends_.begin(), sends_.end());
+      ranks.insert(receives_.begin(), receives_.end());
+      throw NetworkError(std::move(ranks), error.what());
     }
   }
 
@@ -65,8 +67,7 @@ class GlooChannel : public Channel {
 
   const std::unique_ptr<gloo::transport::UnboundBuffer> buffer_;
   const std::chrono::milliseconds timeout_;
-  int sends_ = 0, receives_ = 0;  // pending messages
-  std::set<int> ranks_;           // of these messages, and of those that have arrived
+  std::multiset<int> sends_, receives_;  // the ranks of pending messages
 };
 
 class GlooNetwork : public Network {

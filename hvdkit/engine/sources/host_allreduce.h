@@ -180,18 +180,16 @@ class GroupAllreduce {
   // A chunk in flight.
   struct Flight {
     size_t number = 0, begin = 0, count = 0;
-    std::vector<char> received;  // this host's part of the sums of the others, in their order
-    std::vector<char> encoded;   // the chunk as it is sent, if that is not the output itself
+    char* received = nullptr;   // this host's part of the sums of the others, in their order
+    std::vector<char> encoded;  // the chunk as it is sent, if that is not the output itself
     std::unique_ptr<Channel> sums, parts, results;
   };
 
   void reduce_between_hosts(const Job& job, Slice own) {
     const size_t chunk = chunk_bytes(job) / job.size;
     const size_t chunks = (own.count + chunk - 1) / chunk;
-    // Keep several chunks in flight: the thread of another rank may have to wait for a core.
-    constexpr size_t kLag = 2;
-    Flight flights[2 * kLag + 1];
-    auto flight_of = [&](size_t k) -> Flight& { return flights[k % (2 * kLag + 1)]; };
+    Flight flights[kFlights];
+    auto flight_of = [&](size_t k) -> Flight& { return flights[k % kFlights]; };
     for (size_t k = 0; k < chunks + 2 * kLag; ++k) {
       if (k < chunks) {
         auto& flight = flight_of(k);
@@ -246,9 +244,9 @@ class GroupAllreduce {
       });
     }
     const size_t bytes = job.wire_bytes(part_of(job, flight, peers_.host()).count);
-    flight.received.resize(bytes * peers_.hosts());
+    flight.received = group_.buffer(flight.number % kFlights, bytes * peers_.hosts());
     flight.sums = group_.network().channel(wire_memory(job, flight), job.wire_bytes(flight.count));
-    flight.parts = group_.network().channel(flight.received.data(), flight.received.size());
+    flight.parts = group_.network().channel(flight.received, bytes * peers_.hosts());
     flight.results = group_.network().channel(wire_memory(job, flight), job.wire_bytes(flight.count));
     for_others(job, flight, [&](size_t host, Slice theirs) {
       const int rank = peers_.counterpart(host);
@@ -272,7 +270,7 @@ class GroupAllreduce {
       char* mine = own_output(job, flight.begin + own.begin);
       std::vector<const void*> inputs(peers_.hosts());
       for (size_t host = 0; host < peers_.hosts(); ++host) {
-        inputs[host] = host == peers_.host() ? mine : flight.received.data() + host * bytes;
+        inputs[host] = host == peers_.host() ? mine : flight.received + host * bytes;
       }
       sum_to_all(job.element, inputs, {mine}, own.count, job.factor);
     }
@@ -297,7 +295,7 @@ class GroupAllreduce {
         float* decoded = decoded_.data() + kStep * host;
         inputs[host] = host == peers_.host() ? mine : decoded;
         if (host != peers_.host()) {
-          int8_decode(decoded, flight.received.data() + host * bytes + int8_bytes(done), n);
+          int8_decode(decoded, flight.received + host * bytes + int8_bytes(done), n);
         }
       }
       sum_to_all(job.element, inputs, {mine}, n, job.factor);
@@ -329,9 +327,11 @@ class GroupAllreduce {
   static constexpr size_t kChunk = HostGroup::kChunk;
   // Of a slice; each host sends two parts of it. 128 KB to 1 MB make no difference at 1 Gbit/s.
   static constexpr size_t kNetworkChunk = 512 << 10, kInt8Chunk = 2 << 20;
-  // If each host has one rank, there are no sums within hosts to compute meanwhile. If these ranks have to
-  // share cores, each chunk costs more than the network.
-  static constexpr size_t kSingleRankChunk = 32 << 20;
+  // If each host has one rank, there are no sums within hosts to compute meanwhile. If these ranks share
+  // cores, each chunk costs more than the network.
+  static constexpr size_t kSingleRankChunk = 8 << 20;
+  // Keep several chunks in flight: the thread of another rank may have to wait for a core.
+  static constexpr size_t kLag = 2, kFlights = 2 * kLag + 1;
 
   size_t chunk_bytes(const Job& job) const {
     if (job.wire == Wire::kInt8) {

@@ -20,9 +20,11 @@ enum class Wire { kElements, kInt8 };
 
 class HostGroup {
  public:
-  // `network` connects this rank with all others.
-  HostGroup(int rank, int size, std::chrono::milliseconds timeout, std::unique_ptr<Network> network)
-      : peers_(rank, size, timeout), progress_(peers_, timeout), network_(std::move(network)) {}
+  // `ranks` are the global ranks of the group, and `rank` is the index of this one. `network` connects
+  // this rank with all others.
+  HostGroup(std::vector<int> ranks, int rank, std::chrono::milliseconds timeout,
+            std::unique_ptr<Network> network)
+      : peers_(std::move(ranks), rank, timeout), progress_(peers_, timeout), network_(std::move(network)) {}
 
   HostGroup(const HostGroup&) = delete;
   HostGroup& operator=(const HostGroup&) = delete;
@@ -46,7 +48,12 @@ class HostGroup {
 
   // Waits for the messages of a channel. The ranks that wait for this one see that it has not stopped.
   void wait(Channel& channel) {
-    channel.wait([this] { progress_.check(); });
+    try {
+      channel.wait([this] { progress_.check(); });
+    } catch (const NetworkError& error) {
+      // At once: the end of the channels may take some time.
+      progress_.fail(error);
+    }
   }
 
   // The offset in this rank's arena, or kElsewhere if the memory is not in the arena.
@@ -103,18 +110,23 @@ class HostGroup {
     }
   }
 
+  // Memory for received messages. It is kept, because the first use of new memory takes as long as a sum.
+  char* buffer(size_t number, size_t bytes) {
+    buffers_.resize(std::max(buffers_.size(), number + 1));
+    auto& buffer = buffers_[number];
+    if (buffer.bytes < bytes) {
+      buffer = {std::unique_ptr<char[]>(new char[bytes]), bytes};
+    }
+    return buffer.memory.get();
+  }
+
   // Calls `call`. If it throws, the other ranks of the host stop waiting for this one.
   template <typename Call>
   void guarded(Call call) {
     try {
       call();
     } catch (const NetworkError& error) {
-      if (error.rank >= 0) {
-        progress_.abandon(error.rank, HostProgress::kLost);
-      } else {
-        progress_.abandon();
-      }
-      throw;
+      progress_.fail(error);
     } catch (const std::exception& error) {
       progress_.abandon();
       throw;
@@ -133,6 +145,11 @@ class HostGroup {
   HostProgress progress_;
   const std::unique_ptr<Network> network_;
   size_t operation_ = 0;
+  struct Buffer {
+    std::unique_ptr<char[]> memory;
+    size_t bytes = 0;
+  };
+  std::vector<Buffer> buffers_;
 };
 
 }  // namespace hvdkit

@@ -13,25 +13,13 @@
 
 namespace hvdkit {
 
-// Messages to or from these ranks of other hosts have not arrived, or those of some of them.
+// Messages to or from these ranks of the group have not arrived, or those of some of them.
 class NetworkError : public std::runtime_error {
  public:
-  NetworkError(const std::set<int>& ranks, const std::string& problem)
-      : std::runtime_error(text(ranks) + problem),
-        rank(ranks.size() == 1 ? *ranks.begin() : -1) {}
+  NetworkError(std::set<int> ranks, const std::string& problem)
+      : std::runtime_error(problem), ranks(std::move(ranks)) {}
 
-  const int rank;  // the rank, or -1 for several ranks
-
- private:
-  static std::string text(const std::set<int>& ranks) {
-    std::string result = "collective between hosts, waiting for";
-    const char* separator = " rank ";
-    for (int other : ranks) {
-      result += separator + std::to_string(other);
-      separator = ", ";
-    }
-    return result + ": ";
-  }
+  const std::set<int> ranks;
 };
 
 // Sends and receives slices of one contiguous buffer.

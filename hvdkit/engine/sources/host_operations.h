@@ -86,28 +86,32 @@ class HostCollectives {
     }
   }
 
+  // Makes the group of a process set, if it has none. Over MPI, a collective of its ranks. To be called
+  // before each of their negotiations. Only for Horovod's thread.
+  void prepare(hvd::ProcessSet& set) {
+    const bool is_global = &set == &state_->process_set_table.Get(0);
+    if (set.hvdkit_group || !group_->peers().same_version() || (is_global && group_->peers().readable())) {
+      return;
+    }
+    auto group = new_group(set);
+    group->separate();
+    set.hvdkit_group = std::move(group);
+  }
+
   // The groups that serve a process set. The last one serves every collective; the first one, which may be
   // the same, is faster, and serves only some. Empty if ranks have different versions of the engine. The
-  // same on all ranks of the process set, which call this for the first time in the same collective. Only
-  // for Horovod's thread.
-  std::vector<HostGroup*> groups(int32_t process_set) {
+  // same on all ranks of the process set. Only for Horovod's thread.
+  std::vector<HostGroup*> groups(int32_t process_set) const {
     if (!group_ || !group_->peers().same_version()) {
       return {};
     }
     std::vector<HostGroup*> result;
     if (process_set == 0) {
       result.push_back(group_.get());
-      if (group_->peers().readable()) {
-        return result;
-      }
     }
-    auto& set = state_->process_set_table.Get(process_set);
-    if (!set.hvdkit_group) {
-      auto group = new_group(set);
-      group->separate();
-      set.hvdkit_group = std::move(group);
+    if (auto& own = state_->process_set_table.Get(process_set).hvdkit_group) {
+      result.push_back(own.get());
     }
-    result.push_back(set.hvdkit_group.get());
     return result;
   }
 
@@ -164,8 +168,8 @@ class HostCollectives {
   // Over MPI, a collective.
   std::unique_ptr<HostGroup> new_group(hvd::ProcessSet& set) const {
     const auto timeout = timeout_for(state_->control_operation);
-    return std::unique_ptr<HostGroup>(new HostGroup(
-        set.controller->GetRank(), set.controller->GetSize(), timeout, network(set, timeout)));
+    return std::unique_ptr<HostGroup>(new HostGroup(set.registered_global_ranks, set.controller->GetRank(),
+                                                    timeout, network(set, timeout)));
   }
 
   std::unique_ptr<Network> network(hvd::ProcessSet& set, std::chrono::milliseconds timeout) const {

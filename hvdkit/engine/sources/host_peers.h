@@ -43,8 +43,9 @@ class HostPeers {
   // An allreduce of the words, in place: their bitwise or.
   using Exchange = std::function<void(std::vector<long long>&)>;
 
-  HostPeers(int rank, int size, std::chrono::milliseconds timeout)
-      : rank_(rank), size_(size), timeout_(timeout) {}
+  // `ranks` are the global ranks of the group, and `rank` is the index of this one.
+  HostPeers(std::vector<int> ranks, int rank, std::chrono::milliseconds timeout)
+      : ranks_(std::move(ranks)), rank_(rank), size_((int)ranks_.size()), timeout_(timeout) {}
 
   HostPeers(const HostPeers&) = delete;
   HostPeers& operator=(const HostPeers&) = delete;
@@ -69,7 +70,7 @@ class HostPeers {
         return fall_back(reason(rank, (FlatReason)all[rank].flat_reason, detail));
       }
       if (all[rank].version != own.version) {
-        return fall_back("rank " + std::to_string(rank) + " has another version of the engine");
+        return fall_back(name(rank) + " has another version of the engine");
       }
     }
     if (size_ == 1) {
@@ -133,6 +134,9 @@ class HostPeers {
     close_file(listener_);
   }
 
+  // For messages to people, who know global ranks.
+  std::string name(int rank) const { return "rank " + std::to_string(ranks_[(size_t)rank]); }
+
   // Whether the ranks of a host share memory. If not, each rank counts as a host of its own.
   bool shared() const { return shared_; }
 
@@ -145,6 +149,10 @@ class HostPeers {
   size_t size() const { return boards_.size(); }  // ranks of this host
   int local_rank() const { return local_rank_; }  // the index of this rank among them
   int rank_of(size_t member) const { return members()[member]; }
+  // The reverse of `rank_of`; `size` for a rank of another host.
+  size_t member_of(int rank) const {
+    return (size_t)(std::find(members().begin(), members().end(), rank) - members().begin());
+  }
   size_t hosts() const { return hosts_.size(); }
   size_t host() const { return host_; }      // this host
   // The fewest and the most ranks of a host.
@@ -297,7 +305,7 @@ class HostPeers {
   }
 
   std::string reason(int rank, FlatReason reason_code, const std::string& detail) const {
-    std::string text = "rank " + std::to_string(rank) + " ";
+    std::string text = name(rank) + " ";
     switch (reason_code) {
       case kRequested:
         return text + "has HVDKIT_COLLECTIVES=flat";
@@ -336,13 +344,12 @@ class HostPeers {
       hosts_[found.first->second].push_back(rank);
     }
     host_ = known[all[rank_].host];
-    int local_rank = (int)(std::find(members().begin(), members().end(), rank_) - members().begin());
     min_local_size_ = max_local_size_ = members().size();
     for (auto& ranks : hosts_) {
       min_local_size_ = std::min(min_local_size_, ranks.size());
       max_local_size_ = std::max(max_local_size_, ranks.size());
     }
-    place(local_rank, Arena::instance().board());
+    place((int)member_of(rank_), Arena::instance().board());
   }
 
   void place(int local_rank, Board& board) {
@@ -400,12 +407,11 @@ class HostPeers {
       limit(files_[i], deadline);
       // An interrupted connect to a Unix socket has not begun, and can be repeated.
       if (restarted([&] { return ::connect(files_[i], (sockaddr*)&address, length); }) != 0) {
-        throw std::runtime_error("connect to rank " + std::to_string(rank) + ": " +
-                                 std::strerror(errno));
+        throw std::runtime_error("connect to " + name(rank) + ": " + std::strerror(errno));
       }
       pids_[i] = owner_of(files_[i]);
       if (pids_[i] < 0) {
-        throw std::runtime_error("rank " + std::to_string(rank) + " belongs to another user");
+        throw std::runtime_error(name(rank) + " belongs to another user");
       }
       send_handshake(files_[i], all[rank].secret);
     }
@@ -427,7 +433,7 @@ class HostPeers {
       Handshake handshake{};
       if (!receive_handshake(files_[i], handshake, arena) || handshake.secret != all[rank_].secret) {
         close_file(arena);
-        throw std::runtime_error("rank " + std::to_string(members()[i]) + " has not answered");
+        throw std::runtime_error(name(members()[i]) + " has not answered");
       }
       map((size_t)i, handshake, arena, all);
     }
@@ -567,7 +573,7 @@ class HostPeers {
     }
     close(arena);
     if (base == MAP_FAILED) {
-      throw std::runtime_error("the memory of rank " + std::to_string(rank) + " cannot be mapped");
+      throw std::runtime_error("the memory of " + name(rank) + " cannot be mapped");
     }
     madvise(base, handshake.capacity, MADV_DONTDUMP);
     // A forked child does not use it.
@@ -577,7 +583,7 @@ class HostPeers {
     capacities_[member] = handshake.capacity;
     if (boards_[member]->token[0] != all[rank].socket ||
         boards_[member]->token[1] != all[rank].secret) {
-      throw std::runtime_error("the shared memory that rank " + std::to_string(rank) +
+      throw std::runtime_error("the shared memory that " + name(rank) +
                                " sent belongs to another process");
     }
   }
@@ -607,6 +613,7 @@ class HostPeers {
     }
   }
 
+  const std::vector<int> ranks_;
   const int rank_, size_;
   const std::chrono::milliseconds timeout_;
   bool shared_ = false, readable_ = false, same_version_ = true, enough_cores_ = false;

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "hvdkit_host_network.h"
 #include "hvdkit_host_peers.h"
 
 namespace hvdkit {
@@ -65,19 +66,20 @@ class HostProgress {
     kFailed,  // an exception
     kEnded,   // its process has ended
     kSilent,  // it has not answered in time
-    kLost,    // it is on another host, and a message from it is missing
+    kLost,    // a message from it is missing
+    kAlone,   // messages from several ranks are missing
   };
 
   [[noreturn]] void fail(size_t member, Cause cause) {
     const int rank = peers_.rank_of(member);
     abandon(rank, cause);
-    throw std::runtime_error(kPrefix + description(rank, cause));
+    throw std::runtime_error(prefix() + description(rank, cause));
   }
 
   [[noreturn]] void fail(size_t member, const std::string& what) {
     const int rank = peers_.rank_of(member);
     abandon(rank, kFailed);
-    throw std::runtime_error(kPrefix + ("rank " + std::to_string(rank) + " " + what));
+    throw std::runtime_error(prefix() + peers_.name(rank) + " " + what);
   }
 
   // Marks this rank as failed, for the other ranks of the host.
@@ -86,9 +88,34 @@ class HostProgress {
   // The same, because of another rank.
   void abandon(int rank, Cause cause) { abandon((uint32_t)(rank + 1) * kCauses + cause); }
 
+  // The same, because messages are missing.
+  [[noreturn]] void fail(const NetworkError& error) {
+    for (int rank : error.ranks) {
+      const size_t member = peers_.member_of(rank);
+      if (member < peers_.size() && peers_.ended(member)) {
+        fail(member, kEnded);
+      }
+    }
+    if (error.ranks.size() == 1) {
+      abandon(*error.ranks.begin(), kLost);
+    } else {
+      abandon(peers_.rank_of((size_t)peers_.local_rank()), kAlone);
+    }
+    std::string text = "collective over the network, waiting for ";
+    const char* separator = "";
+    for (int rank : error.ranks) {
+      text += separator + peers_.name(rank);
+      separator = ", ";
+    }
+    throw std::runtime_error(text + ": " + error.what());
+  }
+
  private:
-  static constexpr uint32_t kCauses = 4;
-  static constexpr const char* kPrefix = "collective in shared memory: ";
+  static constexpr uint32_t kCauses = 5;
+
+  std::string prefix() const {
+    return peers_.shared() ? "collective in shared memory: " : "collective over the network: ";
+  }
 
   void abandon(uint32_t failure) {
     Board& own = peers_.board((size_t)peers_.local_rank());
@@ -115,15 +142,15 @@ class HostProgress {
     }
     abandon(failure);
     const int rank = (int)(failure / kCauses) - 1, reporter = peers_.rank_of(member);
-    std::string text = kPrefix + description(rank, (Cause)(failure % kCauses));
+    std::string text = prefix() + description(rank, (Cause)(failure % kCauses));
     if (rank != reporter) {
-      text += ", reported by rank " + std::to_string(reporter);
+      text += ", reported by " + peers_.name(reporter);
     }
     throw std::runtime_error(text);
   }
 
   std::string description(int rank, Cause cause) const {
-    const std::string text = "rank " + std::to_string(rank);
+    const std::string text = peers_.name(rank);
     switch (cause) {
       case kEnded:
         return text + " has ended";
@@ -131,7 +158,11 @@ class HostProgress {
         return text + " has not answered for " + std::to_string(timeout_.count() / 1000) +
                " s (HOROVOD_GLOO_TIMEOUT_SECONDS)";
       case kLost:
-        return "no message from " + text + ", which is on another host";
+        // Ranks that share no memory may be on the same host.
+        return "no message from " + text +
+               (peers_.shared() && peers_.member_of(rank) == peers_.size() ? ", which is on another host" : "");
+      case kAlone:
+        return text + " has not got the messages of several ranks";
       default:
         return text + " has failed in an earlier or in this collective";
     }

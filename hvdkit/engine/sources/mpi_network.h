@@ -26,28 +26,26 @@ class MpiChannel : public Channel {
   MpiChannel(MPI_Comm communicator, void* memory, std::chrono::milliseconds timeout)
       : communicator_(communicator), memory_(static_cast<char*>(memory)), timeout_(timeout) {}
 
-  // Only after an error: MPI must no longer write to the memory. A receive is cancelled at once, unless its
-  // message has begun to arrive. Then the rest is received, too. If the sender has stopped, that is not
-  // possible, and MPI may write to the memory whenever the sender continues: this process must end.
+  // Messages are pending only after an error. Then MPI must no longer write to the memory. A receive is
+  // cancelled, unless its message has begun to arrive: MPI can only receive the rest of it. If the sender
+  // has stopped, MPI may write to the memory whenever the sender continues. An error would then leave memory
+  // that changes later, so this process ends instead. MPI does not tell a stopped sender from a slow one:
+  // a time decides how the job ends, but not what the memory contains.
+  // MPI cannot cancel a send. Its request stays as it is. The receiver has not answered either, or has an
+  // error of its own, and this job cannot continue.
   ~MpiChannel() override {
-    const auto begin = std::chrono::steady_clock::now();
     for (size_t i = 0; i < requests_.size(); ++i) {
       if (requests_[i] != MPI_REQUEST_NULL && received_[i]) {
         MPI_Cancel(&requests_[i]);
       }
     }
+    const auto begin = std::chrono::steady_clock::now();
     for (size_t i = 0; i < requests_.size(); ++i) {
-      if (!received_[i]) {
-        if (requests_[i] != MPI_REQUEST_NULL) {
-          MPI_Request_free(&requests_[i]);
-        }
-        continue;
-      }
-      int done = requests_[i] == MPI_REQUEST_NULL;
+      int done = requests_[i] == MPI_REQUEST_NULL || !received_[i];
       while (!done && MPI_Test(&requests_[i], &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) {
         if (std::chrono::steady_clock::now() - begin > kCancelTime) {
-          std::fprintf(stderr, "hvdkit: rank %d has stopped within a message over MPI. This process ends, "
-                               "because the rest of the message could overwrite its memory.\n", ranks_[i]);
+          std::fprintf(stderr, "hvdkit: another rank has stopped within a message over MPI. This process ends, "
+                               "because the rest of the message could overwrite its memory.\n");
           MPI_Abort(communicator_, 1);
         }
         sleep(100000);

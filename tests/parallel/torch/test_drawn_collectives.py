@@ -20,7 +20,7 @@ def run(configuration, seed, draws, largest, **env):
     command = [sys.executable, "-m", "tests.parallel.torch.drawn_collectives"]
     arguments = [str(seed), str(draws), str(largest)]
     group = start_ranks_of(configuration, [*command, *arguments], env)
-    results = group.wait(timeout=60 + 10 * draws)
+    results = group.wait(timeout=60 + 4 * draws)
     assert {result.output for result in results} == {f"{draws} draws are right\n"}
 
 
@@ -36,4 +36,4 @@ def test_without_shared_memory(size):
 )
 def test_many(controller, size, collectives):
     env = {"HVDKIT_COLLECTIVES": collectives}
-    run(Configuration("torch", controller, size), 10 + size, 900, LARGE, **env)
+    run(Configuration("torch", controller, size), 10 + size, 800, LARGE, **env)
