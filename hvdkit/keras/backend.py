@@ -268,13 +268,6 @@ def reduce(reducer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> 
     return list(reducer(gradients, [v.value for v in variables], [v.path for v in variables]))
 
 
-def are_reduced_by_tape(gradients: Sequence[Any], variables: Sequence[Any], group: Any) -> bool:
-    """Return whether a tape of TensorFlow has reduced these gradients over the same ranks."""
-    if NAME == "torch" or group.single_rank:
-        return False
-    return bool(_imported("reduced_twice", "are_reduced")(gradients, variables, group))
-
-
 def maximum(values: Sequence[Any], name: str, process_set: Any) -> list[Any]:
     """Return the element-wise maximum over the ranks of float tensors, in one allreduce."""
     flat = keras.ops.concatenate([keras.ops.reshape(value, [-1]) for value in values])
