@@ -61,21 +61,29 @@ class SameData:
         gathered = self._collectives.allgather(message, "hvdkit.same_data.all")
         if self._collectives.rank == ranks[0]:
             told = dict(zip(ranks, map(json.loads, gathered), strict=True))
-            self._report({rank: digest for rank, (digest, _) in told.items()})
+            digests = {rank: digest for rank, (digest, _) in told.items()}
+            warn_of_equal(digests, self._subject, self._advice)
             _report_seeds({rank: seeds for rank, (_, seeds) in told.items()})
 
-    def _report(self, digests: dict[int, int]) -> None:
-        """Warn of ranks with equal digests."""
-        alike: dict[int, list[int]] = {}
-        for rank, digest in digests.items():
-            alike.setdefault(digest, []).append(rank)
-        same = [name_ranks(ranks) for ranks in alike.values() if len(ranks) > 1]
-        if same:
-            _log.warning(
-                "in each of the first %d passes, %s computed the same %s, to the last bit, so they "
-                "train the same data. %s",
-                *(PASSES, "; ".join(same), self._subject, self._advice),
-            )
+
+def warn_of_equal(digests: dict[int, int], subject: str, advice: str) -> None:
+    """Warn of ranks with equal digests. Not a collective.
+
+    Args:
+        digests: rank -> the digest of its first passes.
+        subject: see `SameData`.
+        advice: see `SameData`.
+    """
+    alike: dict[int, list[int]] = {}
+    for rank, digest in digests.items():
+        alike.setdefault(digest, []).append(rank)
+    same = [name_ranks(ranks) for ranks in alike.values() if len(ranks) > 1]
+    if same:
+        _log.warning(
+            "in each of the first %d passes, %s computed the same %s, to the last bit, so they "
+            "train the same data. %s",
+            *(PASSES, "; ".join(same), subject, advice),
+        )
 
 
 def _report_seeds(seeds_of: dict[int, dict[str, int]]) -> None:

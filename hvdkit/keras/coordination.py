@@ -35,7 +35,7 @@ from hvdkit.keras.statistics import (
     statistics_of,
     synchronized_by_strategy,
 )
-from hvdkit.keras.value_check import check_values, digest_of, find_difference
+from hvdkit.keras.value_check import check_values, find_difference
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -294,7 +294,8 @@ class Coordination:
             self.model, self.group, lambda v: any(d.is_local(v) for d in self.distributions)
         )
         if self._compares_values:
-            self._before = {id(v): digest_of(v) for v in self._untrained_variables()}
+            untrained = self._untrained_variables()
+            self._before = dict(zip(map(id, untrained), backend.digests(untrained), strict=True))
 
     def compare_layers(self) -> None:
         """Compare the state of layers that is not in variables. A collective.
@@ -377,7 +378,7 @@ class Coordination:
         )
         having_local = [c for c in callbacks if isinstance(c, HasLocalVariables)]
         local = {id(v) for c in having_local for v in c.local_variables}
-        digests = [digest_of(v) for v in variables]
+        digests = backend.digests(variables)
         excluded = [
             backend.is_among(v, local)
             or (id(v) not in trained and self._before.get(id(v)) != digest)
@@ -389,7 +390,12 @@ class Coordination:
             distribution.exempt = exempt
         triples = zip(variables, digests, anywhere, strict=True)
         compared = [(v, digest) for v, digest, skip in triples if not skip]
-        check_values(self.group, compared, self._unapplied())
+        check_values(
+            self.group,
+            [v for v, _ in compared],
+            [digest for _, digest in compared],
+            self._unapplied(),
+        )
         self._before = {}
 
     def compare_unreduced(self, callbacks: Sequence[Any]) -> None:
@@ -430,7 +436,7 @@ class Coordination:
         except RankMismatchError as error:
             text = str(error).rstrip(". ")
         else:
-            found = find_difference(self.group, [(v, digest_of(v)) for v in variables])
+            found = find_difference(self.group, variables)
             if found is None:
                 return
             text = f"ranks have different values of {found[0].path!r} ({found[1]})"

@@ -1,7 +1,6 @@
 """Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,8 +18,6 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow, overwritten
 from hvdkit.keras.replicas import keras_replicas, steps_of
-
-log = logging.getLogger("hvdkit.keras")
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -86,7 +83,6 @@ class Distribution:
         self._reducer_state: Any = None
         self._window: AccumulationWindow | None = None
         self._applying = False
-        self._warned_of_tape = False
         self._update: Callable[..., None] = optimizer.apply
         self._model_in_step: Any = None
         self.hook(optimizer)
@@ -216,7 +212,6 @@ class Distribution:
         self._optimizer, self._update = optimizer, update
         self.applied = True
         backend.check_no_strategy()
-        self._check_reduced_once(gradients, variables)
         if self.accumulation_steps == 1:
             self._apply_reduced(self._reduce(gradients, variables), variables)
             return
@@ -236,28 +231,6 @@ class Distribution:
             lambda: self._step(window.sums(ordered)),
             lambda: window.add(ordered),
         )
-
-    def _check_reduced_once(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Check that no distributed tape has reduced the gradients.
-
-        Raises:
-            UsageError: on every rank, if a second reduction would change them.
-        """
-        if not backend.are_reduced_by_tape(gradients, variables, self.collectives):
-            return
-        text = (
-            "gradients are reduced twice: by hvd.DistributedGradientTape, and by the optimizer of "
-            "hvd.DistributedOptimizer"
-        )
-        advice = "Use one of them: a plain tf.GradientTape, or the plain optimizer"
-        if not self.reduction.average:
-            count = len(self.collectives.ranks)
-            raise UsageError(
-                f"{text}, which would multiply them by {count}, because its op is hvd.Sum. {advice}"
-            )
-        if not self._warned_of_tape and backend.hvd.rank() == self.collectives.ranks[0]:
-            log.warning("%s. The second mean costs time and changes nothing. %s.", text, advice)
-        self._warned_of_tape = True
 
     def _apply_reduced(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Update with reduced gradients of `variables`, unless all ranks skip the update."""

@@ -10,7 +10,8 @@ from hvdkit.core.consistency import RankMismatchError, check_consistency
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.models import distributions_of
-from hvdkit.keras.value_check import digest_of, find_difference
+from hvdkit.keras.statistics import StatisticsAverage, statistics_of
+from hvdkit.keras.value_check import find_difference
 
 
 def predict(
@@ -18,7 +19,8 @@ def predict(
 ) -> Any:
     """Predict a part of the rows with `model.predict` on each rank, and gather all predictions.
 
-    A collective: every rank calls it with the same rows and an equal model.
+    A collective: every rank calls it with the same rows and an equal model. Moving statistics of
+    `BatchNormalization`, which differ between ranks until `fit` averages them, are averaged first.
 
     Args:
         model: a Keras model.
@@ -52,9 +54,14 @@ def predict(
     elif len(counts) > 1 or not counts[0]:
         problem = f"the arrays of x have {counts} rows: expected the same number >= 1 in all arrays"
     rows = counts[0] if counts else 0
+    moving = {id(variable) for variable in statistics_of(model)}
     group = backend.collectives(process_set)
     distributions = distributions_of(model)
-    weights = [v for v in model.weights if not any(d.is_local(v) for d in distributions)]
+
+    def is_local(variable: Any) -> bool:
+        return any(d.is_local(variable) for d in distributions)
+
+    weights = [v for v in model.weights if not is_local(v)]
     if not group.single_rank:
         check_consistency(
             group,
@@ -62,7 +69,10 @@ def predict(
                 problem or "no problem",
                 f"{rows} rows",
                 f"{len(arrays)} arrays",
-                *(f"variable {i}, {v.dtype} {list(v.shape)}" for i, v in enumerate(weights)),
+                *(
+                    f"variable {i}, {v.dtype} {list(v.shape)}{' to average' * (id(v) in moving)}"
+                    for i, v in enumerate(weights)
+                ),
             ],
             "the data of predict and its model",
             "Pass all rows on every rank, and equal models; predict divides the rows.",
@@ -71,13 +81,14 @@ def predict(
         raise UsageError(problem)
     if group.single_rank:
         return model.predict(x, batch_size=batch_size, **options)
-    found = find_difference(group, [(v, digest_of(v)) for v in weights])
+    found = find_difference(group, [v for v in weights if id(v) not in moving])
     if found is not None:
         raise RankMismatchError(
             f"ranks have different values of {found[0].path!r} ({found[1]}), so hvd.predict would "
             f"mix predictions of different models. Call hvd.broadcast_model(model, root_rank=0) "
             f"before, or call model.predict on one rank."
         )
+    StatisticsAverage(model, group, is_local).average(trains_one_model=True)
     ranks = list(group.ranks)
     index = ranks.index(group.rank)
     start, end = (rows * k // len(ranks) for k in (index, index + 1))

@@ -22,19 +22,22 @@ _TOLERANCE = 1e-4
 _SHOWN = 3
 
 
-def check_values(group: Collectives, values: Sequence[tuple[Any, int]], advice: str = "") -> None:
+def check_values(
+    group: Collectives, variables: Sequence[Any], digests: Sequence[int], advice: str = ""
+) -> None:
     """Raise if the values of a variable differ between ranks. A collective.
 
     Args:
         group: the collectives of the ranks to compare.
-        values: `keras.Variable`s, in the same order on every rank, each with its `digest_of`.
+        variables: `keras.Variable`s, in the same order on every rank.
+        digests: their `backend.digests`.
         advice: the end of an error.
 
     Raises:
         RankMismatchError: on every rank, naming the first variable that differs by more than
             rounding.
     """
-    if (found := find_difference(group, values)) is None:
+    if (found := find_difference(group, variables, digests)) is None:
         return
     variable, by_rank = found
     raise RankMismatchError(
@@ -47,35 +50,31 @@ def check_values(group: Collectives, values: Sequence[tuple[Any, int]], advice: 
 
 
 def find_difference(
-    group: Collectives, values: Sequence[tuple[Any, int]]
+    group: Collectives, variables: Sequence[Any], digests: Sequence[int] | None = None
 ) -> tuple[Any, str] | None:
     """Return the first variable whose values differ between ranks. A collective.
 
     Args:
         group: as for `check_values`.
-        values: as for `check_values`.
+        variables: as for `check_values`.
+        digests: as for `check_values`; None to compute them.
 
     Returns:
         The variable that differs by more than rounding, and its first elements on each rank. None
         if there is no such variable.
     """
-    digests = ",".join(str(digest) for _, digest in values)
-    digest = xxhash.xxh64_intdigest(digests.encode()) & 0xFFFFFF
+    numbers = backend.digests(variables) if digests is None else digests
+    digest = xxhash.xxh64_intdigest(",".join(map(str, numbers)).encode()) & 0xFFFFFF
     if are_equal(group, digest, "hvdkit.keras.values"):
         return None
     differ = group.max(
-        [int(_differs(group, variable)) for variable, _ in values], "hvdkit.keras.values.differ"
+        [int(_differs(group, variable)) for variable in variables], "hvdkit.keras.values.differ"
     )
     if not any(differ):
         return None
-    variable, _ = values[differ.index(1)]
+    variable = variables[differ.index(1)]
     told = group_by_text(group, _first_elements(variable), "hvdkit.keras.values.told")
     return variable, "; ".join(told)
-
-
-def digest_of(variable: Any) -> int:
-    """Return a 64-bit digest of a variable's value."""
-    return int(xxhash.xxh64_intdigest(backend.read(variable).tobytes()))
 
 
 def _differs(group: Collectives, variable: Any) -> bool:

@@ -1,7 +1,10 @@
 """Small collectives on host data for framework-free code, over horovod.tensorflow."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +12,9 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.collectives import ProcessSetCollectives, alltoall_in_rounds
 from hvdkit.tensorflow import runtime
+
+#: The `GraphTimes` of this process: the time in a collective here counts as a wait.
+measured: WeakSet[Any] = WeakSet()
 
 
 class TensorFlowCollectives(ProcessSetCollectives):
@@ -91,6 +97,9 @@ class TensorFlowCollectives(ProcessSetCollectives):
 
 @contextmanager
 def _eagerly_on_cpu() -> Iterator[None]:
-    """Run the operations of this context immediately, on the CPU, even while tracing."""
+    """Run the collectives of this context immediately, on the CPU, even while tracing."""
+    began = time.monotonic()
     with tf.init_scope(), tf.device("/cpu:0"):
         yield
+    for times in list(measured):
+        times.count_wait(time.monotonic() - began)

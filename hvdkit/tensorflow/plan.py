@@ -11,6 +11,7 @@ from hvdkit.core.reduction import PlannedBuckets
 from hvdkit.core.wire_format import Scaling, WireFormat
 from hvdkit.tensorflow.backend import GraphMemory, GraphOps
 from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
+from hvdkit.tensorflow.equal_gradients import EqualGradients
 from hvdkit.tensorflow.graphs import new_variable
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.replicas import record_reduced
@@ -63,6 +64,7 @@ class Plan:
         states: the states of the buckets' codecs.
         process_set: the ranks to reduce over.
         values: the check of the variables' values.
+        first: the comparison of the first gradients.
         eager: whether the plan is for eager steps, in which a collective counts the ranks that have
             each gradient.
         nonfinite: the check of the gradients; None for no check.
@@ -80,6 +82,7 @@ class Plan:
         states: CodecStates,
         process_set: mpi_ops.ProcessSet,
         values: ValueCheck,
+        first: EqualGradients,
         eager: bool,
         nonfinite: NonFiniteCheck | None,
         stragglers: TapeStragglers | None,
@@ -90,6 +93,7 @@ class Plan:
         self._buckets = planned
         self._scaling = scaling
         self._values = values
+        self._first = first
         self._process_set = process_set
         self._eager = eager
         buckets = planned.plan.buckets
@@ -124,6 +128,8 @@ class Plan:
             before = [self._values.compare_in_graph(planned)] if planned else []
             with tf.control_dependencies(before):
                 reduced = self._reduce(given)
+            tensors = tf.nest.flatten(dict(reduced), expand_composites=True)
+            self._first.compare_in_graph(given, variables, tensors)
             if self._nonfinite is not None:
                 flags = self._nonfinite.flags(given)
                 reduced, self.skips_step = self._nonfinite.handle_in_graph(
@@ -133,6 +139,7 @@ class Plan:
             has = tf.constant([int(gradient is not None) for gradient in gradients], tf.int32)
             reduced, ranks, flags = self._traced(given, has)
             ranks, found, count = ranks[:-2], ranks[-2], ranks[-1]
+            self._first.compare(given, variables)
             if self._nonfinite is not None:
                 self.skips_step = self._nonfinite.handle(
                     flags.numpy(), int(found), int(count), variables

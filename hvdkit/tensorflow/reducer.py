@@ -22,6 +22,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.tensorflow.backend import merged, multiply
 from hvdkit.tensorflow.bucket_reduction import engine_sends_int8
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.equal_gradients import EqualGradients
 from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
@@ -48,7 +49,8 @@ class GradientReducer:
         passes: the number of backward passes in each gradient; the result is their mean.
         on_nonfinite: what to do about gradients with NaN or infinity, see `hvdkit.core.nonfinite`.
         times: measures the time that this rank spends in each section of its steps.
-        compares_times: whether to compare these times between the ranks, every few reductions.
+        of_tape: whether a tape reduces the gradients. Every few reductions, the ranks then compare
+            these times, as `fit` of Keras does for an optimizer.
 
     Attributes:
         reduction: the settings.
@@ -64,10 +66,10 @@ class GradientReducer:
         passes: int = 1,
         on_nonfinite: str = IGNORE,
         times: GraphTimes | None = None,
-        compares_times: bool = False,
+        of_tape: bool = False,
     ) -> None:
         self._times = times
-        self._compares_times = compares_times
+        self._of_tape = of_tape
         self.skips_step: Any = False
         self._on_nonfinite = on_nonfinite
         self.reduction = reduction
@@ -214,24 +216,26 @@ class GradientReducer:
             context=[*self._context, *self._path()],
         )
         ranks = len(self._collectives.ranks)
-        total = 1.0 / self._passes / (ranks if self.reduction.average else 1)
+        average = self.reduction.average
+        total = 1.0 / self._passes / (ranks if average else 1)
         scaling = Scaling(total, self.reduction.predivide, ranks)
         states = self._states_of(planned)
         process_set = self._collectives.process_set
         values = ValueCheck([spec.name for spec in specs], planned.name, process_set)
+        first = EqualGradients(planned.name, process_set, self._of_tape, average)
         nonfinite = None
         if self._on_nonfinite != IGNORE:
             nonfinite = NonFiniteCheck(
                 *(len(specs), planned.name, self._collectives, self._on_nonfinite)
             )
         stragglers = None
-        if self._times is not None and self._compares_times:
+        if self._times is not None and self._of_tape:
             stragglers = TapeStragglers(
                 StragglerReport(self._collectives, self._times),
                 *(self._times, self._collectives, f"{planned.name}.times"),
             )
         self._plans[key] = Plan(
-            *(planned, scaling, states, process_set, values, eager), nonfinite, stragglers
+            *(planned, scaling, states, process_set, values, first, eager), nonfinite, stragglers
         )
         return self._plans[key]
 

@@ -10,7 +10,7 @@ from horovod.tensorflow import mpi_ops
 from hvdkit.core import time_of_day
 from hvdkit.core.replicas import INTERVAL
 from hvdkit.core.stragglers import BACKWARD, FORWARD, SECTIONS, WAIT, StragglerReport
-from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.tensorflow.collectives import TensorFlowCollectives, measured
 from hvdkit.tensorflow.graphs import GraphValue
 
 # The first three of `SECTIONS`. The time of an update counts as `FORWARD` of the next step, because
@@ -41,6 +41,7 @@ class GraphTimes:
         self._taken_in_graphs = GraphValue(tf.float64, [len(_SECTIONS)])
         self._taken = [0.0] * len(_SECTIONS)
         self._day = _Day()
+        measured.add(self)
 
     def begin_reduction(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the times at which the first and the last gradient exist.
@@ -83,15 +84,21 @@ class GraphTimes:
             began, ended: times of `clock_after`.
         """
         handle = self._graph.handle()
-        return self._graph.assign(
-            handle, tf.stack(_waited(tf.unstack(self._graph.read(handle)), ended - began))
-        )
+        *sums, last = tf.unstack(self._graph.read(handle))
+        seconds = tf.where(last > 0, ended - began, tf.zeros_like(last))
+        sums[_SECTIONS.index(WAIT)] += seconds
+        return self._graph.assign(handle, tf.stack([*sums, last + seconds]))
 
     def count_wait(self, seconds: float) -> None:
         """Count a wait between two steps as `WAIT`, outside of graphs."""
-        graph, self._eager = self._graph.numpy().tolist(), _waited(self._eager, seconds)
+        graph = self._graph.numpy().tolist()
         if graph[-1]:
             self._graph.set([*graph[:-1], graph[-1] + seconds])
+        if self._eager[-1]:
+            self._eager[-1] += seconds
+        # Once, because the times of graphs and of eager reductions are added up.
+        if graph[-1] or self._eager[-1]:
+            self._eager[_SECTIONS.index(WAIT)] += seconds
 
     def take_in_graph(self, handle: tf.Tensor) -> tf.Tensor:
         """Return the seconds in each of `_SECTIONS` since the last call, and count from 0 again."""
@@ -249,17 +256,6 @@ def clock_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return the time of day at which tensors exist, in a graph."""
     with tf.control_dependencies(list(tensors)):
         return tf.timestamp()
-
-
-def _waited(values: Sequence[Any], seconds: Any) -> list[Any]:
-    """Add a wait after the last reduction to the sums, if this time is known; see `_added`."""
-    *sums, last = values
-    if isinstance(last, float):
-        seconds = seconds if last else 0.0
-    else:
-        seconds = tf.where(last > 0, seconds, tf.zeros_like(last))
-    wait = _SECTIONS.index(WAIT)
-    return [*(s + seconds * (k == wait) for k, s in enumerate(sums)), last + seconds]
 
 
 def _added(values: Sequence[Any], times: Sequence[Any]) -> list[Any]:

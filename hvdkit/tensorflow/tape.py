@@ -17,8 +17,8 @@ from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.trial import TrialPlan, with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
+from hvdkit.tensorflow.equal_gradients import note_reduced_by_tape
 from hvdkit.tensorflow.graphs import trace_position
-from hvdkit.tensorflow.reduced_twice import record
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
 from hvdkit.tensorflow.trial import TapeTrial, static_bytes
@@ -242,7 +242,7 @@ class _DistributedTape(tf.GradientTape):
         if indices:
             with tf.device(self._device):
                 reduced = self._reduce([gradients[k] for k in indices], [flat[k] for k in indices])
-            record([flat[k] for k in indices], self.process_set)
+            note_reduced_by_tape([flat[k] for k in indices], self.process_set)
             by_source = dict(zip(shared, reduced, strict=True))
             for k, source in enumerate(flat):
                 gradients[k] = by_source.get(_identity(source), gradients[k])
@@ -375,7 +375,7 @@ def _reducer(
         context,
         on_nonfinite=on_nonfinite,
         times=times_of(process_set) if check_parameters else None,
-        compares_times=True,
+        of_tape=True,
     )
     # The key is a part of checkpoints.
     key = "; ".join([*reduction.describe(), f"ranks: {process_set.ranks}", f"place: {position}"])

@@ -351,7 +351,7 @@ def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
     assert int(optimizer.iterations) == int(plain.iterations) == data.steps // passes
 
 
-@pytest.mark.parametrize("where", ["eager", "graph"])
+@pytest.mark.parametrize("where", ["eager", "graph", "graph and eager", "two graphs"])
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     """A second sum is an error on every rank. A second mean is a warning."""
@@ -365,19 +365,31 @@ def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=getattr(hvd, op))
     inputs, targets = oracle.data(hvd.size(), 1).of_rank(hvd.rank())
 
-    def step():
+    def gradients_of_batch():
         with tf.GradientTape() as tape:
             loss = oracle.loss_of(model, tf.constant(inputs), tf.constant(targets))
         tape = tensorflow_adapter.DistributedGradientTape(tape)
         gradients = tape.gradient(loss, model.trainable_variables)
         # The tensors are no longer those of the tape.
-        gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+        return tf.clip_by_global_norm(gradients, 0.5)[0]
+
+    def apply(gradients):
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
+    optimizer.build(model.trainable_variables)
+    if where in ("graph and eager", "two graphs"):
+        gradients_of_batch = tf.function(gradients_of_batch)
+    if where == "two graphs":
+        apply = tf.function(apply)
+
+    def step():
+        apply(gradients_of_batch())
+
     step = tf.function(step) if where == "graph" else step
-    with recorded("hvdkit.keras") as log:
+    error = tf.errors.OpError if "graph" in where.split()[-1] else UsageError
+    with recorded("hvdkit.tensorflow") as log:
         if op == "Sum":
-            with pytest.raises(UsageError, match=rf"twice.* multiply them by {hvd.size()}"):
+            with pytest.raises(error, match=rf"twice.* multiply them by {hvd.size()}"):
                 step()
         else:
             step()
@@ -409,6 +421,32 @@ def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
 
     for rows in (len(inputs), len(inputs) - (hvd.rank() == 0), len(inputs)):
         optimizer.apply(gradients(inputs[:rows], targets[:rows]), variables)
+    assert oracle.same_everywhere(hvd, model.get_weights())
+
+
+def test_a_tape_beside_a_wrapped_optimizer(hvd):
+    """A graph reduces gradients to log their norm, and applies others: once each."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as tensorflow_adapter
+
+    model = oracle.dense_model()
+    variables = model.trainable_variables
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
+    inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))
+
+    @tf.function
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            loss = oracle.loss_of(model, inputs, targets)
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        reduced = tensorflow_adapter.DistributedGradientTape(tape).gradient(loss, variables)
+        return tf.linalg.global_norm(reduced)
+
+    norms = [float(step()) for _ in range(4)]
+    assert all(norm > 0 for norm in norms)
     assert oracle.same_everywhere(hvd, model.get_weights())
 
 

@@ -220,6 +220,33 @@ def test_predict_of_different_models_raises_on_every_rank(hvd):
         hvd.predict(model, x, verbose=0)
 
 
+@pytest.mark.long_with("keras-tensorflow")
+def test_predict_in_an_epoch_averages_moving_statistics(hvd):
+    """Each rank has statistics of its own batches until the epoch ends."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.BatchNormalization(momentum=0.5, epsilon=0.0)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), loss="mse")
+    x = np.array([[1.0, 2.0], [3.0, 6.0]]) * (1 + hvd.rank())
+    rows = np.arange(2.0 * hvd.size() + 2).reshape(-1, 2)
+    found = []
+
+    def predict(batch, logs):
+        if not found:
+            found.append(hvd.predict(model, rows, verbose=0))
+
+    predicts = keras.callbacks.LambdaCallback(on_train_batch_end=predict)
+    model.fit(x, x, batch_size=2, verbose=0, callbacks=[predicts])
+    # The mean over the ranks of 0.5 * 0 + 0.5 * mean, and of 0.5 * 1 + 0.5 * variance.
+    scales = 1.0 + np.arange(hvd.size())
+    mean = 0.5 * np.mean(scales) * np.array([2.0, 4.0])
+    variance = 0.5 + 0.5 * np.mean(scales**2) * np.array([1.0, 4.0])
+    expected = (rows - mean) / np.sqrt(variance)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["each rank", "reduced", "local"])
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_variable_that_a_layer_changes_in_call(hvd, kind):
@@ -669,7 +696,7 @@ def test_check_values_allows_rounding(hvd):
 
     from hvdkit.core.consistency import RankMismatchError
     from hvdkit.keras import backend
-    from hvdkit.keras.value_check import check_values, digest_of
+    from hvdkit.keras.value_check import check_values
 
     random = np.random.default_rng(1)
     values = random.normal(size=(7, 5)).astype("float32")
@@ -685,14 +712,14 @@ def test_check_values_allows_rounding(hvd):
     cases = ((values, True), (near, True), (few, False), (broken, True), (lost, False))
     for value, equal in cases:
         variables = [keras.Variable(values), empty, keras.Variable(value)]
-        pairs = [(variable, digest_of(variable)) for variable in variables]
+        digests = backend.digests(variables)
         if equal:
-            check_values(group, pairs)
+            check_values(group, variables, digests)
             continue
         with pytest.raises(
             RankMismatchError, match=r"rank 0: [-.\d]+, [-.\d]+, [-.\d]+, \.\.\.; ranks? 1"
         ):
-            check_values(group, pairs)
+            check_values(group, variables, digests)
 
 
 @pytest.mark.long_with("keras-tensorflow")

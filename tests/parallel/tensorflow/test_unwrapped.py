@@ -101,6 +101,29 @@ def test_gradients_that_are_reduced(hvd, how, in_graph):
         checkpointer.save(STEPS)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("alike", ["all", "the first two", "none"])
+def test_ranks_that_train_the_same_data(hvd, in_graph, alike):
+    """Two ranks with equal data in three steps are named; a single equal batch is chance."""
+    import tensorflow as tf
+
+    # Only the first reductions with the same settings are compared.
+    settings = 10_000 + 8 * len(alike) + 4 * in_graph
+    training = Training(hvd, lambda t: hvd.DistributedGradientTape(t, bucket_bytes=settings))
+    step = tf.function(training.step) if in_graph else training.step
+    seed = {"all": 0, "the first two": max(hvd.rank() - 1, 0), "none": hvd.rank()}[alike]
+    numbers, common = np.random.default_rng(seed), np.random.default_rng(9)
+    with recorded("hvdkit") as log:
+        step(tf.constant(common.normal(size=(4, 3)), tf.float32))
+        for _ in range(4):
+            step(tf.constant(numbers.normal(size=(4, 3)), tf.float32))
+    texts = [r.getMessage() for r in log if "same gradients" in r.getMessage()]
+    assert len(texts) == (alike != "none" and hvd.rank() == 0)
+    ranks = range(hvd.size() if alike == "all" else 2)
+    named = f"passes, ranks {', '.join(map(str, ranks))} computed the same gradients"
+    assert all(named in text and "hvd.shard(dataset)" in text for text in texts)
+
+
 def test_variables_that_each_rank_trains_for_itself(hvd):
     training = Training(hvd, lambda tape: tape)
     hvd.register_local(training.model)
