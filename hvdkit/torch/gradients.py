@@ -6,6 +6,7 @@ gradient is stored as the base and `p.grad` is cleared. The round reduces the ne
 the base. (A second reduction of the base would be wrong for `Sum`, and would round it twice.)
 """
 
+import operator
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 
 # The largest number of parameters that an error lists.
 _SHOWN = 3
+
+_ADDRESS = operator.attrgetter("_cdata")
 
 _Layout = tuple[torch.dtype, torch.device, torch.Size]
 
@@ -161,6 +164,8 @@ class OptimizerGradients:
         # Parameters without a plan, such as frozen ones, that have hooks.
         self._unplanned: dict[torch.nn.Parameter, None] = {}
         self._unplanned_arrived = False
+        # The ids and the contents of the parameters that have hooks.
+        self._hooked: list[int] = []
         # Whether a base differs from the gradient that the last round left.
         self._changed = False
         self.plan_new_parameters()
@@ -201,25 +206,27 @@ class OptimizerGradients:
                 self._check_finite(p)
         return True
 
-    def hook_unplanned_parameters(self) -> bool:
+    def hook_unplanned_parameters(self) -> None:
         """Register hooks for parameters without a plan, and those that PyTorch has lost.
 
         A frozen parameter may be unfrozen, and the script may add parameters to the optimizer
         (`add_param_group`).
-
-        Returns:
-            Whether hooks were lost. The optimizer was then not called in the last pass.
         """
-        any_lost = False
-        for p in self._owner._all_parameters():
+        parameters = self._owner._all_parameters()
+        # Compare in C, because this runs several times in each step.
+        found = [*map(id, parameters), *map(_ADDRESS, parameters)]
+        if found == self._hooked:
+            return
+        for p in parameters:
             if p in self._numbers or p in self._unplanned:
                 if hooks.are_lost(p):
-                    any_lost = True
                     self._owner._register_hooks(p, self._numbers.get(p))
             elif p.dtype.is_floating_point or p.dtype.is_complex:
                 self._unplanned[p] = None
                 self._owner._register_hooks(p, None)
-        return any_lost
+            else:
+                found = []  # its dtype may change
+        self._hooked = found
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
@@ -379,8 +386,8 @@ class OptimizerGradients:
                     "optimizer.step()"
                 )
                 raise HvdkitError(
-                    f"the gradient of {name!r} was removed after {self._window.made} of "
-                    f"{self._window.size} backward passes of an accumulation window. {advice}."
+                    f"the gradient of {name!r} was removed after {self._window.begun} of "
+                    f"{self._window.size} batches of an accumulation window. {advice}."
                 )
         elif number not in self._unreduced and self._is_reduced(number, gradient, assigned):
             self._record_change(number, gradient)
