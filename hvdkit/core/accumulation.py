@@ -129,7 +129,7 @@ class Window:
         """Begin the next window, after a step or a skipped step."""
         self.whole = self.size
         self.calls = self.passes = self.resumed = 0
-        self.dropped = self.skips_call = False
+        self.dropped = False
 
     def resume(self, made: int) -> None:
         """Continue the window of a checkpoint, which has no gradients.
@@ -138,6 +138,7 @@ class Window:
             made: the number of calls or passes that the window had.
         """
         self.close()
+        self.skips_call = False
         self.resumed = made
 
     def discard(self) -> None:

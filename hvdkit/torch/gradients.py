@@ -7,8 +7,8 @@ the base. (A second reduction of the base would be wrong for `Sum`, and would ro
 """
 
 import operator
-import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -44,18 +44,42 @@ def _layout(parameter: torch.Tensor) -> _Layout:
     return dtype_of_gradient(parameter), parameter.device, parameter.shape
 
 
-_Snapshot = tuple["weakref.ref[torch.Tensor]", int]
+class _Mark:
+    """Identifies a gradient, as an attribute of it.
+
+    Not a weak reference: with `torch.__future__.set_swap_module_params_on_conversion`, PyTorch does
+    not convert a module whose gradients have weak references. An id alone may be used again.
+    """
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # a copy is another gradient, and torch.load accepts this class
+
+
+_MARK = "_hvdkit_mark"
+
+# The mark, the version counter and the id of a gradient.
+_Snapshot = tuple[_Mark, int, int]
 
 
 def _snapshot(gradient: torch.Tensor | None) -> _Snapshot | None:
     """Return a gradient's identity and version counter, to detect changes."""
-    return None if gradient is None else (weakref.ref(gradient), _version(gradient))
+    if gradient is None:
+        return None
+    mark = gradient.__dict__.get(_MARK)
+    if type(mark) is not _Mark:
+        mark = gradient.__dict__[_MARK] = _Mark()
+    return mark, _version(gradient), id(gradient)
+
+
+def _is_same(snapshot: _Snapshot, gradient: torch.Tensor) -> bool:
+    """Return whether the snapshot is one of this gradient."""
+    return gradient.__dict__.get(_MARK) is snapshot[0]
 
 
 def _is_changed(snapshot: _Snapshot, gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient was changed or replaced since the snapshot."""
-    return gradient is not snapshot[0]() or (
-        gradient is not None and _version(gradient) != snapshot[1]
+    return gradient is not None and not (
+        _is_same(snapshot, gradient) and _version(gradient) == snapshot[1]
     )
 
 
@@ -221,12 +245,20 @@ class OptimizerGradients:
             if p in self._numbers or p in self._unplanned:
                 if hooks.are_lost(p):
                     self._owner._register_hooks(p, self._numbers.get(p))
+                    self._find_converted_gradient(p)
             elif p.dtype.is_floating_point or p.dtype.is_complex:
                 self._unplanned[p] = None
                 self._owner._register_hooks(p, None)
             else:
                 found = []  # its dtype may change
         self._hooked = found
+
+    def _find_converted_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Mark the gradient of a converted parameter again: a conversion swaps attributes."""
+        number, gradient = self._numbers.get(parameter), parameter.grad
+        snapshot = None if number is None else self._after_round[number]
+        if gradient is not None and snapshot is not None and snapshot[2] == id(gradient):
+            gradient.__dict__[_MARK] = snapshot[0]
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
@@ -508,7 +540,7 @@ class OptimizerGradients:
     def _is_reduced(self, number: int, gradient: torch.Tensor, assigned: bool) -> bool:
         """Return whether the last round left this gradient. True if not `assigned`."""
         snapshot = self._after_round[number]
-        return (snapshot is not None and snapshot[0]() is gradient) or not assigned
+        return (snapshot is not None and _is_same(snapshot, gradient)) or not assigned
 
     # --- in a round -----------------------------------------------------------------------------
 
