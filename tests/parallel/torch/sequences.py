@@ -10,6 +10,7 @@ Add an action: write a function and decorate it with `action`.
 """
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -202,10 +203,15 @@ class World:
         return [draw.choice(names)] * self.hvd.size()
 
     def backward(
-        self, number: int, differ: bool = True, only: Any = None, factor: float = 1.0
+        self,
+        number: int,
+        differ: bool = True,
+        only: Any = None,
+        factor: float = 1.0,
+        parts: list[str] | None = None,
     ) -> None:
         """Make a pass on the ranks in `only` (default: all), and the same in the reference."""
-        parts = self.parts(number, differ)
+        parts = self.parts(number, differ) if parts is None else parts
         ranks = self.ranks if only is None else only
         if self.hvd.rank() in ranks:
             rank = self.hvd.rank()
@@ -841,7 +847,10 @@ def window_pass(world: World, number: int, ranks: list[int]) -> None:
 
 @action
 def alternating_optimizers(world: World, number: int) -> None:
-    """Step some optimizers after one pass and the others after another; ranks leave out passes."""
+    """Step some optimizers after one pass and the others after another; ranks leave out passes.
+
+    As in a GAN, each pass reaches only the parameters of the optimizers that step after it.
+    """
     if not world.setting.several or world.setting.window != "mean":
         window_passes_of_some_ranks(world, number)
         return
@@ -851,7 +860,10 @@ def alternating_optimizers(world: World, number: int) -> None:
         last = batch % PASSES == PASSES - 1
         for half in (0, 1):
             ranks = [rank for rank in world.ranks if draw.random() < 0.6]
-            world.backward(draw.randrange(10**6), only=ranks, factor=1 / PASSES)
+            parts = [draw.choice(["all", "branch", "unscaled"]) for _ in range(world.hvd.size())]
+            freeze_optimizers(world.each()[1 - half :: 2], True)
+            world.backward(draw.randrange(10**6), only=ranks, factor=1 / PASSES, parts=parts)
+            freeze_optimizers(world.each()[1 - half :: 2], False)
             for own, plain in world.each()[half::2]:
                 if last:
                     own.synchronize()
@@ -868,7 +880,7 @@ def alternating_optimizers(world: World, number: int) -> None:
 @action
 def dropped_pass_in_window(world: World, number: int) -> None:
     """One rank drops a pass, so no rank uses the window."""
-    if world.setting.several:
+    if world.setting.several or (world.setting.window == "sum" and world.gaps):
         window_passes(world, number)
         return
     for k in range(world.passes, PASSES):
@@ -931,8 +943,15 @@ def read_in_window(world: World, number: int) -> None:
     for p in world.model.parameters():
         if p.grad is not None:
             assert torch.isfinite(p.grad).all()
-    if world.setting.window == "mean":
+    if world.setting.window == "mean" and world.passes < PASSES - 1:
         assert world.hvd.clip_grad_norm_(world.optimizer, 1.0) is None
+
+
+def freeze_optimizers(optimizers: list[tuple[Any, Any]], frozen: bool) -> None:
+    for each in itertools.chain(*optimizers):
+        for group in each.param_groups:
+            for p in group["params"]:
+                p.requires_grad_(not frozen)
 
 
 # --- helpers ------------------------------------------------------------------------------------
