@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from hvdkit.core.accumulation import PassCount, PassesDiffer
+from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
 from hvdkit.core.headers import Entry, HeaderResult, Headers, Optimizer, Slot
@@ -58,8 +58,6 @@ class Coordinator:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._headers = Headers(collectives)
-        #: The passes of all optimizers.
-        self.passes = PassCount()
         #: The time that this rank spends in each section of its steps.
         self.times = StepTimes()
         #: Compares these times between ranks.

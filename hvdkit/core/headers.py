@@ -213,6 +213,12 @@ class Headers:
                 f"It is in {self.describe(entry, entry.rounds)}. If no rank has failed, give all "
                 f"ranks the same number of batches, or call hvd.join() at the end of an uneven "
                 f"epoch."
+                + (
+                    ""
+                    if all(rounds.planned for rounds in entry.rounds)
+                    else " This is the first reduction: check that each rank calls "
+                    "hvd.DistributedOptimizer."
+                )
             )
             raise
         if not special and count * squares == digest * digest:

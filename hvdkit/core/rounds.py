@@ -282,7 +282,7 @@ class Rounds:
         Args:
             where: this rank's activity, such as "in a backward pass".
         """
-        passes = self._window.made
+        passes = self._window.begun
         return (
             f"step {self._step + 1}, reduction {self._number + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")

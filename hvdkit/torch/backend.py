@@ -1,7 +1,9 @@
 """Pack, reduce and unpack the gradients of a bucket in PyTorch."""
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -23,6 +25,16 @@ _NARROW = (torch.float16, torch.bfloat16)
 # On an accelerator, tensors of at most this many elements share kernels: to start a kernel takes
 # longer (6 us on an H100) than to compute one of them.
 _SMALL = 1 << 20
+
+
+_Layout = tuple[int, tuple[int, ...], torch.Size]
+
+
+def _layouts(tensors: Sequence[torch.Tensor]) -> list[_Layout]:
+    """Return the address, the strides and the shape of each tensor. It loops in C."""
+    shapes = map(operator.attrgetter("shape"), tensors)
+    strides = map(torch.Tensor.stride, tensors)
+    return list(zip(map(torch.Tensor.data_ptr, tensors), strides, shapes, strict=True))
 
 
 def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
@@ -89,8 +101,8 @@ class TorchMemory:
         ]
         # Buffers that no gradient uses, and their views.
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        # Buffers whose views are or were gradients, the newest first.
-        self._lent: list[torch.Tensor] = []
+        # Buffers whose views are or were gradients, the newest first; the views; and their layouts.
+        self._lent: list[tuple[torch.Tensor, list[torch.Tensor], list[_Layout]]] = []
         # Whether somebody has held a part of a buffer, which pins all of it. Gradients then get
         # memory of their own after each round.
         self._separates = False
@@ -115,7 +127,7 @@ class TorchMemory:
         if dtype in self._kept:
             return self._kept[dtype]
         flat = self._empty(dtype, shared=keep)
-        views = [self._view(flat, k) for k in range(len(self._parameters))]
+        views = self._all_views(flat)
         if keep:
             self._kept[dtype] = flat, views
         return flat, views
@@ -126,21 +138,29 @@ class TorchMemory:
         # `.data`, because `p.grad.detach_()` raises for a view.
         return flat.as_strided(shape, strides, offset).data
 
-    def _lend(self) -> tuple[torch.Tensor, set[int]]:
+    def _all_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [self._view(flat, k) for k in range(len(self._parameters))]
+
+    def _lend(self) -> tuple[torch.Tensor, list[torch.Tensor], set[int]]:
         """Return a buffer for `in_place`, which nobody uses but the gradients of this round.
 
         Memory that somebody else holds is left to the holder. All ranks get the same results,
         whatever memory they use.
 
         Returns:
-            The buffer, and the parameters whose gradients are in it, each at its place.
+            The buffer; its views; and the parameters whose gradients are in it, each at its place.
         """
-        for n, flat in enumerate(self._lent):
-            tensors = holders.tensors_in(flat)
-            inside = {k for k in range(len(self._places)) if tensors and self._is_in(flat, k)}
+        for n, (flat, views, layouts) in enumerate(self._lent):
+            # `Module._apply` and `p.grad.data = ...` can make a view refer to other memory.
+            if _layouts(views) != layouts:
+                for k, layout in enumerate(layouts):
+                    if _layouts(views[k : k + 1]) != [layout]:
+                        views[k] = self._view(flat, k)
+            tensors = holders.tensors_in(flat, views)
+            inside = {k for k, view in enumerate(views) if tensors and self._is_in(flat, view, k)}
             if tensors == len(inside):
                 self._lent.insert(0, self._lent.pop(n))
-                return flat, inside
+                return flat, views, inside
             # If as many tensors as gradients are held, they need all of the memory. So it is with
             # the sum of earlier passes.
             if tensors is not None and tensors - len(inside) < len(self._places):
@@ -148,16 +168,17 @@ class TorchMemory:
         flat = self._empty(getattr(torch, self._bucket.dtype), shared=True)
         # Gradients often alternate between two buffers, and a CPU needs long to allocate memory. An
         # accelerator's allocator keeps it.
-        two = flat.device.type == "cpu" and holders.tensors_in(flat) is not None
+        two = flat.device.type == "cpu" and holders.tensors_in(flat, ()) is not None
         two = two and not self._separates
-        self._lent = [flat, *self._lent[:two]]
-        return flat, set()
+        views = self._all_views(flat)
+        self._lent = [(flat, views, _layouts(views)), *self._lent[:two]]
+        return flat, views, set()
 
-    def _is_in(self, flat: torch.Tensor, k: int) -> bool:
-        """Return whether the gradient of parameter `k` is in a buffer, at its place."""
+    def _is_in(self, flat: torch.Tensor, view: torch.Tensor, k: int) -> bool:
+        """Return whether the gradient of parameter `k` is in a buffer, at the place of `view`."""
         shape, strides, offset = self._places[k]
         gradient = self._parameters[k].grad
-        return (
+        return gradient is view or (
             gradient is not None
             and not gradient.is_sparse
             and gradient.dtype == flat.dtype
@@ -172,29 +193,37 @@ class TorchMemory:
         self._on_sparse(self._bucket.parameters[k], gradient.sparse_dim())
         return gradient.to_dense()
 
-    def _is_held(self, parameter: torch.Tensor) -> bool:
-        """Return whether somebody holds the gradient of a parameter, which it must keep."""
-        dense = parameter.grad is not None and not parameter.grad.is_sparse
-        return self._keeps_memory and dense and holders.is_held(parameter)
+    def _held(self, left_out: Collection[int] = ()) -> set[int]:
+        """Return the parameters whose gradients somebody holds, so that they must keep them.
+
+        Args:
+            left_out: parameters that are not examined.
+        """
+        numbers, gradients = [], []
+        for k, p in enumerate(self._parameters) if self._keeps_memory else ():
+            if k not in left_out and p.grad is not None and not p.grad.is_sparse:
+                numbers.append(k)
+                gradients.append(p.grad)
+        return set(compress(numbers, holders.held(gradients)))
 
     @torch.no_grad()
     def in_place(self, factor: float) -> torch.Tensor:
         """See `BucketMemory`. Does not touch gradients in the buffer if the factor is 1."""
-        flat, inside = self._lend()
+        flat, views, inside = self._lend()
+        held = self._held(inside)
         outside, targets, missing = [], [], []
         separates = self._separates and self._keeps_memory
         for k, p in enumerate(self._parameters):
             if k in inside:
                 continue
-            view = self._view(flat, k)
-            held = self._is_held(p)
+            view = views[k]
             gradient, own = p.grad, None
             if gradient is None or gradient.shape != view.shape:
                 missing.append(view)
             else:
                 outside.append(self._dense(k, gradient))
                 targets.append(view)
-                if (held or separates) and not gradient.is_sparse and is_writable(gradient):
+                if (k in held or separates) and not gradient.is_sparse and is_writable(gradient):
                     own = gradient
             # A frozen parameter gets no gradient, so that the optimizer skips it. If a parameter
             # has another dtype, device or shape than before, the result of this round is not used.
@@ -210,7 +239,7 @@ class TorchMemory:
                 flat.mul_(factor)
             else:
                 for k in inside:
-                    self._view(flat, k).mul_(factor)
+                    views[k].mul_(factor)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     @torch.no_grad()
@@ -298,12 +327,12 @@ class TorchMemory:
     @torch.no_grad()
     def set_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
         """Set the gradients."""
-        for p, gradient in zip(self._parameters, gradients, strict=True):
+        held = self._held()
+        for k, (p, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             if p.grad is None and not p.requires_grad:
                 continue
-            held = self._is_held(p)
             new = gradient.to(dtype_of_gradient(p)).view(p.shape)
-            if held and p.grad is not None and is_writable(p.grad):
+            if k in held and p.grad is not None and is_writable(p.grad):
                 p.grad.copy_(new)
             else:
                 p.grad = new

@@ -6,8 +6,9 @@ gradient is stored as the base and `p.grad` is cleared. The round reduces the ne
 the base. (A second reduction of the base would be wrong for `Sum`, and would round it twice.)
 """
 
-import weakref
+import operator
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -33,6 +34,8 @@ TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 # The largest number of parameters that an error lists.
 _SHOWN = 3
 
+_ADDRESS = operator.attrgetter("_cdata")
+
 _Layout = tuple[torch.dtype, torch.device, torch.Size]
 
 
@@ -41,18 +44,42 @@ def _layout(parameter: torch.Tensor) -> _Layout:
     return dtype_of_gradient(parameter), parameter.device, parameter.shape
 
 
-_Snapshot = tuple["weakref.ref[torch.Tensor]", int]
+class _Mark:
+    """Identifies a gradient, as an attribute of it.
+
+    Not a weak reference: with `torch.__future__.set_swap_module_params_on_conversion`, PyTorch does
+    not convert a module whose gradients have weak references. An id alone may be used again.
+    """
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # a copy is another gradient, and torch.load accepts this class
+
+
+_MARK = "_hvdkit_mark"
+
+# The mark, the version counter and the id of a gradient.
+_Snapshot = tuple[_Mark, int, int]
 
 
 def _snapshot(gradient: torch.Tensor | None) -> _Snapshot | None:
     """Return a gradient's identity and version counter, to detect changes."""
-    return None if gradient is None else (weakref.ref(gradient), _version(gradient))
+    if gradient is None:
+        return None
+    mark = gradient.__dict__.get(_MARK)
+    if type(mark) is not _Mark:
+        mark = gradient.__dict__[_MARK] = _Mark()
+    return mark, _version(gradient), id(gradient)
+
+
+def _is_same(snapshot: _Snapshot, gradient: torch.Tensor) -> bool:
+    """Return whether the snapshot is one of this gradient."""
+    return gradient.__dict__.get(_MARK) is snapshot[0]
 
 
 def _is_changed(snapshot: _Snapshot, gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient was changed or replaced since the snapshot."""
-    return gradient is not snapshot[0]() or (
-        gradient is not None and _version(gradient) != snapshot[1]
+    return gradient is not None and not (
+        _is_same(snapshot, gradient) and _version(gradient) == snapshot[1]
     )
 
 
@@ -161,6 +188,8 @@ class OptimizerGradients:
         # Parameters without a plan, such as frozen ones, that have hooks.
         self._unplanned: dict[torch.nn.Parameter, None] = {}
         self._unplanned_arrived = False
+        # The ids and the contents of the parameters that have hooks.
+        self._hooked: list[int] = []
         # Whether a base differs from the gradient that the last round left.
         self._changed = False
         self.plan_new_parameters()
@@ -201,25 +230,35 @@ class OptimizerGradients:
                 self._check_finite(p)
         return True
 
-    def hook_unplanned_parameters(self) -> bool:
+    def hook_unplanned_parameters(self) -> None:
         """Register hooks for parameters without a plan, and those that PyTorch has lost.
 
         A frozen parameter may be unfrozen, and the script may add parameters to the optimizer
         (`add_param_group`).
-
-        Returns:
-            Whether hooks were lost. The optimizer was then not called in the last pass.
         """
-        any_lost = False
-        for p in self._owner._all_parameters():
+        parameters = self._owner._all_parameters()
+        # Compare in C, because this runs several times in each step.
+        found = [*map(id, parameters), *map(_ADDRESS, parameters)]
+        if found == self._hooked:
+            return
+        for p in parameters:
             if p in self._numbers or p in self._unplanned:
                 if hooks.are_lost(p):
-                    any_lost = True
                     self._owner._register_hooks(p, self._numbers.get(p))
+                    self._find_converted_gradient(p)
             elif p.dtype.is_floating_point or p.dtype.is_complex:
                 self._unplanned[p] = None
                 self._owner._register_hooks(p, None)
-        return any_lost
+            else:
+                found = []  # its dtype may change
+        self._hooked = found
+
+    def _find_converted_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """Mark the gradient of a converted parameter again: a conversion swaps attributes."""
+        number, gradient = self._numbers.get(parameter), parameter.grad
+        snapshot = None if number is None else self._after_round[number]
+        if gradient is not None and snapshot is not None and snapshot[2] == id(gradient):
+            gradient.__dict__[_MARK] = snapshot[0]
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
@@ -379,8 +418,8 @@ class OptimizerGradients:
                     "optimizer.step()"
                 )
                 raise HvdkitError(
-                    f"the gradient of {name!r} was removed after {self._window.made} of "
-                    f"{self._window.size} backward passes of an accumulation window. {advice}."
+                    f"the gradient of {name!r} was removed after {self._window.begun} of "
+                    f"{self._window.size} batches of an accumulation window. {advice}."
                 )
         elif number not in self._unreduced and self._is_reduced(number, gradient, assigned):
             self._record_change(number, gradient)
@@ -501,7 +540,7 @@ class OptimizerGradients:
     def _is_reduced(self, number: int, gradient: torch.Tensor, assigned: bool) -> bool:
         """Return whether the last round left this gradient. True if not `assigned`."""
         snapshot = self._after_round[number]
-        return (snapshot is not None and snapshot[0]() is gradient) or not assigned
+        return (snapshot is not None and _is_same(snapshot, gradient)) or not assigned
 
     # --- in a round -----------------------------------------------------------------------------
 

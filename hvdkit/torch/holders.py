@@ -3,14 +3,20 @@
 A script or an optimizer may keep `p.grad`, or a view of it. Then the memory belongs to the holder.
 The answers are counts of references. Where PyTorch has no such count, as in older versions on a
 CPU, the answer is that somebody holds the memory. This is always safe, but costs time.
+
+The functions take many tensors and loop in C, because they run for each gradient of each step.
 """
 
+import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 _storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+_tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
+_address = operator.attrgetter("_cdata")
 
 
 def _references_to_memory(tensor: torch.Tensor) -> tuple[int, int]:
@@ -19,22 +25,36 @@ def _references_to_memory(tensor: torch.Tensor) -> tuple[int, int]:
     return _storage_uses(storage._cdata), sys.getrefcount(storage)
 
 
-def _references_to_gradient(parameter: torch.Tensor) -> tuple[int, int, int, int]:
-    gradient: Any = parameter.grad
-    return (
-        sys.getrefcount(gradient),
-        gradient._use_count(),
-        *_references_to_memory(gradient),
+def _references_to_tensors(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return how many references there are to each Python object, and to its content."""
+    return list(zip(map(sys.getrefcount, tensors), map(_tensor_uses, tensors), strict=True))
+
+
+def _references_to_gradients(gradients: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return the same numbers, and those for the storage of each tensor."""
+    storages = list(map(torch.Tensor.untyped_storage, gradients))
+    return list(
+        zip(
+            map(sys.getrefcount, gradients),
+            map(_tensor_uses, gradients),
+            map(sys.getrefcount, storages),
+            map(_storage_uses, map(_address, storages)),
+            strict=True,
+        )
     )
 
 
-def _alone() -> tuple[tuple[int, int], tuple[int, int, int, int]] | None:
-    """Return the counts of a tensor and of a gradient that nobody else refers to."""
+def _alone() -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None:
+    """Return the counts of memory, of a tensor and of a gradient that nobody else refers to."""
     tensor = torch.empty(1, device="cpu")
     parameter = torch.nn.Parameter(tensor.clone())
     parameter.grad = tensor.clone()
     try:
-        return _references_to_memory(tensor), _references_to_gradient(parameter)
+        return (
+            _references_to_memory(tensor),
+            _references_to_tensors([tensor.clone()])[0],
+            _references_to_gradients([parameter.grad])[0],
+        )
     except (AttributeError, TypeError):
         return None
 
@@ -42,18 +62,29 @@ def _alone() -> tuple[tuple[int, int], tuple[int, int, int, int]] | None:
 _ALONE = _alone()
 
 
-def tensors_in(memory: torch.Tensor) -> int | None:
-    """Return how many other tensors use the memory of a tensor; None if this is not known."""
+def tensors_in(memory: torch.Tensor, views: Sequence[torch.Tensor]) -> int | None:
+    """Return how many other tensors use the memory of a tensor; None if this is not known.
+
+    Args:
+        memory: the tensor.
+        views: tensors in its memory. They count only if anything beside this sequence uses them.
+    """
     if _ALONE is None:
         return None
-    (uses, objects), _ = _ALONE
+    (uses, objects), view, _ = _ALONE
     uses_now, objects_now = _references_to_memory(memory)
-    return uses_now - uses if objects_now == objects else None
+    if objects_now != objects:
+        return None
+    return uses_now - uses - _references_to_tensors(views).count(view)
 
 
-def is_held(parameter: torch.Tensor) -> bool:
-    """Return whether anything beside `parameter.grad`, a dense tensor, refers to this gradient.
+def held(gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """Return whether anything beside `parameter.grad` and this sequence refers to each gradient.
 
-    The caller must not refer to the gradient itself.
+    Args:
+        gradients: dense gradients. The caller must not refer to them otherwise.
     """
-    return _ALONE is None or _references_to_gradient(parameter) != _ALONE[1]
+    if _ALONE is None:
+        return [True] * len(gradients)
+    alone = _ALONE[2]
+    return [references != alone for references in _references_to_gradients(gradients)]

@@ -60,6 +60,7 @@ def DistributedOptimizer(
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
         backward_passes_per_step: backward passes before each `step()`, whose gradients are summed.
+            Those before the last one do not communicate.
         op: `Average` or `Sum` over the ranks; or `Adasum`, which returns Horovod's optimizer.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the
             sum, and by size / factor after it. 1.0: the wire format chooses the factor.
@@ -68,11 +69,11 @@ def DistributedOptimizer(
             fill buckets of `bucket_bytes`.
         sparse_as_dense: reduce sparse gradients as dense ones. Otherwise their rows are gathered.
         process_set: the ranks to reduce over; other ranks step with their own gradients.
-        accumulation_steps: calls of `step()` for one step, each after a backward pass whose
-            gradients are averaged. `zero_grad()`, `hvd.clip_grad_norm_` and `hvd.GradScaler` do
-            nothing before the last pass. A script may also call all of them only after the last
-            pass, if all passes reach the optimizer. `optimizer.stepped` is whether the last
-            `step()` changed the parameters. `optimizer.flush()` ends a window early.
+        accumulation_steps: calls of `step()` for one step, one for each batch. The gradients of the
+            batches are averaged. From the first call on, `zero_grad()` does nothing. Before the
+            last batch, `hvd.clip_grad_norm_` and `hvd.GradScaler` do nothing.
+            `optimizer.stepped` is whether the last `step()` changed the parameters.
+            `optimizer.flush()` ends a window early.
         find_unused_parameters: leave `.grad` None for parameters that no rank has used in a step,
             as in one process. It costs a small allreduce per pass. With False, these parameters get
             zeros.

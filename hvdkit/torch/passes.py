@@ -98,20 +98,12 @@ def end_pass(listeners: Iterable[Listener]) -> None:
     errors: list[Exception] = []
     passed: list[Listener] = []
     failed: list[Listener] = []
-    counts = {
-        count: (count.passes, count.counted)
-        for count in (listener.coordinator.passes for listener in listeners)
-    }
     for listener in listeners:
         try:
             if listener.end_pass():
                 (failed if listener.pass_dropped else passed).append(listener)
         except Exception as error:
             errors.append(error)
-    for count, (passes, counted) in counts.items():
-        # The listeners have counted the same pass.
-        count.passes = min(count.passes, passes + 1)
-        count.counted = min(count.counted, counted + 1)
     reduce(passed, failed, errors)
 
 

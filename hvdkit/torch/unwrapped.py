@@ -250,8 +250,8 @@ def _warn(optimizer: torch.optim.Optimizer) -> None:
         "an optimizer (%s) makes its step %d on %d ranks, but it is not wrapped, and nothing has "
         "reduced the gradients of its parameters: each rank trains a model of its own. Wrap it "
         "before the first step: optimizer = hvd.DistributedOptimizer(optimizer, "
-        "model.named_parameters()). If each rank should train its own parameters, call "
-        "hvd.register_local(optimizer).",
+        "model.named_parameters()). If each rank should train its own parameters, or if the script "
+        "averages them only later (local SGD), call hvd.register_local(optimizer).",
         *(type(optimizer).__name__, _STEPS, mpi_ops.size()),
     )
 

@@ -59,6 +59,14 @@ _GRADIENTS_NOT_SAVED = (
     "before the next pass"
 )
 
+_ONE_CALL = (
+    "step() was called after {passes} backward passes, and accumulation_steps is {size}. This "
+    "setting counts calls of step(), so the optimizer makes one step for {size} calls. If the "
+    "passes belong to several batches, call step() after each of them, or use "
+    "backward_passes_per_step={size}, which takes the sum of the passes. If they belong to one "
+    "batch, nothing is to be changed"
+)
+
 _STATE_ADVICE = (
     "If one rank has loaded the optimizer's state, call hvd.broadcast_optimizer_state(optimizer, "
     "root_rank=0) before the first step."
@@ -215,7 +223,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
             finds_nonfinite=on_nonfinite != IGNORE,
         )
         self.coordinator = coordinator_of(process_set)
-        window.begin(self.coordinator.passes)
         #: Compares parameters, optimizer state and options between ranks; None without
         #: `check_parameters`.
         self.replicas: ReplicaCheck | None = None
@@ -275,11 +282,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
         if self._pass_too_many:
             size = self._window.size
-            setting = "accumulation_steps" if self._window.mean else "backward_passes_per_step"
             raise HvdkitError(
-                f"backward pass {size + 1} began before optimizer.step(), but {setting} is {size}. "
-                f"Call optimizer.step() after every {size} passes, or make additional passes "
-                f"inside hvd.no_sync(optimizer)."
+                f"backward pass {size + 1} began before optimizer.step(), but "
+                f"backward_passes_per_step is {size}. Call optimizer.step() after every {size} "
+                f"passes, or make additional passes inside hvd.no_sync(optimizer)."
             )
         if self._nothing_to_reduce:
             self._added_locally = self._no_sync
@@ -311,14 +317,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             check_not_reduced((self._name_of(p), p) for p in self._all_parameters())
             self._modules_checked = True
         window = self._window
-        whole = window.size > 1 and (window.ends_by_passes or self.rounds.participated)
-        if whole and not self._gradients.exist():
-            # The script has dropped the gradients of the window: `model.zero_grad()`.
-            self._begin_without_gradients()
-        elif window.ends_by_passes and window.resumed:
-            # The script does not continue the window of the checkpoint.
-            window.make_whole()
-        self._pass_too_many = window.ends_by_passes and not self._no_sync
+        self._note_removed_window()
+        window.make_whole()
+        self._pass_too_many = window.complete and not (window.mean or self._no_sync)
         self._note_removed_gradients()
         if self.rounds.skips_step and not self._gradients.any_nonzero():
             # The script has removed the gradients that are not finite, or has set them to 0.
@@ -353,18 +354,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self.coordinator.times.enter(UPDATE)
         if arrived and self._nothing_to_reduce and not self._no_sync:
             self._gradients.unused = True  # on several ranks, the round does
-        if arrived:
-            self._count_pass()
+        if arrived and self._window.size > 1:
+            self._window.count_pass(counted=not self._no_sync)
         if not arrived or self._nothing_to_reduce:
             return False
         if self._local_pass:
             self.coordinator.times.enter(FORWARD)
         return not self._local_pass
-
-    def _count_pass(self) -> None:
-        self.coordinator.passes.add(counted=not self._no_sync)
-        if self._window.size > 1 and not self._no_sync:
-            self._window.count_pass()
 
     def _report_nonfinite(self, assigned: bool) -> None:
         """Raise or skip the step on a single rank, as `Coordinator` does on several.
@@ -487,9 +483,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
             Whether the gradients are reduced.
         """
         self._complete_earlier_passes()
+        self._note_removed_window()
         if self._window.open:
             return False
-        self._window.final = True
+        self._window.end()
         self._check_usable()
         self._fail_if_pass_dropped()
         if not self.rounds.participated:  # otherwise, the gradients are those of this step
@@ -521,8 +518,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: a closure was passed with `accumulation_steps` or `on_nonfinite="skip"`.
-            HvdkitError: several passes were made before this call, and it is not clear whether
-                their window has ended.
         """
         self._stepped = False
         if closure is not None and self._window.mean and self._window.size > 1:
@@ -537,14 +532,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "computes them within it. Use on_nonfinite='raise', or step() without a closure."
             )
         self._complete_earlier_passes()
-        self.coordinator.passes.begin_step()
+        self._note_removed_window()
         if self._window.open:
-            if self._gradients.hook_unplanned_parameters():
-                self._count_pass()
-            if warning := self._window.count_call():
-                self._warn(warning)
+            self._gradients.hook_unplanned_parameters()
+            if self._window.passes >= self._window.size and not (self.steps or self._window.made):
+                self._warn(_ONE_CALL.format(passes=self._window.passes, size=self._window.size))
+            self._window.count_call()
             return None
-        self._window.check_step()
         if closure is None:
             if self._should_synchronize:
                 self.reduce()
@@ -661,21 +655,23 @@ class WrappedOptimizer(torch.optim.Optimizer):
             True: all ranks have dropped the step, so continue with the next batch. False: the other
             ranks continue this window, so this rank must call what they call.
         """
-        earlier, local = (self._window.calls, self._window.passes), self._adds_locally
+        window, local = self._window, self._adds_locally
+        earlier = window.calls, window.passes, window.resumed
         dropped = True
         if self._pass_raised or not self._gradients.invalid_reason:
             self._drop_earlier_passes()
             if local or not self._gradients.invalid_reason:
                 self._gradients.invalid_reason = ""
-                self._window.calls, self._window.passes = earlier
-                self._count_pass()
-                self._window.dropped = True
+                window.calls, window.passes, window.resumed = earlier
+                window.count_pass(counted=window.size > 1 and not self._no_sync)
+                window.dropped = True
                 if local:
                     dropped = False
                 else:
                     with _only_logged():
                         self._fail_if_pass_dropped()
         self.zero_grad()
+        window.skips_call = dropped
         return dropped
 
     def _fail_if_pass_dropped(self) -> None:
@@ -692,6 +688,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Otherwise, do not wait for the device.
         if self._saved_step is not None and not self._gradients.any_nonzero():
             self._forget_gradients()
+
+    def _note_removed_window(self) -> None:
+        """Begin the next window if the script has removed the gradients of a complete one."""
+        if self._window.complete and self._gradients.all_removed():
+            self._begin_without_gradients()
 
     def _forget_gradients(self) -> None:
         """Record that there are no gradients that a later step may use."""
@@ -718,8 +719,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"accumulation_steps {self._window.size}. They cannot be combined: pass only one "
                 f"of the two"
             )
-        self._window.close()
         self._window.size, self._window.mean = passes, False
+        self._window.close()
         self.backward_passes_per_step = passes
 
     # --- state ----------------------------------------------------------------------------------
@@ -769,18 +770,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def passes(self) -> int:
-        """The number of passes that the current accumulation window has."""
-        return self._window.made
+        """The number of passes, or of batches, that the current accumulation window has."""
+        return self._window.begun
 
     def resume_window(self, passes: int, size: int) -> None:
         """Continue an accumulation window whose gradients are lost, after `discard_accumulated`.
 
-        A script that counts its passes since the beginning of the training calls `step()` after the
-        rest of the window. Another script makes a whole window first: see `_begin_pass`.
+        With `backward_passes_per_step`, a script that counts its passes since the beginning of the
+        training calls `step()` after the rest of the window. Another script makes a whole window
+        first: see `Window.make_whole`.
 
         Args:
-            passes: the number of passes that the window had.
-            size: the number of passes of a whole window. Without effect if it is another one now.
+            passes: the number of passes, or of batches, that the window had.
+            size: the number of those of a whole window. Without effect if it is another one now.
         """
         is_open = size == self._window.size and 0 < passes < size
         self._window.resume(passes if is_open else 0)
@@ -811,7 +813,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def accumulated(self) -> bool:
         """Whether this rank has gradients that are not reduced."""
         return (
-            bool(self._window.made)
+            bool(self._window.begun)
             or self._added_locally
             or self._gradients.has_unreduced(assigned=False)
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.core.accumulation import PassCount, Window
+from hvdkit.core.accumulation import Window
 from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.compression import NoCompression
 from hvdkit.core.coordination import Coordinator
@@ -359,8 +359,6 @@ class SimulatedOptimizer:
         self.collectives = collectives
         self.parameters = list(parameters or [Parameter(f"p{i}") for i in range(count)])
         self.window = window or Window(1)
-        self.passes = PassCount()
-        self.window.begin(self.passes)
         reduction = replace(Reduction(NoCompression(), bucket_bytes=32), **how)
         self.gradients = SimulatedGradients(self.parameters, collectives, reduction, self.window)
         self.rounds = Rounds(collectives, self.gradients, self.window, compare)
@@ -393,7 +391,7 @@ class SimulatedOptimizer:
         Takes the arguments of `backward`.
         """
         window = self.window
-        if not no_sync and window.ends_by_passes:
+        if not no_sync and not window.mean and window.complete:
             raise HvdkitError("a pass too many")
         local = no_sync or not window.next_pass_reduces
         plan_outdated = not local and self.rounds.plan_outdated
@@ -402,8 +400,6 @@ class SimulatedOptimizer:
         arriving = sorted((i for i in values if self.parameters[i].requires_grad), reverse=True)
         for i in arriving[: len(arriving) // 2] if fails else arriving:
             self._accumulate(self.parameters[i], values[i], ready=not local and not plan_outdated)
-        if not fails:
-            self.passes.add(counted=not no_sync)
         if window.size > 1 and not no_sync and not fails:
             window.count_pass()
         return not local
@@ -428,7 +424,6 @@ class SimulatedOptimizer:
 
     def step(self) -> None:
         """Reduce all gradients and record them as a step, unless more passes must come."""
-        self.passes.begin_step()
         if self.window.open:
             self.window.count_call()
             return

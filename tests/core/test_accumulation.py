@@ -1,39 +1,66 @@
 import pytest
 
-from hvdkit.core.accumulation import PassCount, PassesDiffer, Window, check_passes, window_of
+from hvdkit.core.accumulation import PassesDiffer, Window, check_passes, window_of
 from hvdkit.errors import UsageError
 from tests.core.simulated_ranks import on_every_rank
 
 
-def test_a_window_is_open_until_it_has_all_its_passes():
+@pytest.mark.parametrize("passes", [0, 1, 2, 5])
+def test_a_mean_ends_with_the_last_call(passes):
     window = Window(3)
     for _ in range(2):
-        for reduces in (False, False, True):
-            assert window.open
-            assert window.divisor == 3
-            assert window.next_pass_reduces == reduces
-            window.count_pass()
-        assert not window.open
-        window.close()
-
-
-@pytest.mark.parametrize("reached", [0, 1, 2])
-def test_a_window_is_open_until_the_last_call(reached):
-    window, everyone = Window(3), PassCount()
-    window.begin(everyone)
-    for _ in range(2):
         for call in range(3):
-            assert window.next_pass_reduces == (call == 2)
-            everyone.add(counted=True)
-            for _ in range(reached):
+            for _ in range(passes):
+                assert window.next_pass_reduces == (call == 2)
                 window.count_pass()
-            everyone.begin_step()
             assert window.open == (call < 2)
+            assert window.keeps_gradients == (call > 0)
+            assert window.divisor == 3
+            assert window.position == (call, 3)
             if window.open:
-                assert not window.count_call()
-                assert not window.count_call()  # no pass was made in between
+                window.count_call()
                 assert window.made == call + 1
+        window.end()
+        assert not window.open
+        assert window.position == (2, 3)
         window.close()
+
+
+def test_a_sum_counts_the_passes_since_the_last_step():
+    window = Window(3, mean=False)
+    for passes in (0, 1, 3):
+        for number in range(passes):
+            assert window.next_pass_reduces == (number == 2)
+            window.count_pass()
+            window.count_pass(counted=False)
+        assert (window.made, window.divisor) == (passes, 1)
+        assert window.position == (0, 3)
+        assert not window.open
+        assert not window.keeps_gradients
+        window.close()
+
+
+def test_a_call_after_a_dropped_pass_does_not_count():
+    window = Window(3)
+    for passes, made in ((0, 0), (0, 1), (1, 2)):
+        window.skips_call = passes == made
+        for _ in range(passes):
+            window.count_pass()
+        window.count_call()
+        assert window.made == made
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_resumed_window(mean):
+    window = Window(3, mean)
+    window.resume(2)
+    window.discard()  # no pass was made
+    assert (window.made, window.next_pass_reduces) == (2, True)
+    window.count_pass()
+    window.make_whole()
+    assert window.begun == (3 if mean else 1)
+    window.discard()
+    assert window.made == 0
 
 
 def test_without_accumulation_no_window_is_open():
@@ -64,20 +91,21 @@ def test_the_window_of_two_arguments():
             wrong()
 
 
-def test_a_window_of_a_sum_has_the_divisor_one():
-    window = Window(4, mean=False)
-    for passes in range(1, 4):
-        window.passes = passes
-        assert window.divisor == 1
+def test_a_window_that_ends_early_has_the_mean_of_its_batches():
+    window = Window(4)
+    for _ in range(3):
+        window.count_pass()
+        window.count_pass()
+        window.count_call()
+        window.count_pass()
+    for _ in range(2):
+        assert window.end_early()
+        assert (window.open, window.divisor, window.keeps_gradients) == (False, 4, False)
+    window.close()
+    window.count_pass()
+    window.count_call()
     assert window.end_early()
     assert (window.open, window.divisor) == (False, 1)
-
-
-def test_a_window_that_ends_early_has_the_mean_of_its_passes():
-    window = Window(4)
-    window.passes = 3
-    assert window.end_early()
-    assert (window.open, window.divisor) == (False, 3)
     window.close()
     assert (window.open, window.divisor, window.made) == (True, 4, 0)
 

@@ -416,3 +416,25 @@ def test_drawn_loops_give_what_one_process_gets(monkeypatch):
 def test_many_drawn_loops(monkeypatch):
     ends = run_examples(3000, monkeypatch)
     assert ends["right"] > 2500, ends
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_engine_that_ends_in_the_first_reduction(first):
+    """Perhaps the other ranks have not wrapped their optimizers."""
+
+    def run(collectives):
+        script = Script(collectives, 1)
+        if not first:
+            script.backward({0}, 1.0)
+            script.zero()
+
+        def fail():
+            raise RuntimeError("other ranks have ended")
+
+        collectives.start_sum = lambda *_: fail
+        with pytest.raises(RuntimeError) as caught:
+            script.backward({0}, 1.0)
+        (note,) = caught.value.__notes__
+        assert ("each rank calls hvd.DistributedOptimizer" in note) == first
+
+    on_ranks(2, run)

@@ -140,10 +140,11 @@ def test_only_the_last_pass_of_a_window_communicates(size, mean, average):
         optimizer = SimulatedOptimizer(collectives, window=Window(3, mean=mean), average=average)
         for _ in range(2):
             optimizer.zero()
-            names = [
-                names_of(collectives, lambda k=k: optimizer.backward(3.0 * 10**k)) for k in range(3)
-            ]
-            optimizer.step()
+            names = []
+            for k in range(3):
+                names.append(names_of(collectives, lambda k=k: optimizer.backward(3.0 * 10**k)))
+                if mean or k == 2:
+                    optimizer.step()
         return optimizer.stepped == [optimizer.dense] * 2, optimizer.values[0], names
 
     total = 333.0 * (1 if average else size) / (3 if mean else 1)
@@ -160,6 +161,8 @@ def test_a_window_that_is_flushed_steps_with_the_mean_of_its_passes(size, passes
             optimizer.zero()
             for k in range(passes):
                 optimizer.backward(6.0 * (k + 1))
+                if k < 2:
+                    optimizer.step()
             assert optimizer.flush()
         optimizer.zero()
         # Without a pass there are no gradients for a step.
@@ -169,7 +172,7 @@ def test_a_window_that_is_flushed_steps_with_the_mean_of_its_passes(size, passes
     assert on_ranks(size, run) == [[3.0 * (passes + 1)] * 2] * size
 
 
-@pytest.mark.parametrize("passes", [[3, 2], [2, 3, 3], [0, 1], [3, 0, 1]])
+@pytest.mark.parametrize("passes", [[2, 1], [1, 2, 2], [0, 1], [2, 0, 1]])
 @pytest.mark.parametrize("planned", [False, True])
 def test_windows_with_different_passes_that_are_flushed_are_an_error(passes, planned):
     def run(collectives):
@@ -180,6 +183,7 @@ def test_windows_with_different_passes_that_are_flushed_are_an_error(passes, pla
         def passes_and_flush(count):
             for _ in range(count):
                 optimizer.backward(1.0)
+                optimizer.step()
             return optimizer.flush()
 
         with pytest.raises(PassesDiffer) as caught:
@@ -422,20 +426,22 @@ def test_a_pass_beside_the_next_step_of_other_ranks_is_an_error():
         assert usable
 
 
-def test_different_numbers_of_passes_in_a_window_of_a_sum_are_an_error():
-    def run(collectives):
-        optimizer = SimulatedOptimizer(collectives, window=Window(3, mean=False))
-        for _ in range(3 - collectives.rank):
-            if collectives.rank or optimizer.window.passes < 2:
-                optimizer.backward(1.0)
-        with pytest.raises(PassesDiffer) as caught:
-            optimizer.step() if collectives.rank else optimizer.backward(1.0)
-        return str(caught.value)
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_rank_leaves_out_passes_of_a_window(mean):
+    """As without a window, a missing pass counts as zeros."""
 
-    for message in on_ranks(3, run):
-        assert "rank 0: step 1, reduction 1, in a backward pass, pass 3 of its window;" in message
-        assert "rank 1: step 1, reduction 1, at its step, pass 2 of its window;" in message
-        assert "rank 2: step 1, reduction 1, at its step, pass 1 of its window;" in message
+    def run(collectives):
+        optimizer = SimulatedOptimizer(collectives, window=Window(3, mean=mean), average=False)
+        for _ in range(2):
+            optimizer.zero()
+            for number in range(3):
+                if collectives.rank <= number:
+                    optimizer.backward(1.0)
+                if mean or number == 2:
+                    optimizer.step()
+        return [step[0][0] for step in optimizer.stepped]
+
+    assert on_ranks(3, run) == [[2.0 if mean else 6.0] * 2] * 3
 
 
 @pytest.mark.parametrize("others", ["in a pass", "at their step"])

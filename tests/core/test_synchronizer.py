@@ -139,10 +139,10 @@ def test_a_window_ended_early_is_averaged_over_its_passes():
     def run(collectives):
         window = Window(4)
         synchronizer, backend = make(collectives, window=window, average=True)
-        window.passes = 4
+        window.calls = 4
         results = [step(synchronizer, backend, 12.0)]
         window.close()
-        window.passes = 3
+        window.calls = 3
         window.end_early()
         results.append(step(synchronizer, backend, 12.0))
         return results

@@ -10,6 +10,7 @@ Add an action: write a function and decorate it with `action`.
 """
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -71,8 +72,8 @@ class Setting:
             then consist of `WINDOW_ACTIONS`.
         members: reduce over a process set without rank 1. Sequences are then
             without `GLOBAL_ACTIONS`.
-        several: an optimizer for each part of the model. Sequences then consist of
-            `SEVERAL_ACTIONS`.
+        several: an optimizer for each part of the model. Sequences without a window then consist
+            of `SEVERAL_ACTIONS`.
     """
 
     compression: str = "none"
@@ -115,7 +116,9 @@ class World:
     reference: Model = field(init=False)
     plain: Any = field(init=False)
     process_set: Any = field(init=False)
+    #: The batches of the window, and whether a rank has left out a pass of it.
     passes: int = 0
+    gaps: bool = False
     #: The ranks' largest gradients since the last comparison, added up.
     largest: float = 0.0
 
@@ -200,10 +203,15 @@ class World:
         return [draw.choice(names)] * self.hvd.size()
 
     def backward(
-        self, number: int, differ: bool = True, only: Any = None, factor: float = 1.0
+        self,
+        number: int,
+        differ: bool = True,
+        only: Any = None,
+        factor: float = 1.0,
+        parts: list[str] | None = None,
     ) -> None:
         """Make a pass on the ranks in `only` (default: all), and the same in the reference."""
-        parts = self.parts(number, differ)
+        parts = self.parts(number, differ) if parts is None else parts
         ranks = self.ranks if only is None else only
         if self.hvd.rank() in ranks:
             rank = self.hvd.rank()
@@ -226,16 +234,32 @@ class World:
     def pairs(self):
         return zip(self.model.named_parameters(), self.reference.parameters(), strict=True)
 
-    def check_gradients(self) -> None:
-        """Compare, and give the reference the rounded gradients, so that steps can be compared."""
+    def each(self) -> list[tuple[Any, Any]]:
+        """Each wrapped optimizer, and the reference's."""
+        if self.setting.several:
+            return list(zip(self.optimizer, self.plain, strict=True))
+        return [(self.optimizer, self.plain)]
+
+    def check_gradients(self, of: Any = None) -> None:
+        """Compare, and give the reference the rounded gradients, so that steps can be compared.
+
+        Args:
+            of: a wrapped optimizer whose parameters are compared; None for all parameters.
+        """
+        pairs = list(self.pairs())
+        if of is not None:
+            own = {id(p) for group in of.param_groups for p in group["params"]}
+            pairs = [pair for pair in pairs if id(pair[0][1]) in own]
         # One rounding for each rank's gradient, and one for each sum, which is as large.
         n = len(self.ranks)
         bound = 4 * ROUNDING[self.setting.compression] * n * max(self.largest, 1e-3)
         if not self.setting.average:
             bound *= n
-        self.largest = 0.0
-        self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-        for (name, p), q in self.pairs():
+        if of is None:
+            self.largest = 0.0
+        named = [named for named, _ in pairs]
+        self.check_same_bits(lambda p: torch.zeros_like(p) if p.grad is None else p.grad, named)
+        for (name, p), q in pairs:
             own = torch.zeros_like(p) if p.grad is None else p.grad.detach()
             expected = torch.zeros_like(q) if q.grad is None else q.grad
             worst = float((own - expected).abs().max())
@@ -249,13 +273,18 @@ class World:
                 p, q, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
             )
 
-    def check_same_bits(self, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Compare a value of every parameter between the ranks, in one collective."""
-        own = [value(p).detach().reshape(-1) for p in self.model.parameters()]
+    def check_same_bits(
+        self,
+        value: Callable[[torch.Tensor], torch.Tensor],
+        parameters: list[tuple[str, nn.Parameter]] | None = None,
+    ) -> None:
+        """Compare a value of parameters (default: all) between the ranks, in one collective."""
+        named = list(self.model.named_parameters()) if parameters is None else parameters
+        own = [value(p).detach().reshape(-1) for _, p in named]
         everyone = self.hvd.allgather(
             torch.cat(own)[None], name="same bits", process_set=self.process_set
         )
-        names = [name for name, _ in self.model.named_parameters()]
+        names = [name for name, _ in named]
         sizes = [len(part) for part in own]
         for other in everyone[1:]:
             for name, a, b in zip(names, everyone[0].split(sizes), other.split(sizes), strict=True):
@@ -311,7 +340,15 @@ SEVERAL_ACTIONS = (
     "failing_backward",
     "wrap_again",
 )
-WINDOW_ACTIONS = ("window_passes", "flush", "zero_grad_in_window", "read_in_window")
+WINDOW_ACTIONS = (
+    "window_passes",
+    "window_passes_of_some_ranks",
+    "alternating_optimizers",
+    "dropped_pass_in_window",
+    "flush",
+    "zero_grad_in_window",
+    "read_in_window",
+)
 #: Actions that all ranks of the job must take.
 GLOBAL_ACTIONS = ("joined_epoch", "load_on_one_rank", "pass_too_few", "wait_for_all")
 _sets: dict[tuple[int, ...], Any] = {}
@@ -776,21 +813,90 @@ def add_parameters(world: World, number: int) -> None:
 @action
 def window_passes(world: World, number: int) -> None:
     """Call step() and zero_grad() after every pass, for a number of passes."""
-    share = PASSES if world.setting.window == "mean" else 1
     for k in range(1 + number % (2 * PASSES)):
-        world.backward(number + k, factor=1 / share)
-        world.passes += 1
-        if world.passes < PASSES:
-            if world.setting.window == "mean":
-                world.optimizer.step()
-                assert not world.optimizer.stepped
-                world.optimizer.zero_grad()
-            continue
-        world.check_gradients()
-        world.step()
-        assert world.optimizer.stepped
-        world.zero()
-        world.passes = 0
+        window_pass(world, number + k, world.ranks)
+
+
+@action
+def window_passes_of_some_ranks(world: World, number: int) -> None:
+    """As above, but ranks leave out passes."""
+    draw = random.Random(number)
+    for k in range(1 + number % (2 * PASSES)):
+        window_pass(world, number + k, [rank for rank in world.ranks if draw.random() < 0.6])
+
+
+def window_pass(world: World, number: int, ranks: list[int]) -> None:
+    mean = world.setting.window == "mean"
+    world.backward(number, only=ranks, factor=1 / PASSES if mean else 1)
+    world.passes += 1
+    world.gaps = world.gaps or len(ranks) < len(world.ranks)
+    if world.passes < PASSES:
+        if mean:
+            world.optimizer.step()
+            assert not any(own.stepped for own, _ in world.each())
+            world.optimizer.zero_grad()
+        return
+    if world.setting.several or world.gaps:
+        world.optimizer.synchronize()
+    world.check_gradients()
+    world.step()
+    assert all(own.stepped for own, _ in world.each())
+    world.zero()
+    world.passes, world.gaps = 0, False
+
+
+@action
+def alternating_optimizers(world: World, number: int) -> None:
+    """Step some optimizers after one pass and the others after another; ranks leave out passes.
+
+    As in a GAN, each pass reaches only the parameters of the optimizers that step after it.
+    """
+    if not world.setting.several or world.setting.window != "mean":
+        window_passes_of_some_ranks(world, number)
+        return
+    flush(world, number)
+    draw = random.Random(number)
+    for batch in range(PASSES * (1 + number % 2)):
+        last = batch % PASSES == PASSES - 1
+        for half in (0, 1):
+            ranks = [rank for rank in world.ranks if draw.random() < 0.6]
+            parts = [draw.choice(["all", "branch", "unscaled"]) for _ in range(world.hvd.size())]
+            freeze_optimizers(world.each()[1 - half :: 2], True)
+            world.backward(draw.randrange(10**6), only=ranks, factor=1 / PASSES, parts=parts)
+            freeze_optimizers(world.each()[1 - half :: 2], False)
+            for own, plain in world.each()[half::2]:
+                if last:
+                    own.synchronize()
+                    world.check_gradients(own)
+                    plain.step()
+                    plain.zero_grad()
+                own.step()
+                assert own.stepped == last
+                own.zero_grad()
+    world.check_parameters()
+    world.zero()
+
+
+@action
+def dropped_pass_in_window(world: World, number: int) -> None:
+    """One rank drops a pass, so no rank uses the window."""
+    if world.setting.several or (world.setting.window == "sum" and world.gaps):
+        window_passes(world, number)
+        return
+    for k in range(world.passes, PASSES):
+        last = k == PASSES - 1
+        own = k == world.passes and world.hvd.rank() == world.chosen_rank(number)
+        try:
+            if own:
+                raise Deliberate
+            world.loss(world.run, number, world.hvd.rank(), "all").backward()
+        except (BackwardFailed, Deliberate):
+            assert world.optimizer.drop_pass() == last
+        if world.setting.window == "mean" and (not last or number % 2):
+            world.optimizer.step()
+            world.optimizer.zero_grad()
+    world.plain.zero_grad()
+    world.passes, world.gaps = 0, False
 
 
 @action
@@ -802,20 +908,24 @@ def flush(world: World, number: int) -> None:
             world.check_gradients()
             world.step()
             world.zero()
-        world.passes = 0
+        world.passes, world.gaps = 0, False
         return
 
-    def step() -> None:
-        for _, q in world.pairs():
-            if q.grad is not None:
-                q.grad *= PASSES / world.passes
-        world.hvd.clip_grad_norm_(world.optimizer, 1e9)
-        world.check_gradients()
-        world.step()
+    def step(own: Any, plain: Any) -> None:
+        for group in plain.param_groups:
+            for q in group["params"]:
+                if q.grad is not None:
+                    q.grad *= PASSES / world.passes
+        world.hvd.clip_grad_norm_(own, 1e9)
+        world.check_gradients(own)
+        own.step()
+        plain.step()
 
-    assert world.optimizer.flush(step) == bool(world.passes)
+    for own, plain in world.each():
+        assert own.flush(lambda own=own, plain=plain: step(own, plain)) == bool(world.passes)
+    world.check_parameters()
     world.zero()
-    world.passes = 0
+    world.passes, world.gaps = 0, False
 
 
 @action
@@ -824,7 +934,7 @@ def zero_grad_in_window(world: World, number: int) -> None:
     world.optimizer.zero_grad()
     if world.setting.window == "sum":
         world.plain.zero_grad()
-        world.passes = 0
+        world.passes, world.gaps = 0, False
 
 
 @action
@@ -833,8 +943,15 @@ def read_in_window(world: World, number: int) -> None:
     for p in world.model.parameters():
         if p.grad is not None:
             assert torch.isfinite(p.grad).all()
-    if world.setting.window == "mean":
+    if world.setting.window == "mean" and world.passes < PASSES - 1:
         assert world.hvd.clip_grad_norm_(world.optimizer, 1.0) is None
+
+
+def freeze_optimizers(optimizers: list[tuple[Any, Any]], frozen: bool) -> None:
+    for each in itertools.chain(*optimizers):
+        for group in each.param_groups:
+            for p in group["params"]:
+                p.requires_grad_(not frozen)
 
 
 # --- helpers ------------------------------------------------------------------------------------

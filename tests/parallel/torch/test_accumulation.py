@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.core.coordination import BackwardFailed
+from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.torch.oracle import (
     DEVICE,
@@ -27,8 +28,6 @@ from tests.parallel.torch.oracle import (
 )
 
 pytestmark = pytest.mark.device
-
-EVERY_PASS, LAST_PASS = "every pass", "last pass"
 
 
 def wrapped(hvd, model, make=adamw, **options):
@@ -60,32 +59,25 @@ def backward(hvd, model, number, scale=lambda loss: loss):
         ),
     ],
 )
-def test_calls_after_every_pass_and_after_the_last_only_are_the_same(hvd, kind, clip, scaled):
-    models = {}
-    for when in (EVERY_PASS, LAST_PASS):
-        model = models[when] = small_model()
-        optimizer = wrapped(hvd, model, OPTIMIZERS[kind])
-        scaler = hvd.GradScaler(DEVICE.type, init_scale=2.0**8, enabled=scaled)
-        stepped = []
-        for number in range(12):
-            backward(hvd, model, number, scaler.scale)
-            last = number % 3 == 2
-            if when == LAST_PASS and not last:
-                continue
-            if clip is not None:
-                scaler.unscale_(optimizer)
-                norm = hvd.clip_grad_norm_(optimizer, clip)
-                assert (norm is None) != last
-            scaler.step(optimizer)
-            stepped.append(optimizer.stepped)
-            scaler.update()
-            optimizer.zero_grad()
-        assert stepped == ([False, False, True] * 4 if when == EVERY_PASS else [True] * 4)
-    for p, q in zip(*(m.parameters() for m in models.values()), strict=True):
-        assert torch.equal(p, q)
+def test_calls_after_every_pass(hvd, kind, clip, scaled):
+    model = small_model()
+    optimizer = wrapped(hvd, model, OPTIMIZERS[kind])
+    scaler = hvd.GradScaler(DEVICE.type, init_scale=2.0**8, enabled=scaled)
+    stepped = []
+    for number in range(12):
+        backward(hvd, model, number, scaler.scale)
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            norm = hvd.clip_grad_norm_(optimizer, clip)
+            assert (norm is None) == (number % 3 != 2)
+        scaler.step(optimizer)
+        stepped.append(optimizer.stepped)
+        scaler.update()
+        optimizer.zero_grad()
+    assert stepped == [False, False, True] * 4
     _, reference = trained(hvd, OPTIMIZERS[kind], steps=4, passes=3, clip=clip)
-    assert_close(models[EVERY_PASS], reference)
-    assert_same_on_all_ranks(hvd, models[EVERY_PASS])
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
 
 
 def test_a_step_inside_a_window_changes_nothing(hvd):
@@ -387,16 +379,6 @@ def test_a_closure_does_not_go_with_accumulation(hvd):
         wrapped(hvd, small_model()).step(lambda: torch.ones(()))
 
 
-def test_a_pass_too_many_is_an_error(hvd):
-    model = small_model()
-    optimizer = wrapped(hvd, model)
-    for number in range(3):
-        backward(hvd, model, number)
-    with pytest.raises(HvdkitError, match="pass 4 began before .* accumulation_steps is 3"):
-        backward(hvd, model, 3)
-    optimizer.step()
-
-
 @pytest.mark.device(ranks=2)
 def test_different_windows_are_an_error_on_every_rank(hvd):
     model = small_model()
@@ -404,6 +386,7 @@ def test_different_windows_are_an_error_on_every_rank(hvd):
     optimizer = wrapped(hvd, model, accumulation_steps=steps)
     for number in range(steps - 1):
         backward(hvd, model, number)
+        optimizer.step()
     with pytest.raises(RankMismatchError, match=r"accumulation_steps: 2.*accumulation_steps: 3"):
         backward(hvd, model, steps)
     optimizer.zero_grad()
@@ -435,7 +418,7 @@ def test_sum_over_the_ranks_is_still_a_mean_over_the_passes(hvd):
     )
     for k in range(2):
         (model(one()) * (hvd.rank() + 1 + 2 * k)).sum().backward()
-    optimizer.step()
+        optimizer.step()
     assert model.weight.grad.item() == sum(rank + 2 for rank in range(hvd.size()))
 
 
@@ -525,23 +508,10 @@ def test_a_window_does_not_depend_on_what_a_pass_reaches(hvd, kind, differ):
     assert_same_on_all_ranks(hvd, model)
 
 
-def test_calls_after_several_passes_that_only_some_optimizers_count_are_an_error(hvd):
-    model = Parts()
-    optimizers = model.optimizers(lambda each: hvd.DistributedOptimizer(each, accumulation_steps=2))
-    for number in range(2):
-        model.loss(batch_of(hvd.rank(), number), "ab"[number]).backward()
-    optimizers[0].step()
-    with pytest.raises(
-        HvdkitError, match=r"not all of these .*call step\(\) after each pass"
-    ) as caught:
-        optimizers[1].step()
-    assert_raised_on_all_ranks(hvd, caught)
-
-
 @pytest.mark.parametrize("passes", [2, 3])
 def test_a_pass_for_each_optimizer_before_the_steps(hvd, passes):
-    """As in actor and critic: the calls of step() count, not the passes."""
-    models, references = [linear(5, 2), linear(5, 2)], []
+    """As in actor and critic."""
+    models = [linear(5, 2), linear(5, 2)]
     references = copy.deepcopy(models)
     optimizers = [
         hvd.DistributedOptimizer(sgd(m.parameters()), accumulation_steps=passes) for m in models
@@ -560,9 +530,7 @@ def test_a_pass_for_each_optimizer_before_the_steps(hvd, passes):
                 optimizer.zero_grad()
     for model, reference in zip(models, references, strict=True):
         assert_close(model, reference)
-    # Two passes could also be a window.
-    warnings = ["call step() after each pass" in record.getMessage() for record in records]
-    assert warnings == [True] * (2 if passes == 2 and hvd.rank() == 0 else 0)
+    assert not records
 
 
 @pytest.mark.parametrize("freezes", [False, True])
@@ -605,6 +573,8 @@ def test_autograd_grad_in_a_whole_window(hvd, kind):
     optimizer = wrapped(hvd, model, **{"accumulation_steps": 1, kind: 2})
     for number in range(2):
         backward(hvd, model, number)
+        if number == 0 and kind == "accumulation_steps":
+            optimizer.step()
     gradients = [p.grad.clone() for p in model.parameters()]
     torch.autograd.grad(loss_of(model, batch_of(hvd.rank(), 2)), list(model.parameters()))
     for p, gradient in zip(model.parameters(), gradients, strict=True):
@@ -613,13 +583,135 @@ def test_autograd_grad_in_a_whole_window(hvd, kind):
     assert optimizer.stepped
 
 
-def test_a_call_of_step_without_a_pass_does_not_count(hvd):
+@pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
+@pytest.mark.parametrize("missing", [0, 1, 2, 5])
+def test_a_batch_without_a_pass_on_one_rank(hvd, missing, kind):
+    """As a batch without a sample that has a loss."""
+    model, reference = linear(5, 2), linear(5, 2)
+    reference.load_state_dict(model.state_dict())
+    optimizer = wrapped(hvd, model, sgd, **{"accumulation_steps": 1, kind: 3})
+    plain = sgd(reference.parameters())
+    mean = kind == "accumulation_steps"
+    for number in range(12):
+        for rank in range(hvd.size()):
+            if rank == hvd.size() - 1 and number == missing:
+                continue
+            if rank == hvd.rank():
+                loss_of(model, batch_of(rank, number)).backward()
+            loss = loss_of(reference, batch_of(rank, number)) / hvd.size()
+            (loss / 3 if mean else loss).backward()
+        last = number % 3 == 2
+        if mean or last:
+            optimizer.step()
+            assert optimizer.stepped == last
+            optimizer.zero_grad()
+        if last:
+            plain.step()
+            plain.zero_grad()
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_each_call_of_step_counts(hvd):
+    """Also if no rank has a pass, and before the first one."""
+    model, reference = linear(5, 2), linear(5, 2)
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    for number in range(9):
+        if number % 2:
+            backward(hvd, model, number)
+            (loss_of(reference, whole_batch(hvd, number)) / 3).backward()
+        optimizer.step()
+        assert optimizer.stepped == (number % 3 == 2)
+        optimizer.zero_grad()
+        if optimizer.stepped:
+            plain.step()
+            plain.zero_grad()
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_passes_without_calls_are_named(hvd, passes):
+    """A script that calls step() once for a window would make a step for 2 of its windows."""
     model = small_model()
-    optimizer = wrapped(hvd, model)
-    optimizer.step()  # as before the first step of a scheduler
-    for number in range(3):
+    optimizer = wrapped(hvd, model, accumulation_steps=2)
+    with recorded("hvdkit.torch") as records:
+        for number in range(4 * passes):
+            backward(hvd, model, number)
+            if number % passes == passes - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert optimizer.steps == 2
+    expected = passes == 2 and hvd.rank() == 0
+    texts = [record.getMessage() for record in records]
+    assert len(texts) == expected
+    assert all("counts calls of step()" in text for text in texts)
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_zero_grad_within_a_window(hvd, window):
+    """It keeps the gradients of earlier batches, but not those before the first call of step()."""
+    model, reference = linear(5, 2), linear(5, 2)
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    for number in range(3 * window):
         backward(hvd, model, number)
         optimizer.step()
-        assert optimizer.stepped == (number == 2)
-        if number == 0:
+    optimizer.zero_grad()
+    reference.load_state_dict(model.state_dict())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(3):
+        backward(hvd, model, 100 + number)
+        optimizer.zero_grad()
+        (loss_of(reference, whole_batch(hvd, 100 + number)) / 3 * (number > 0)).backward()
+        optimizer.step()
+    assert optimizer.stepped
+    plain.step()
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("follows", ["", "step", "zero_grad step"])
+def test_a_call_after_a_dropped_pass(hvd, follows):
+    """The drop of the last batch stands for the call of step() of this batch."""
+    model = small_model()
+    optimizer = wrapped(hvd, model)
+    steps = []
+    for number in range(9):
+        if number == 5 and hvd.rank() == 0:
+            dropped = optimizer.drop_pass()
+        else:
+            try:
+                backward(hvd, model, number)
+                dropped = False
+            except BackwardFailed:
+                dropped = optimizer.drop_pass()
+        assert dropped == (number == 5)
+        for call in follows.split() if dropped else ("step", "zero_grad"):
+            getattr(optimizer, call)()
+        if optimizer.stepped and not dropped:
+            steps.append(number)
+    assert steps == [2, 8]
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_removing_the_gradients_of_a_complete_window(hvd):
+    """Also before a batch in which a rank has no pass: all ranks begin a new window."""
+    model, reference = linear(5, 2), linear(5, 2)
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    for number in range(3):
+        backward(hvd, model, number)
+        assert (hvd.clip_grad_norm_(optimizer, 1.0) is None) == (number < 2)
+        if number < 2:
             optimizer.step()
+    model.zero_grad()
+    for number in range(3):
+        for rank in range(hvd.size()):
+            if (rank, number) != (1, 0):
+                if rank == hvd.rank():
+                    backward(hvd, model, number)
+                (loss_of(reference, batch_of(rank, number)) / hvd.size() / 3).backward()
+        optimizer.step()
+        assert optimizer.stepped == (number == 2)
+    plain.step()
+    assert_close(model, reference)

@@ -571,20 +571,20 @@ def test_a_due_save_waits_for_the_end_of_a_window_and_save_does_not(hvd):
 
 
 @pytest.mark.parametrize(
-    ("counts", "used"),
+    ("kind", "counts", "used"),
     [
         # The passes 4 and 5 are lost.
-        ("since the beginning of the training", [1, 2, 3, 6, 7, 8, 9]),
-        ("since the restart", [1, 2, 3, 6, 7, 8]),
-        ("in the optimizer", [1, 2, 3, 6, 7, 8, 9]),
+        ("backward_passes_per_step", "since the beginning", [1, 2, 3, 6, 7, 8, 9]),
+        ("backward_passes_per_step", "since the restart", [1, 2, 3, 6, 7, 8]),
+        ("accumulation_steps", "", [1, 2, 3, 6, 7, 8, 9]),
     ],
 )
-def test_a_job_resumes_in_an_accumulation_window(hvd, counts, used):
+def test_a_job_resumes_in_an_accumulation_window(hvd, kind, counts, used):
     def passes(begin, end):
         for number in range(begin, end):
             (model(torch.ones(1, 2)).sum() * number).backward()
-            count = number if counts.endswith("training") else number - begin + 1
-            if count % 3 == 0 or counts.endswith("optimizer"):
+            count = number if counts.endswith("beginning") else number - begin + 1
+            if count % 3 == 0 or not counts:
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -594,7 +594,7 @@ def test_a_job_resumes_in_an_accumulation_window(hvd, counts, used):
             model = nn.Linear(2, 1)
             start = model.bias.item()
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), 1.0), accumulation_steps=3
+                torch.optim.SGD(model.parameters(), 1.0), **{kind: 3}
             )
             with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
                 if begin > 1:
@@ -603,7 +603,8 @@ def test_a_job_resumes_in_an_accumulation_window(hvd, counts, used):
                 passes(begin, end)
                 if begin == 1:
                     checkpointer.save(end - 1)
-    assert model.bias.item() == pytest.approx(start - sum(used) / 3)
+    total = sum(used) / (3 if kind == "accumulation_steps" else 1)
+    assert model.bias.item() == pytest.approx(start - total)
 
 
 def wrapped_gan(hvd):

@@ -451,6 +451,8 @@ def test_the_first_difference_is_named_on_every_rank(hvd, difference):
     began = time.monotonic()
     for _ in range(passes - 1 if different else 0):
         sum(p.sum().double() for p in model.parameters()).backward()
+        if "accumulation_steps" in options:
+            optimizer.step()
     last = sum(p.sum().double() for p in model.parameters())
     with pytest.raises(RankMismatchError, match=message) as caught:
         last.backward()
@@ -516,7 +518,7 @@ def test_dtypes_side_by_side(hvd, compression, passes):
             loss = sum((factor * p).real.float().sum() for p in model)
             loss = loss + sum(p.imag.float().sum() for p in model if p.is_complex())
             loss.backward()
-        optimizer.step()
+            optimizer.step()
         mean = (hvd.size() + 1) / 2 + 2 * (passes - 1)
         for p in model:
             assert p.grad.dtype == p.dtype

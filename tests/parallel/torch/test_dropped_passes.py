@@ -111,7 +111,7 @@ def test_the_data_end_after_a_dropped_pass(hvd, end):
     for k in range(3):
         loss_of(model, batch_of(hvd.rank(), k)).backward()
         (loss_of(reference, whole_batch(hvd, k)) / 3).backward()
-    optimizer.step()
+        optimizer.step()
     plain.step()
     assert_close(model, reference)
     assert_same_on_all_ranks(hvd, model)

@@ -83,14 +83,14 @@ def test_all_ranks_skip_the_step(hvd, passes):
                 if step == 3 and k == 0 and hvd.rank() == 1:
                     spoil(model[0].bias, float("nan"))
                 loss_of(model, batch_of(hvd.rank(), step)).backward()
-            optimizer.step()
+                optimizer.step()
             assert optimizer.stepped == (step != 3)
             optimizer.zero_grad()
             if step == 3:
                 continue
             for _ in range(passes):
                 loss_of(twin, batch_of(hvd.rank(), step)).backward()
-            other.step()
+                other.step()
             other.zero_grad()
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
     assert_same_on_all_ranks(hvd, model)

@@ -27,6 +27,7 @@ _WINDOWS = st.builds(
     average=st.booleans(),
     bucket_bytes=st.sampled_from([100, 10**7]),
     window=st.sampled_from(["mean", "sum"]),
+    several=st.booleans(),
 )
 _MEMBERS = st.builds(
     Setting,
@@ -47,7 +48,7 @@ _SEVERAL = st.builds(
 #: Name -> settings, and the number of sequences in the short and in the long form.
 SEARCHES = {
     "plain": (_SETTINGS, 20, 1200),
-    "windows": (_WINDOWS, 10, 200),
+    "windows": (_WINDOWS, 15, 1500),
     "members": (_MEMBERS, 8, 100),
     "several": (_SEVERAL, 10, 1200),
     "compiled": (_COMPILED, 2, 40),
