@@ -52,7 +52,7 @@ def build_driver(tmp_path_factory):
             [compiler or find_compiler().path, *strict, *flags, *paths, "-pthread"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr
