@@ -90,6 +90,8 @@ class HostProgress {
 
   // The same, because messages are missing.
   [[noreturn]] void fail(const NetworkError& error) {
+    // A rank that has failed closes its connections, too.
+    check_members();
     for (int rank : error.ranks) {
       const size_t member = peers_.member_of(rank);
       if (member < peers_.size() && peers_.ended(member)) {

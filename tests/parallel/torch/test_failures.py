@@ -96,6 +96,25 @@ for i in range(1000):
     assert caught.value.results[1].exit_status == -9
 
 
+def test_a_rank_that_ends_with_a_process_set_registered():
+    code = """
+hvd.add_process_set([0, 1])
+if hvd.rank() == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    hvd.allreduce(torch.ones(3), name="not all come")
+except hvd.HorovodInternalError:
+    print("ended", flush=True)
+sys.exit(1)
+"""
+    with pytest.raises(RanksFailed) as caught:
+        run(BOTH[0], code, timeout=30, failure_grace=10)
+    assert not caught.value.timed_out
+    for rank in (0, 2):
+        assert "ended" in caught.value.results[rank].output
+
+
 @pytest.mark.parametrize("configuration", BOTH[:1], ids=str)
 def test_a_rank_that_starts_collectives_while_another_shuts_down(configuration):
     code = """
