@@ -405,6 +405,8 @@ class Agent:
                 self._send("record", text=text)
         for rank, content in self._ranks.records.changed_notes():
             self._send("shutdown", rank=rank, content=content)
+        for rank, age, report in self._ranks.records.reports():
+            self._send("report", rank=rank, age=age, report=report)
         self._send_script_ends()
         if self._ranks.records.saved():
             self._send("saved")
@@ -455,6 +457,8 @@ class Agent:
             killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
             if killed and self._ending is None and (hint := rank.memory.explain()):
                 end["hint"] = hint
+            if stack := self._ranks.records.crash(rank.rank):
+                end["stack"] = stack
             self._send_news()
             self._drain(rank)
             self._send("ended", **end)

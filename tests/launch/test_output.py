@@ -235,11 +235,3 @@ def test_nothing_is_lost_if_the_stream_does_not_block(size, buffering):
 def test_a_message_with_a_name_that_is_not_utf_8(capfdbinary):
     say("/data/\udcff is full")
     assert capfdbinary.readouterr().err == b"hvdkit run: /data/\xff is full\n"
-
-
-def test_the_time_of_the_last_traceback(streams):
-    with Output(2, **streams) as output:
-        before = time.monotonic()
-        output.write(0, "stderr", b"Traceback (most recent call last):\n  File a.py\n")
-        assert before <= output.raised_at(0) <= time.monotonic()
-        assert output.raised_at(1) < before
