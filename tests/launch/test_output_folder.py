@@ -92,6 +92,10 @@ def test_the_failure_is_written(tmp_path):
     assert error["exception"] == "ValueError: shard 17"
     assert error["traceback"][0] == "Traceback (most recent call last):"
     assert error["traceback"][-2:] == error["last_lines"][-2:] == ["ValueError: shard 17", "is bad"]
+    assert output_folder.replayed(tmp_path / "logs" / "latest") == error
+    (tmp_path / "logs" / "latest" / "error.json").unlink()
+    shown = run_hvdkit("why", "logs", cwd=tmp_path).stdout
+    assert shown == "Rank 1 on localhost failed first: exit status 1. ValueError: shard 17\n"
     start = starts.parse((tmp_path / "logs" / "latest" / "start.json").read_text())
     assert (start.status, start.failed) == (1, True)
     assert "rank 1 on localhost failed" in start.reason
