@@ -1,6 +1,7 @@
-"""The exit statuses of ranks and jobs: the table that everything else reads.
+"""The exit statuses of ranks and jobs: the only table of them.
 
-The outcome of a job, the manifests for Kubernetes, `hvdkit why` and docs/settings.md use it.
+The outcome of a job, `hvdkit why` and the manifests for Kubernetes read it, and a test compares it
+with docs/settings.md. A status that is not in the table is that of a rank that has failed.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ class ExitStatus:
 
     Attributes:
         value: the status.
-        meaning: the meaning in words.
+        meaning: what has happened, for a message. Empty if other words of each message say it.
         is_failure: whether a rank with this status has failed.
-        is_restartable: whether `--restarts` starts the job again.
-        by_user: whether the same command can only succeed after a change by the user.
+        is_resumable: whether the job has saved, so that a batch system starts it again.
+        elastic: whether only ranks of elastic jobs have the status.
     """
 
     value: int
-    meaning: str
+    meaning: str = ""
     is_failure: bool = True
-    is_restartable: bool = True
-    by_user: bool = False
+    is_resumable: bool = False
+    elastic: bool = False
 
 
 #: The status with which Open MPI 5 ends a rank if mpirun has lost its daemon on a host.
@@ -36,13 +37,35 @@ MPI_LOST_DAEMON = 195
 TABLE: Mapping[int, ExitStatus] = {
     row.value: row
     for row in (
-        ExitStatus(0, "success", is_failure=False, is_restartable=False),
-        ExitStatus(1, "an exception in Python, or the job could not be started"),
-        ExitStatus(2, "wrong arguments", is_restartable=False, by_user=True),
-        ExitStatus(RESUMABLE, "saved and stopped", is_failure=False, is_restartable=False),
-        ExitStatus(HOSTS_CHANGED, "the hosts of an elastic job have changed", is_failure=False),
-        ExitStatus(126, "the command cannot be run", by_user=True),
-        ExitStatus(127, "the command was not found", by_user=True),
+        ExitStatus(0, is_failure=False),
+        ExitStatus(1),
+        ExitStatus(2),
+        ExitStatus(RESUMABLE, "saved and stopped", is_failure=False, is_resumable=True),
+        ExitStatus(HOSTS_CHANGED, "the hosts have changed", is_failure=False, elastic=True),
+        ExitStatus(126, "a shell could not run the command"),
+        ExitStatus(127, "a shell did not find the command"),
         ExitStatus(MPI_LOST_DAEMON, "mpirun has lost its daemon on a host"),
     )
 }
+
+
+def orderly(elastic: bool) -> tuple[int, ...]:
+    """Return the statuses other than 0 of ranks that have not failed.
+
+    Args:
+        elastic: whether the job is elastic.
+    """
+    rows = (row for row in TABLE.values() if row.value and not row.is_failure)
+    return tuple(row.value for row in rows if elastic or not row.elastic)
+
+
+def resumable() -> tuple[int, ...]:
+    """Return the statuses of jobs that have saved, and that a batch system starts again."""
+    return tuple(row.value for row in TABLE.values() if row.is_resumable)
+
+
+def status_text(status: int) -> str:
+    """Return a text for an exit status that is not a signal, such as `exit status 3`."""
+    row = TABLE.get(status)
+    meaning = f" ({row.meaning})" if row is not None and row.meaning and row.is_failure else ""
+    return f"exit status {status}{meaning}"

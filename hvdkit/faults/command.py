@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.exit_statuses import status_text
 from hvdkit.faults import records, stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import describe_call
@@ -272,7 +273,7 @@ def _failure(path: Path, replayed: dict[str, Any] | None) -> str | None:
         content: dict[str, Any] = replayed or read_json(path)
         if content["rank"] is None:
             return None  # a deadlock or a lost host, for example
-        ending = content["signal"] or f"exit status {content['status']}"
+        ending = content["signal"] or status_text(content["status"])
         # Earlier versions did not write this field.
         if hint := content.get("hint"):
             ending += f", {hint}"

@@ -34,7 +34,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, HvdkitError
+from hvdkit import exit_statuses
+from hvdkit.errors import HvdkitError
 from hvdkit.faults.rank_report import RankReport
 from hvdkit.launch.plan import Plan, describe_ranks
 from hvdkit.plain_files import parse_json
@@ -76,7 +77,7 @@ class JobPlan:
     @property
     def orderly(self) -> tuple[int, ...]:
         """The exit statuses of orderly ends, which are no failures."""
-        return (RESUMABLE, HOSTS_CHANGED) if self.elastic else (RESUMABLE,)
+        return exit_statuses.orderly(self.elastic)
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return a text for ranks, such as "rank 1 on host1"."""

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hvdkit.exit_statuses import MPI_LOST_DAEMON
+from hvdkit.exit_statuses import MPI_LOST_DAEMON, status_text
 from hvdkit.faults.rank_report import RankReport
 from hvdkit.processes import exit_text
 
@@ -177,7 +177,8 @@ class Failure:
         """The end of the rank in words, with the hint."""
         if self.by_launcher:
             return "it raised an error, and had not ended when the launcher ended it"
-        return ", ".join(filter(None, [exit_text(self.status), self.hint]))
+        text = exit_text(self.status) if self.status < 0 else status_text(self.status)
+        return ", ".join(filter(None, [text, self.hint]))
 
     @property
     def shows_error(self) -> bool:
