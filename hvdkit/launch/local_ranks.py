@@ -40,6 +40,8 @@ class RankProcess:
         reported: whether the agent has told the launcher that the process has ended.
         script_status: the exit status with which the script has ended, although its process still
             runs; None while it runs. Set by the agent.
+        init_state: how far Horovod is in the rank, as for `RecordFolder.init_state`. Set by the
+            agent of one rank.
         pipes: the descriptor of each open pipe -> the name of the stream.
         memory: tells whether the kernel has killed the process for lack of memory.
     """
@@ -49,6 +51,7 @@ class RankProcess:
         self.process = process
         self.reported = False
         self.script_status: int | None = None
+        self.init_state = (0, False, False)
         self.memory = MemoryKills(process.pid)
         self.pipes: dict[int, str] = {}
         for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
