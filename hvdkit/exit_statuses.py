@@ -6,6 +6,7 @@ with docs/settings.md. A status that is not in the table is that of a rank that 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,17 @@ TABLE: Mapping[int, ExitStatus] = {
         ExitStatus(MPI_LOST_DAEMON, "mpirun has lost its daemon on a host"),
     )
 }
+
+#: The signals of a crash.
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+
+
+def signal_of(status: int) -> int:
+    """Return the signal that has ended a process, or the program of a shell.
+
+    The result is not a signal if the process has ended in another way.
+    """
+    return -status if status < 0 else status - 128
 
 
 def orderly(elastic: bool) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from typing import Any
 
 from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
+from hvdkit.exit_statuses import CRASHES, signal_of
 from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.echo import Echo, MakeOutput
@@ -432,7 +433,9 @@ class Agent:
             killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
             if killed and self._ending is None and (hint := rank.memory.explain()):
                 end["hint"] = hint
-            if stack := self._ranks.records.crash(rank.rank):
+            # Not after another end: a process that the rank has forked may have crashed.
+            crashed = signal_of(status) in CRASHES
+            if crashed and (stack := self._ranks.records.crash(rank.rank)):
                 end["stack"] = stack
             self._send_news()
             self._drain(rank)

@@ -42,6 +42,8 @@ from hvdkit.plain_files import parse_json
 
 #: The file with the list, in the output folder of a start.
 EVENTS = "events.jsonl"
+# After so many ends of ranks, only so many last lines of each rank are written.
+_WHOLE_TAILS, _LINES = 64, 5
 #: The version of the file. Readers refuse a newer one.
 VERSION = 1
 
@@ -266,7 +268,12 @@ _KINDS: dict[str, type[Event]] = {each.__name__: each for each in Event.__subcla
 def to_text(plan: JobPlan, events: Iterable[Event]) -> str:
     """Return the plan and the events as text, one JSON object per line."""
     lines: list[dict[str, Any]] = [{"version": VERSION, **dataclasses.asdict(plan)}]
-    lines += [{"kind": type(each).__name__, **dataclasses.asdict(each)} for each in events]
+    left = _WHOLE_TAILS
+    for event in events:
+        if isinstance(event, Ended):
+            kept = _LINES if left <= 0 else len(event.tail)
+            event, left = dataclasses.replace(event, tail=event.tail[-kept:]), left - 1
+        lines.append({"kind": type(event).__name__, **dataclasses.asdict(event)})
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 

@@ -9,9 +9,10 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hvdkit.errors import RESUMABLE
+from hvdkit.exit_statuses import CRASHES, signal_of
 from hvdkit.launch import events as e
 from hvdkit.launch.events import Event, JobPlan
 from hvdkit.launch.failure import Failure
@@ -21,8 +22,6 @@ _E = TypeVar("_E", bound=Event)
 _NEVER = float("inf")
 # Signals with which the launcher, the user or a batch system ends a process.
 _ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGKILL)
-# Signals of a crash.
-_CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,12 @@ class Facts:
 
     def __init__(self, plan: JobPlan, events: Iterable[Event]) -> None:
         self.plan = plan
-        self._events = sorted(events, key=_order)
+        self._by_kind: dict[type[Event], list[Any]] = {}
+        for event in sorted(events, key=_order):
+            self._by_kind.setdefault(type(event), []).append(event)
 
     def _all(self, kind: type[_E]) -> list[_E]:
-        return [event for event in self._events if isinstance(event, kind)]
+        return self._by_kind.get(kind, [])
 
     def _first(self, kind: type[_E]) -> _E | None:
         return next(iter(self._all(kind)), None)
@@ -133,10 +134,10 @@ class Facts:
         stack: Sequence[str] = (),
     ) -> RankEnd:
         script, number = self.scripts.get(rank), signal_of(status)
-        if script is None or number not in (*_ENDING_SIGNALS, *_CRASHES):
+        if script is None or number not in (*_ENDING_SIGNALS, *CRASHES):
             return RankEnd(rank, status, at, tail, hint, stack)
         assert script.status is not None
-        crash = number if number in _CRASHES else 0
+        crash = number if number in CRASHES else 0
         return RankEnd(rank, script.status, at, tail, hint, stack, script, crash)
 
     @cached_property
@@ -441,14 +442,6 @@ class Facts:
         starts += [each.ended for each in orderly if each.ended <= self.end_began]
         starts += [each.at for rank, each in self.scripts.items() if rank not in self.ends]
         return min(starts, default=_NEVER) + self.plan.stop_seconds
-
-
-def signal_of(status: int) -> int:
-    """Return the signal that has ended a process, or the program of a shell.
-
-    The result is not a signal if the process has ended in another way.
-    """
-    return -status if status < 0 else status - 128
 
 
 def _order(event: Event) -> tuple[float, str, str]:

@@ -33,6 +33,8 @@ from hvdkit.launch.timeouts import Timeouts
 from hvdkit.signals import begin_to_note, handle_stop_signals, ignored
 
 _POLL_SECONDS = 0.1
+# The messages of which an agent sends many.
+_FREQUENT = ("output", "record", "report", "exited", "ended")
 # Between SIGTERM and SIGKILL, when the user asks for an immediate end.
 _NOW_SECONDS = 1.0
 # A second SIGINT within this time is not a second Ctrl-C: a terminal and a wrapper of this process
@@ -99,6 +101,7 @@ class Job:
     def run(self) -> Outcome:
         """Return when no process of the job is left on any host that still answers."""
         # A stopped launcher could not send heartbeats to the agents.
+        look_at = float("-inf")
         with ignored(signal.SIGTSTP), handle_stop_signals(self._on_signal):
             while len(self._finished) < len(self._agents.connections):
                 event = self._agents.next_event(_POLL_SECONDS)
@@ -108,8 +111,11 @@ class Job:
                 if event is not None:
                     self._handle(event.connection, event.message, event.received_at)
                 self._pauses.note_read(now if event is None else event.received_at, now)
-                self._check_deadlines(now)
-                self._output.status(self._progress())
+                # A job may have thousands of ranks, which all write output or end at once.
+                if event is None or event.message["kind"] not in _FREQUENT or now >= look_at:
+                    look_at = now + _POLL_SECONDS
+                    self._check_deadlines(now)
+                    self._output.status(self._progress())
             # Before the command's handlers are restored, which would end it without an outcome.
             begin_to_note()
         self._journal.add(self._found())

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, HvdkitError
+from hvdkit.exit_statuses import signal_of
 from hvdkit.launch.events import Event, JobPlan
-from hvdkit.launch.facts import Facts, signal_of
+from hvdkit.launch.facts import Facts
 from hvdkit.launch.failure import Failure, in_order, suspects, tail_of
 from hvdkit.launch.failure_report import failure_report
 from hvdkit.launch.hosts import Host

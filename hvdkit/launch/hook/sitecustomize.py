@@ -129,8 +129,10 @@ def _restore_path(folder: str) -> None:
 def _run() -> None:
     """Run the user's `sitecustomize`. Wait, if this process is a spare. Then run as a rank."""
     folder = os.path.dirname(os.path.abspath(__file__))
-    import _hvdkit_self_report  # type: ignore[import-not-found]
-
+    try:
+        from _hvdkit_self_report import install  # type: ignore[import-not-found]
+    except Exception:  # an earlier version of Python
+        install = None
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     sys.path_importer_cache.pop(folder, None)
     sys.modules.pop("sitecustomize", None)
@@ -156,7 +158,8 @@ def _run() -> None:
             # process for the rank.
             os._exit(1)
     _restore_path(folder)
-    _hvdkit_self_report.install()
+    if install is not None:
+        install()
     if missing is not None:
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 
