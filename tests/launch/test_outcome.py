@@ -2,6 +2,7 @@
 
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -277,6 +278,11 @@ def test_a_list_of_events_can_be_written_and_read():
 # Stories: a true cause and its effects. The launcher learns of them after some time, and acts.
 
 HOSTS, SIZE = ("a", "a", "b", "c"), 4
+# Seconds that a message takes at most.
+MOST_DELAY = 0.3
+# How a rank ends that has lost another one: with the error, with `sys.exit` or `os._exit`, with an
+# error of the script that does not mention the first one, or not at all.
+HOW = ("raises", "exits", "hides", "disguises", "hangs")
 CAUSES = ("raises", "is killed", "crashes", "exits", "loses its host", "loses its agent")
 
 
@@ -292,7 +298,7 @@ def stories(draw):
         # For the others: when they notice it, and how they end.
         "notices": [draw(number) for _ in range(SIZE)],
         "ends": [2 * draw(number) for _ in range(SIZE)],
-        "how": [draw(st.sampled_from(["raises", "hides", "hangs"])) for _ in range(SIZE)],
+        "how": [draw(st.sampled_from(HOW)) for _ in range(SIZE)],
         "seed": draw(st.integers(0, 2**31)),
     }
 
@@ -311,13 +317,18 @@ def true_events(story):
     for rank in range(SIZE):
         if rank == cause or (lost and HOSTS[rank] == host):
             continue
-        noticed, how = end + 0.01 + story["notices"][rank], story["how"][rank]
+        # The engine of the cause ends before its process, which may have threads.
+        noticed, how = at + 0.01 + story["notices"][rank], story["how"][rank]
         if how == "hangs":
             continue
         found[HOSTS[rank]].append(e.CollectiveFailed(noticed, rank, "allreduce.x", "shut down"))
-        if how == "raises":
-            found[HOSTS[rank]].append(e.Reported(noticed, rank, LOST))
-        status = 4 if how == "hides" else 1
+        if how == "disguises":
+            # Otherwise, the delays of messages decide between two errors of scripts.
+            noticed += MOST_DELAY
+        reports = {"raises": LOST, "exits": HIDDEN, "disguises": raised("RuntimeError: failed")}
+        if how in reports and not (how == "disguises" and kind != "raises"):
+            found[HOSTS[rank]].append(e.Reported(noticed, rank, reports[how]))
+        status = 4 if how in ("exits", "hides") else 1
         found[HOSTS[rank]].append(e.Ended(noticed + story["ends"][rank], rank, status))
     if lost:
         found[host] = [
@@ -338,9 +349,10 @@ def play(story, draw):
     for events in true_events(story).values():
         arrived = 0.0
         for event in sorted(events, key=lambda each: each.at):
-            # The messages of an agent arrive in their order.
-            arrived = max(arrived, event.at + draw.choice([0.001, 0.02, 0.09, 0.3]))
-            arrivals.append((arrived, event))
+            # The messages of an agent arrive in their order. The launcher learns how long ago the
+            # event was when the message was sent, so its time contains the delay.
+            arrived = max(arrived, event.at + draw.choice([0.001, 0.02, 0.09, MOST_DELAY]))
+            arrivals.append((arrived, replace(event, at=arrived)))
     arrivals.sort(key=lambda each: each[0])
     known = []
     while True:
