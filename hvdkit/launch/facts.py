@@ -207,7 +207,7 @@ class Facts:
         return found
 
     @cached_property
-    def _failed_before_stop(self) -> bool:
+    def failed_first(self) -> bool:
         """Whether the job had failed before the first stop signal."""
         if self.stop is None:
             return False
@@ -227,7 +227,7 @@ class Facts:
             each
             for each in self._own_ends
             if not (
-                self._failed_before_stop
+                self.failed_first
                 and -each.status in self.fatal
                 and self.stop is not None
                 and each.ended > self.stop.at
@@ -247,13 +247,8 @@ class Facts:
     @cached_property
     def stops_first(self) -> bool:
         """Whether the user or the script has asked to stop before any failure: no restart."""
-        by_signal = self.stop is not None and not self._failed_before_stop
+        by_signal = self.stop is not None and not self.failed_first
         return by_signal or self.rank_stopped
-
-    @cached_property
-    def failed_first(self) -> bool:
-        """Whether the job had failed before the first stop signal."""
-        return self._failed_before_stop
 
     @cached_property
     def rank_stopped(self) -> bool:
