@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from hvdkit.launch.silent_hosts import describe_silent_hosts
 from hvdkit.launch.stalls import Stalls
 from hvdkit.launch.start_watch import LateRanks, StartWatch
 from hvdkit.launch.timeouts import Timeouts
+from hvdkit.plain_files import parse_json
 from hvdkit.signals import begin_to_note, handle_stop_signals, ignored
 
 _POLL_SECONDS = 0.1
@@ -242,7 +242,7 @@ class Job:
         """Keep the note of a rank that has called `hvd.shutdown()`, and send it to other hosts."""
         rank, content = message["rank"], message["content"]
         try:
-            text = str(json.loads(content)["text"])
+            text = str(parse_json(content)["text"])
         except (ValueError, KeyError, TypeError):
             text = ""  # it has started Horovod again
         self._journal.add(e.ShutDown(at, rank, text))
