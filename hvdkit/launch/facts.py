@@ -182,7 +182,6 @@ class Facts:
             engine_error="" if collective is None else collective.error,
             awaited="" if collective is None else collective.name,
             over_mpi=self.plan.over_mpi,
-            host_lost=bool(self.lost_hosts),
             by_launcher=by_launcher,
         )
 
@@ -288,16 +287,21 @@ class Facts:
 
     # Agents and hosts
 
-    def have_succeeded(self, ranks: Iterable[int]) -> bool:
-        """Return whether all of the ranks have ended with exit status 0.
+    def have_succeeded(self, ranks: Iterable[int], at: float = _NEVER) -> bool:
+        """Return whether all of the ranks had ended with exit status 0 at a time.
 
         Then the loss of their agent does not make the job fail. A restart would repeat the job.
         """
-        return all(self.statuses.get(rank) == 0 for rank in ranks)
+        ends = [self.ends.get(rank) for rank in ranks]
+        return all(end is not None and end.status == 0 and end.at <= at for end in ends)
+
+    def _is_late(self, event: e.AgentLost | e.AgentFailed) -> bool:
+        """Return whether the ranks of an agent had succeeded before."""
+        return self.have_succeeded(event.ranks, event.at)
 
     @cached_property
     def _losses(self) -> list[e.AgentLost]:
-        return [each for each in self._all(e.AgentLost) if not self.have_succeeded(each.ranks)]
+        return [each for each in self._all(e.AgentLost) if not self._is_late(each)]
 
     @cached_property
     def lost_hosts(self) -> list[str]:
@@ -325,7 +329,7 @@ class Facts:
 
     @cached_property
     def _agent_failures(self) -> list[e.AgentFailed]:
-        return [each for each in self._all(e.AgentFailed) if not self.have_succeeded(each.ranks)]
+        return [each for each in self._all(e.AgentFailed) if not self._is_late(each)]
 
     @cached_property
     def _unstarted(self) -> list[e.AgentDone]:

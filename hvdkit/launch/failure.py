@@ -94,7 +94,6 @@ class Failure:
         engine_error: the error of its last collective; empty if that did not fail.
         awaited: the name of that collective.
         over_mpi: whether MPI may have ended it.
-        host_lost: whether MPI may have ended it because a host was lost.
         by_launcher: whether it had raised an error, and the launcher has then ended it.
     """
 
@@ -109,7 +108,6 @@ class Failure:
     engine_error: str = ""
     awaited: str = ""
     over_mpi: bool = False
-    host_lost: bool = False
     by_launcher: bool = False
 
     @property
@@ -129,14 +127,9 @@ class Failure:
 
     @property
     def by_mpi(self) -> bool:
-        """Whether MPI has ended the rank because it has lost a host or its daemon there."""
+        """Whether MPI has ended the rank because mpirun has lost its daemon on a host."""
         has_error = self.report is not None and self.report.error
-        return (
-            self.over_mpi
-            and not has_error
-            and self.status >= 0
-            and (self.host_lost or self.status == MPI_LOST_DAEMON)
-        )
+        return self.over_mpi and not has_error and self.status == MPI_LOST_DAEMON
 
     @property
     def order(self) -> tuple[int, float, int]:

@@ -499,6 +499,12 @@ def test_a_silent_agent_whose_ranks_have_succeeded_does_not_make_the_job_fail(ou
     assert said[0].startswith("lost host1: its agent has not answered for 3 s.")
 
 
+def test_an_agent_that_fails_before_its_ranks_have_succeeded_is_the_cause(outcome):
+    found = outcome(failed(1), END, ended(1), ended(0), *DONE)
+    assert (found.status, found.failing_host(PLAN)) == (1, "host1")
+    assert found.report == "host1: processes [7] did not end"
+
+
 def test_a_lost_host_without_the_end_of_its_ranks_makes_the_job_fail(outcome, monkeypatch):
     monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
     found = outcome(ended(0), (1, {"kind": "lost"}), DONE[0])
