@@ -256,8 +256,8 @@ class Job:
         name, error = self._stalls.failed_collective(rank) if status else ("", "")
         if error:
             self._journal.add(e.CollectiveFailed(at, rank, name, error))
-        tail, stack = tuple(self._output.tail(rank)), tuple(message.get("stack", ()))
-        self._journal.add(e.Ended(at, rank, status, tail, message.get("hint", ""), stack))
+        tail, stack = self._output.tail(rank) if status else (), tuple(message.get("stack", ()))
+        self._journal.add(e.Ended(at, rank, status, tuple(tail), message.get("hint", ""), stack))
 
     def _end(self, grace: float) -> None:
         """End all ranks, or give them less time."""
