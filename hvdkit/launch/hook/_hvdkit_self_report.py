@@ -70,7 +70,8 @@ class _Reporter:
             pass
 
     def _on_exception(self, kind: Any, error: Any, traceback: Any) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        # Not if the program calls this function for an exception that it has handled.
+        if error is _last() and not issubclass(kind, KeyboardInterrupt):
             self._write("exception", error)
         self._before(kind, error, traceback)
 
@@ -80,7 +81,7 @@ class _Reporter:
 
     def _on_end(self) -> None:
         # A program may have replaced the function for exceptions. Python notes them before.
-        last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        last = _last()
         if last is not None and last is self._reported:
             return
         if isinstance(last, KeyboardInterrupt):
@@ -111,6 +112,11 @@ class _Reporter:
             os.replace(draft, self._file)
         except BaseException:
             pass  # a full disk, for example: the exit status remains
+
+
+def _last() -> Any:
+    """Return the last exception that was not handled, which Python notes first; None for none."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def _described(error: Any, with_traceback: bool) -> dict:
