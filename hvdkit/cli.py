@@ -358,8 +358,9 @@ def _add_why(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _why(options: Namespace) -> int:
     from hvdkit.faults import command
+    from hvdkit.launch import output_folder
 
-    print(command.why(options.folder, options.timeline))
+    print(command.why(options.folder, options.timeline, output_folder.replayed))
     return EXIT_OK
 
 

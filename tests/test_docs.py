@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hvdkit import exit_statuses
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -143,3 +145,11 @@ def test_the_page_of_rules_is_up_to_date():
     written = python_module(ROOT / "scripts" / "migration_rules").page()
     page = DOCS / "migration-rules.md"
     assert page.read_text(encoding="utf-8") == written, "run scripts/migration_rules"
+
+
+def test_each_exit_status_of_a_job_is_described():
+    section = prose(DOCS / "settings.md").partition("## Exit statuses")[2]
+    cells = re.findall(r"^\| ([\d, ]+) \|", section, re.M)
+    described = {int(text) for cell in cells for text in cell.split(",")}
+    # Ranks of elastic jobs only.
+    assert {row.value for row in exit_statuses.TABLE.values() if not row.elastic} <= described

@@ -18,6 +18,7 @@ LAYERS = {
     "cgroups": 0,
     "console": 0,
     "diagnostics": 0,
+    "exit_statuses": 0,
     "flags": 0,
     "mesh": 0,
     "mpi_segments": 0,
@@ -55,6 +56,7 @@ LAYERS = {
 }
 ALLOWED = {
     ("console", "plain_files"),
+    ("exit_statuses", "errors"),
     ("mesh", "errors"),
     ("mpi_segments", "owned_folders"),
     ("mpirun", "errors"),

@@ -13,6 +13,7 @@ from hvdkit.bench import link, namespaces
 from hvdkit.bench.control import TOKEN_VARIABLE
 from hvdkit.errors import UsageError
 from hvdkit.launch import allocation, hosts, network
+from hvdkit.launch.batch_systems import batch_hosts
 from hvdkit.processes import python_command
 from hvdkit.ranks import RankCommand, RankGroup, start_gloo, start_mpi, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
@@ -285,5 +286,5 @@ def _hosts(options: argparse.Namespace) -> Sequence[hosts.Host] | None:
         return hosts.read_hostfile(options.hostfile)
     if allocation.inside(os.environ):
         return allocation.read(os.environ).hosts
-    found = allocation.batch_hosts(os.environ)
+    found = batch_hosts(os.environ)
     return None if found is None else found[1]

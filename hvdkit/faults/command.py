@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.exit_statuses import status_text
 from hvdkit.faults import records, stacks
 from hvdkit.faults.alignment import aligned
 from hvdkit.faults.call_names import describe_call
@@ -45,12 +46,16 @@ _STACKS = re.compile(STACKS.format(r"(\d+)"))
 _UNFINISHED = "The job has not ended, or `hvdkit run` was killed."
 
 
-def why(folder: Path, count: int = 20) -> str:
+def why(
+    folder: Path, count: int = 20, replayed: Callable[[Path], dict[str, Any] | None] | None = None
+) -> str:
     """Return why a job hung or failed.
 
     Args:
         folder: a folder of `--output-dir`, the folder of one start in it, or a folder of records.
         count: the number of collectives in the timeline.
+        replayed: returns the failure in the form of `error.json`, computed from the events in the
+            folder of a start; None without events. By default, `error.json` is read.
 
     Raises:
         UsageError: the folder has no records and no failure.
@@ -59,7 +64,8 @@ def why(folder: Path, count: int = 20) -> str:
     place = start / FOLDER if (start / FOLDER).is_dir() else start
     found = records.read(place)
     description = _description(start / START)
-    failure = _failure(start / ERROR) or _reason(description, has_records=bool(found))
+    content = None if replayed is None else replayed(start)
+    failure = _failure(start / ERROR, content) or _reason(description, has_records=bool(found))
     if not found and failure is None:
         raise UsageError(
             note
@@ -261,13 +267,13 @@ def _waits_after_error(record: Record) -> bool:
     return record.reason != "error" and any(call.ended is None for call in record.open)
 
 
-def _failure(path: Path) -> str | None:
+def _failure(path: Path, replayed: dict[str, Any] | None) -> str | None:
     """Return a line about the rank whose failure ended the job; None if there was none."""
     try:
-        content: dict[str, Any] = read_json(path)
+        content: dict[str, Any] = replayed or read_json(path)
         if content["rank"] is None:
             return None  # a deadlock or a lost host, for example
-        ending = content["signal"] or f"exit status {content['status']}"
+        ending = content["signal"] or status_text(content["status"])
         # Earlier versions did not write this field.
         if hint := content.get("hint"):
             ending += f", {hint}"

@@ -8,9 +8,11 @@ import re
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from hvdkit.faults.rank_report import RankReports, crash_stack
 from hvdkit.owned_folders import OwnedFolder
 from hvdkit.record_files import (
     COMMITTED,
@@ -47,6 +49,7 @@ class RecordFolder:
         self._seen: dict[str, tuple[int, int]] = {}
         # The notes that `changed_notes` has returned, or `write_note` has written.
         self._notes: dict[int, str] = {}
+        self._reports = RankReports()
 
     @property
     def path(self) -> Path:
@@ -74,6 +77,15 @@ class RecordFolder:
                     text = file.read_text(encoding="utf-8", errors="replace")
                     self._seen[file.name] = stamp
                     yield text
+
+    def reports(self) -> Iterator[tuple[int, float, dict[str, Any]]]:
+        """Yield the ranks' reports on their ends, see `RankReports.new`."""
+        if self._folder is not None:
+            yield from self._reports.new(self._folder.path)
+
+    def crash(self, rank: int) -> list[str]:
+        """Return the lines of faulthandler after the crash of a rank; empty for none."""
+        return [] if self._folder is None else crash_stack(self._folder.path, rank)
 
     def saved(self) -> bool:
         """Return whether a new checkpoint or commit was saved since the last call."""

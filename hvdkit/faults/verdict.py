@@ -145,7 +145,8 @@ def judge(
     # The cause is the oldest call that a rank has not made. Later calls wait because of it.
     incomplete = [wait for wait in waits if wait.missing]
     # A call that all ranks have made ends, and its ranks continue. In a deadlock, there is none.
-    may_be_deadlock = all(wait.missing for wait in waits) and _all_wait(records, states, size)
+    are_counted = all(wait.missing and wait.call.number for wait in waits)
+    may_be_deadlock = are_counted and _all_wait(records, states, size)
     ended = {rank for rank, state in states.items() if state == ENDED}
     cycles = in_cycles(incomplete, ended) if may_be_deadlock else ()
     deadlock = bool(cycles)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import itertools
 import os
 import selectors
 import shlex
@@ -33,14 +34,16 @@ from typing import Any
 
 from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
+from hvdkit.exit_statuses import CRASHES, signal_of
 from hvdkit.launch import messages, open_files, readers
 from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.echo import Echo, MakeOutput
 from hvdkit.launch.host_facts import facts
 from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans, may_get_orphans_of_others
+from hvdkit.launch.launcher_link import LauncherLink
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
-from hvdkit.sealed import BrokenSeal, Refused, SealedConnection, WrongKey, introduce
+from hvdkit.sealed import Refused, SealedConnection, WrongKey, introduce
 from hvdkit.signals import STOP_SIGNALS
 
 _READ_BYTES = 65536
@@ -86,39 +89,24 @@ class Agent:
         self.outcome: Message | None = None
         self._overrides = overrides
         self._echo = None if make_output is None else Echo(make_output)
-        self._received = received
-        self._sent = sent
-        self._receive_fd = received.fileno()
-        # Another descriptor, because the selector registers each only once.
-        self._send_fd = os.dup(sent.fileno())
-        os.set_blocking(self._receive_fd, False)
-        os.set_blocking(self._send_fd, False)
-        self._lines = messages.Lines()
-        self._unsent = bytearray(messages.GREETING)
-        # The bytes of output and records that the launcher has not handled yet.
-        self._unread = 0
+        self._link = LauncherLink(received, sent)
+        self._send = self._link.send
         if overrides is None:
-            self._unsent += messages.encode("alive")
+            self._send("alive")
         self._ranks = LocalRanks(keep_rank_variables, terminal, job)
         self._keep_rank_variables = keep_rank_variables
-        self._init_state = (0, False, False)
         self._records_at = 0.0
         self._commits: CommitFolders | None = None
         self._task: Message = {}
         self._ending: Iterator[None] | None = None
-        self._last_received = self._stepped_at = time.monotonic()
-        self._launcher_lost = False
         # Whether `done` was sent, and no other start follows.
         self._done = False
-        self._stays = False
-        # The number of Ctrl-C that this process has received, if a user started it.
-        self._interrupts = 0
+        # Counts the Ctrl-C that this process has received, if a user started it.
+        self._interrupts = itertools.count(1)
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
             os.set_blocking(end, False)
         self._selector = selectors.DefaultSelector()
-        # The descriptors in the selector to which this process writes.
-        self._writing: set[int] = set()
 
     def run(self) -> None:
         """Handle messages until every process of the job on this host has ended."""
@@ -132,7 +120,7 @@ class Agent:
             # If a user started this agent with `nohup`, SIGHUP stays ignored.
             if self._overrides is None or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        self._selector.register(self._receive_fd, selectors.EVENT_READ)
+        self._selector.register(self._link.receive_fd, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
         try:
             while not self._finished():
@@ -145,14 +133,14 @@ class Agent:
             with contextlib.suppress(HvdkitError):
                 self._ranks.end()
         if self._commits is not None:
-            if self._launcher_lost:
+            if self._link.lost:
                 self._commits.remove()
             else:
                 # After an exception, or the launcher's message `end`, the successor of this agent
                 # finds the commits.
                 self._commits.leave()
-        self._flush()
-        os.close(self._send_fd)
+        self._link.flush(ORPHAN_GRACE)
+        self._link.close()
         if self._echo is not None:
             self._echo.close()
 
@@ -161,21 +149,17 @@ class Agent:
         ending = self._ending is not None and not self._done
         poll = _ENDING_POLL_SECONDS if ending else _RECORDS_SECONDS
         ready = self._selector.select(poll)
-        now = time.monotonic()
-        if now > self._stepped_at + messages.PAUSE_SECONDS:
-            # This process was stopped, and maybe the launcher too.
-            self._last_received += now - self._stepped_at
-        self._stepped_at = now
-        if any(key.fd == self._receive_fd for key, _ in ready):
+        self._link.note_step(time.monotonic())
+        if any(key.fd == self._link.receive_fd for key, _ in ready):
             self._receive()
         # Check this before output is forwarded, which may take some time.
         limit = self._task.get("lost_after", messages.LOST_SECONDS)
-        if time.monotonic() > self._last_received + limit:
+        if self._link.is_silent(limit):
             if self._overrides is None:  # the launcher shows it if it still runs
                 print(f"no message from the launcher for {limit:g} s", file=sys.stderr)
             self._on_launcher_lost()
         for key, _ in ready:
-            if key.fd == self._receive_fd:
+            if key.fd == self._link.receive_fd:
                 continue
             if key.fd == self._signals:
                 with contextlib.suppress(BlockingIOError):
@@ -185,7 +169,8 @@ class Agent:
         if self._echo is not None:
             self._echo.step()
         if time.monotonic() > self._records_at + _RECORDS_SECONDS:
-            self._send_news(with_records=self._may_send)
+            self._records_at = time.monotonic()
+            self._send_news(with_records=self._link.may_send)
             for rank in self._ranks.all:
                 rank.memory.look()
         self._send_pending()
@@ -217,7 +202,7 @@ class Agent:
 
     def _waits_for_launcher(self) -> bool:
         """Return whether to stay connected, although no process of the job is left here."""
-        if self._launcher_lost:
+        if self._link.lost:
             return False
         if self._overrides is not None:
             return self.outcome is None
@@ -226,7 +211,7 @@ class Agent:
         if self._keep_rank_variables:
             return self._done
         # The last messages must not be lost if the network is slow.
-        return self._done and bool(self._unsent)
+        return self._done and self._link.unsent
 
     def _prepare_next_start(self) -> None:
         """Forget the ranks, which have ended, and wait for the launcher to start them again."""
@@ -244,14 +229,13 @@ class Agent:
         if self._overrides is not None:
             self._send("signal", number=number)
             readers.give_up_soon()
-            self._interrupts += number == signal.SIGINT
-            if self._interrupts > 1:
+            if number == signal.SIGINT and next(self._interrupts) > 1:
                 readers.give_up_now()
         elif self._task.get("forward_signals") and self._ranks.all and number != signal.SIGHUP:
             # A batch system may send the signal only to the tasks that it started.
             self._ranks.signal(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
-            self._stays = False
+            self._task = {**self._task, "stay": False}
             if not (self._ranks.all or self._keep_rank_variables):
                 # The launcher shows it. mpirun and srun would show it even if they sent the signal.
                 with contextlib.suppress(OSError):
@@ -267,38 +251,23 @@ class Agent:
         # not work, because ranks would inherit that.
 
     def _on_launcher_lost(self) -> None:
-        self._last_received = float("inf")
-        self._launcher_lost = True
-        self._stays = False
-        self._unsent.clear()
+        self._link.lose()
         self._end(ORPHAN_GRACE)
 
     # Messages from the launcher
 
     def _receive(self) -> None:
         try:
-            data = self._received.read(_READ_BYTES)
-        except OSError as error:
-            if isinstance(error, BrokenSeal):
-                print(f"lost the launcher: {error}", file=sys.stderr)
-            data = b""
-        if data is None:  # a part of a piece of data
-            return
-        if not data:
-            self._selector.unregister(self._receive_fd)
+            for message in self._link.receive():
+                self._handle(message)
+        except EOFError:
+            self._selector.unregister(self._link.receive_fd)
             self._on_launcher_lost()
-            return
-        for line in self._lines.feed(data):
-            self._handle(messages.decode(line))
-        if not self._launcher_lost:
-            # Not earlier: handling a message may take long, and no other is read meanwhile.
-            self._last_received = time.monotonic()
 
     def _handle(self, message: Message) -> None:
         match message["kind"]:
             case "task":
                 self._task = message | (self._overrides or {})
-                self._stays = bool(message.get("stay"))
                 found = facts(self._task)
                 if not _same_command(message["command"], self._task["command"]):
                     found["problems"].append(
@@ -333,7 +302,7 @@ class Agent:
             case "heartbeat":
                 self._report_alive()
             case "read":
-                self._unread -= message["bytes"]
+                self._link.note_read(message["bytes"])
             case "keep":
                 self._keep(message["name"])
             case "hosts" if self._commits is not None:
@@ -374,7 +343,7 @@ class Agent:
 
     def _select_pipes(self) -> None:
         """Watch the ranks' pipes only while the launcher and the terminal take their output."""
-        wanted = self._may_send
+        wanted = self._link.may_send
         if self._echo is not None and self._echo.full:
             wanted = False
         watched = self._selector.get_map()
@@ -384,14 +353,14 @@ class Agent:
                     self._selector.register(pipe, selectors.EVENT_READ, rank)
                 elif not wanted and pipe in watched:
                     self._selector.unregister(pipe)
-        writing = {self._send_fd} if self._unsent else set()
+        writing = {self._link.send_fd} if self._link.unsent else set()
         if self._echo is not None:
             writing.update(self._echo.waiting)
-        for descriptor in writing - self._writing:
+        before = {key.fd for key in watched.values() if key.events == selectors.EVENT_WRITE}
+        for descriptor in writing - before:
             self._selector.register(descriptor, selectors.EVENT_WRITE)
-        for descriptor in self._writing - writing:
+        for descriptor in before - writing:
             self._selector.unregister(descriptor)
-        self._writing = writing
 
     def _forward(self, pipe: int, rank: RankProcess) -> bool:
         """Send a piece of a rank's output to the launcher. False if the pipe is empty now."""
@@ -411,12 +380,13 @@ class Agent:
         return True
 
     def _send_news(self, with_records: bool = True) -> None:
-        self._records_at = time.monotonic()
         if with_records:
             for text in self._ranks.records.changed():
                 self._send("record", text=text)
         for rank, content in self._ranks.records.changed_notes():
             self._send("shutdown", rank=rank, content=content)
+        for rank, age, report in self._ranks.records.reports():
+            self._send("report", rank=rank, age=age, report=report)
         self._send_script_ends()
         if self._ranks.records.saved():
             self._send("saved")
@@ -445,13 +415,14 @@ class Agent:
         """Send how far `hvd.init()` is in the rank, if this is the agent of one rank."""
         if self._keep_rank_variables and len(self._ranks.all) == 1:
             state = self._ranks.records.init_state()
-            if state != self._init_state:
-                self._init_state = state
-                start, connected, leaving = state
+            (rank,) = self._ranks.all
+            if state != rank.init_state:
+                start, connected, leaving = rank.init_state = state
                 if connected:
                     self._ranks.find_mpich_files()
-                rank = self._ranks.all[0].rank
-                self._send("init", rank=rank, start=start, connected=connected, leaving=leaving)
+                self._send(
+                    "init", rank=rank.rank, start=start, connected=connected, leaving=leaving
+                )
 
     def _report_ends(self) -> None:
         for rank in self._ranks.all:
@@ -467,6 +438,10 @@ class Agent:
             killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
             if killed and self._ending is None and (hint := rank.memory.explain()):
                 end["hint"] = hint
+            # Not after another end: a process that the rank has forked may have crashed.
+            crashed = signal_of(status) in CRASHES
+            if crashed and (stack := self._ranks.records.crash(rank.rank)):
+                end["stack"] = stack
             self._send_news()
             self._drain(rank)
             self._send("ended", **end)
@@ -486,38 +461,14 @@ class Agent:
         if self._echo is not None:
             self._echo.finish(rank.rank)
 
-    # Messages to the launcher
-
     @property
-    def _may_send(self) -> bool:
-        """Whether the launcher takes more output and records."""
-        # If the launcher is lost, output is discarded: the ranks must not wait while they end.
-        return self._launcher_lost or self._unread < messages.WINDOW
-
-    def _send(self, kind: str, **fields: Any) -> None:
-        if not self._launcher_lost:
-            data = messages.encode(kind, **fields)
-            self._unsent += data
-            if kind in messages.COUNTED:
-                self._unread += len(data)
+    def _stays(self) -> bool:
+        """Whether the agent waits for another start after the ranks have ended."""
+        return bool(self._task.get("stay")) and not self._link.lost
 
     def _send_pending(self) -> None:
-        while self._unsent:
-            try:
-                sent = self._sent.write(self._unsent[:_READ_BYTES])
-            except OSError:
-                self._on_launcher_lost()
-                return
-            if sent is None:  # the launcher does not read
-                return
-            del self._unsent[:sent]
-
-    def _flush(self) -> None:
-        """Send the messages that are left, for a few seconds at most."""
-        deadline = time.monotonic() + ORPHAN_GRACE
-        while self._unsent and time.monotonic() < deadline:
-            self._send_pending()
-            time.sleep(0.005)
+        if not self._link.send_pending():
+            self._on_launcher_lost()
 
 
 def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:

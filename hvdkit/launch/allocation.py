@@ -1,18 +1,12 @@
-"""The allocation of a batch system, read from environment variables.
-
-`read` returns the nodes, tasks and CPUs of Slurm, where srun starts the ranks. `batch_hosts`
-returns the hosts and slots of PBS, LSF and SGE, where ranks are started over ssh or by an MPI.
-"""
+"""The allocation of Slurm, read from environment variables. For others, see `batch_systems`."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
@@ -158,6 +152,15 @@ def _names(part: str, text: str) -> Iterator[str]:
     return map("".join, itertools.product(*choices))
 
 
+def expand_ranges(text: str) -> list[int]:
+    """Return the numbers in a text such as `0-3,7`; none for "".
+
+    Raises:
+        ValueError: the text is malformed.
+    """
+    return [int(number) for number in _numbers(text)] if text else []
+
+
 def _numbers(ranges: str) -> list[str]:
     found: list[str] = []
     for piece in ranges.split(","):
@@ -209,53 +212,3 @@ def check_size(allocation: Allocation, size: int) -> None:
             f"-np is {size}, but the {kind} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
             f"Slurm for more: --ntasks={size}. To use this node only: --launcher gloo"
         )
-
-
-def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
-    """Return the name of the variable of a PBS, LSF or SGE job, and the hosts in it.
-
-    Return None outside of such a job.
-
-    Raises:
-        UsageError: the variable or its file is malformed.
-    """
-    for name, parse in _BATCH_SYSTEMS.items():
-        if env.get(name):
-            try:
-                slots = parse(env[name])
-            except (OSError, ValueError) as error:
-                raise UsageError(f"{name}={env[name]} cannot be read: {error}") from error
-            if slots:
-                return name, [Host(host, count) for host, count in slots.items()]
-    return None
-
-
-def _pbs(path: str) -> dict[str, int]:
-    """Parse the file of PBS or Torque: a line with the host for each slot."""
-    return dict(Counter(Path(path).read_text(encoding="utf-8").split()))
-
-
-def _lsf(text: str) -> dict[str, int]:
-    """Parse the variable of LSF: `host1 4 host2 4`. A launch node may come first, with one slot."""
-    words = text.split()
-    slots: Counter[str] = Counter()
-    for name, count in zip(words[::2], words[1::2], strict=True):
-        slots[name] += int(count)
-    return dict(slots)
-
-
-def _sge(path: str) -> dict[str, int]:
-    """Parse the file of SGE, with lines `host slots queue processors`."""
-    slots: Counter[str] = Counter()
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            name, count, *_ = line.split()
-            slots[name] += int(count)
-    return dict(slots)
-
-
-_BATCH_SYSTEMS: Mapping[str, Callable[[str], dict[str, int]]] = {
-    "PBS_NODEFILE": _pbs,
-    "LSB_MCPU_HOSTS": _lsf,
-    "PE_HOSTFILE": _sge,
-}

@@ -30,6 +30,7 @@ from hvdkit.launch import (
     supervised,
 )
 from hvdkit.launch.allocation import Allocation
+from hvdkit.launch.batch_systems import batch_hosts
 from hvdkit.launch.discovery import discover
 from hvdkit.launch.elastic.job import ElasticJob
 from hvdkit.launch.elastic.options import limits
@@ -166,7 +167,7 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     job_limits = limits(options)
     supervised.check_host_timeout(options)
     named = any((options.hosts, options.hostfile, options.host_discovery_script))
-    if not named and (allocation.inside(os.environ) or allocation.batch_hosts(os.environ)):
+    if not named and (allocation.inside(os.environ) or batch_hosts(os.environ)):
         raise UsageError(
             "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
             "name the hosts (-H, --hostfile or --host-discovery-script)"
@@ -341,7 +342,7 @@ def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> P
     job_hosts = list(slurm_allocation.hosts) if slurm_allocation is not None else _hosts(options)
     if slurm_allocation is not None and options.num_proc is not None:
         allocation.check_size(slurm_allocation, options.num_proc)
-    if job_hosts is None and (found := allocation.batch_hosts(os.environ)) is not None:
+    if job_hosts is None and (found := batch_hosts(os.environ)) is not None:
         variable, job_hosts = found
         shown = ", ".join(f"{host.name}:{host.slots}" for host in job_hosts[:_SHOWN_HOSTS])
         more = ", ..." if len(job_hosts) > _SHOWN_HOSTS else ""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hvdkit.core.recorder import stall_seconds
 from hvdkit.errors import UsageError
+from hvdkit.launch.batch_systems import BATCH_SYSTEMS
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.start_error import StartUsageError
 from hvdkit.processes import GROUP_VARIABLE, without_rank_variables
@@ -23,8 +24,9 @@ _HOST_VARIABLES = {
     *("TEMP", "TERM", "TMP", "TMPDIR", "USER", "WAYLAND_DISPLAY", "WINDOWID", "XAUTHORITY"),
 }
 _HOST_PREFIXES = (
-    *("BASH_", "DBUS_", "GPG_", "LC_TERMINAL", "LSB_", "PBS_", "SGE_", "SLURM_", "SSH_", "TERM_"),
-    *("TMUX", "VSCODE_", "XDG_"),
+    *("BASH_", "DBUS_", "GPG_", "LC_TERMINAL", "SLURM_", "SSH_", "TERM_", "TMUX", "VSCODE_"),
+    "XDG_",
+    *(prefix for system in BATCH_SYSTEMS for prefix in system.prefixes),
 )
 
 #: Variables that training programs read and that contain no secrets. A dry run shows their values.

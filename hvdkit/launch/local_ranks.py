@@ -18,9 +18,12 @@ from hvdkit.launch.keeper import ORPHAN_GRACE, KeptGroup
 from hvdkit.launch.memory_kills import MemoryKills
 from hvdkit.launch.messages import Message
 from hvdkit.launch.spares.pool import Slot, SparePool
+from hvdkit.launch.spares.spare import with_hook
 from hvdkit.mpi_segments import SegmentFolder, mpich_files
 from hvdkit.processes import StartedProcess, without_rank_variables
 
+#: The rank as which the first Python of a rank's command reports its end.
+REPORT_RANK = "HVDKIT_REPORT_RANK"
 _STREAMS = ("stdout", "stderr")
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _POLL_SECONDS = 0.05
@@ -37,6 +40,8 @@ class RankProcess:
         reported: whether the agent has told the launcher that the process has ended.
         script_status: the exit status with which the script has ended, although its process still
             runs; None while it runs. Set by the agent.
+        init_state: how far Horovod is in the rank, as for `RecordFolder.init_state`. Set by the
+            agent of one rank.
         pipes: the descriptor of each open pipe -> the name of the stream.
         memory: tells whether the kernel has killed the process for lack of memory.
     """
@@ -46,6 +51,7 @@ class RankProcess:
         self.process = process
         self.reported = False
         self.script_status: int | None = None
+        self.init_state = (0, False, False)
         self.memory = MemoryKills(process.pid)
         self.pipes: dict[int, str] = {}
         for stream, pipe in zip(_STREAMS, (process.stdout, process.stderr), strict=True):
@@ -119,10 +125,12 @@ class LocalRanks:
         self._segments = SegmentFolder()
         segments = dict(self._segments.variables)
         own = {FOLDER_VARIABLE: str(self.records.path)}
-        slots = [
-            Slot(rank["rank"], segments | rank["defaults"] | env | rank["env"] | own, rank["cpus"])
-            for rank in ranks
-        ]
+
+        def environment(rank: Message) -> dict[str, str]:
+            reports = {REPORT_RANK: str(rank["rank"])}
+            return segments | rank["defaults"] | env | rank["env"] | own | reports
+
+        slots = [Slot(rank["rank"], environment(rank), rank["cpus"]) for rank in ranks]
         self._group, started = self._spares.claim(slots, report_alive)
         for rank, slot in zip(ranks, slots, strict=True):
             process = started.get(slot.rank) or self._start(slot, rank["terminal"], task)
@@ -138,7 +146,7 @@ class LocalRanks:
         hydra = self._keep_rank_variables and "PMI_FD" in os.environ
         return self._group.start(
             task["command"],
-            slot.environment,
+            with_hook(slot.environment),
             task["directory"],
             stdin=stdin,
             stdout=stdout,

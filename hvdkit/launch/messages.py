@@ -33,8 +33,11 @@ From the agent:
     answer     {answer}                      the answer to a question
     output     {rank, stream, text}          bytes that a rank has written
     exited     {rank, status}                the rank has ended; the status is negative for a signal
-    ended      {rank, status, hint}          the same, after all output of the rank; the hint is the
-                                             probable cause of a SIGKILL, if known
+    ended      {rank, status, hint, stack}   the same, after all output of the rank; the hint is the
+                                             probable cause of a SIGKILL, if known; the stack that
+                                             of a crash
+    report     {rank, age, report}           the rank has reported its own end so many seconds ago
+                                             (`hvdkit.faults.rank_report`)
     record     {text}                        a record that a rank has written (`hvdkit.faults`)
     shutdown   {rank, content}               the note of a rank that has called `hvd.shutdown()`; ""
                                              if it has started Horovod again

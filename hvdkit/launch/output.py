@@ -16,7 +16,6 @@ from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
 from hvdkit.launch import readers
-from hvdkit.launch.failures import TRACEBACK
 from hvdkit.plain_files import printable
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
@@ -88,8 +87,6 @@ class Output:
         self._bars: dict[tuple[int, str], bytes] = {}
         self._bars_at = time.monotonic()
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
-        #: Rank -> when it wrote its last traceback (`time.monotonic`), for ranks that wrote one.
-        self.raised: dict[int, float] = {}
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
         # None for a file that cannot be written to any more.
         self._files: list[IO[bytes] | None] = []
@@ -146,10 +143,6 @@ class Output:
         """Return the last lines of `rank`, of both streams."""
         return list(self._tails[rank])
 
-    def raised_at(self, rank: int) -> float:
-        """Return when `rank` wrote its last traceback (`time.monotonic`); -inf for never."""
-        return self.raised.get(rank, float("-inf"))
-
     def status(self, text: str) -> None:
         """Draw the state of the job below the ranks' output, on a terminal.
 
@@ -185,8 +178,6 @@ class Output:
             text = b"\n".join(lines)
         last = lines[-TAIL_LINES:]
         self._tails[rank].extend(_decoded(line[:_LONGEST_TAIL_LINE]) for line in last)
-        if TRACEBACK.encode() in text:
-            self.raised[rank] = time.monotonic()
         if lines:
             self._print(rank, stream, text)
 

@@ -1,7 +1,8 @@
 """Make a folder in `--output-dir` for each start.
 
-It has the ranks' output, `start.json` (the command, the ranks and the end of the start), and after
-a failure `error.json`.
+It has the ranks' output, `start.json` (the command, the ranks and the end of the start),
+`events.jsonl` (all that has happened, `events`), and after a failure `error.json`, which is the
+interface for other programs.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hvdkit.errors import UsageError
 from hvdkit.faults.start_folders import ERROR, LATEST, START
+from hvdkit.launch import events
 from hvdkit.launch.outcome import Outcome
+from hvdkit.launch.outcome import outcome as outcome_of
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.starts import Start
+from hvdkit.plain_files import read_text
 from hvdkit.whole_files import replacing
 
 
@@ -64,17 +69,49 @@ def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str],
     reason, such as a deadlock or a lost host, they are null or empty.
 
     `hint` is the probable cause of the signal, such as full memory, or null. `suspects` has all
-    ranks that raised the same error, see `Failures.suspects`. `possible_causes` is null unless the
+    ranks that raised the same error, see `failure.suspects`. `possible_causes` is null unless the
     rank failed because it lost a peer. `status` is null after a signal, and `signal` (its name) is
     null without one. Without a Python exception, `exception` is null and `traceback` is empty.
     After a signal, the script may have caught the exception.
     """
+    hosts = [place.host.name for place in plan.places]
+    try:
+        with replacing(folder / ERROR) as draft:
+            text = json.dumps(error_content(outcome, hosts), indent=2)
+            draft.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        say(f"cannot write {folder / ERROR}: {error.strerror}")
+
+
+def replayed(folder: Path) -> dict[str, Any] | None:
+    """Return the content of `error.json`, computed from the events in the folder of a start.
+
+    None without events, or if no rank has failed.
+
+    Raises:
+        HvdkitError: the file is not a list of events of this version.
+    """
+    try:
+        plan, happened = events.parse(read_text(folder / events.EVENTS))
+    except OSError:
+        return None
+    found = outcome_of(plan, happened)
+    return None if found.failure is None else error_content(found, plan.hosts)
+
+
+def error_content(outcome: Outcome, hosts: Sequence[str]) -> dict[str, Any]:
+    """Return the content of `error.json`, see `write_error`.
+
+    Args:
+        outcome: the outcome of the job.
+        hosts: the host of each rank.
+    """
     failure = outcome.failure
     signalled = failure is not None and failure.status < 0
-    content = {
+    return {
         "reason": outcome.report,
         "rank": failure and failure.rank,
-        "host": failure and plan.places[failure.rank].host.name,
+        "host": failure and hosts[failure.rank],
         "status": None if signalled else failure and failure.status,
         "signal": _signal_name(-failure.status) if failure and signalled else None,
         "hint": (failure and failure.hint) or None,
@@ -84,11 +121,6 @@ def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str],
         "traceback": failure.traceback if failure else [],
         "last_lines": list(failure.tail) if failure else [],
     }
-    try:
-        with replacing(folder / ERROR) as draft:
-            draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        say(f"cannot write {folder / ERROR}: {error.strerror}")
 
 
 def _signal_name(number: int) -> str:

@@ -74,9 +74,7 @@ class Plan:
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return a text for ranks, such as `ranks 1 on host1, 2 on host2 and 3 more`."""
-        shown = ", ".join(f"{r} on {self.places[r].host.name}" for r in ranks[:_SHOWN])
-        more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+        return describe_ranks(ranks, [place.host.name for place in self.places])
 
     @cached_property
     def _nodes(self) -> dict[Host, int]:
@@ -88,6 +86,18 @@ class Plan:
         for place in self.places:
             found.setdefault(place.host, []).append(place)
         return found
+
+
+def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return a text for ranks, such as `ranks 1 on host1, 2 on host2 and 3 more`.
+
+    Args:
+        ranks: the ranks.
+        hosts: the host of each rank of the job.
+    """
+    shown = ", ".join(f"{rank} on {hosts[rank]}" for rank in ranks[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -66,6 +66,10 @@ class Questions:
 
 def named(hosts: Sequence[Host]) -> str:
     """Return a text such as `host1, host2 and 3 more`."""
-    names = [host.name for host in hosts]
+    return shortened([host.name for host in hosts])
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return a text such as `host1, host2 and 3 more`, from the names of hosts."""
     more = len(names) - _NAMED_HOSTS
     return f"{', '.join(names[:_NAMED_HOSTS])} and {more} more" if more > 0 else ", ".join(names)

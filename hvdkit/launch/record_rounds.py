@@ -15,20 +15,12 @@ class Reason(Enum):
 
     #: A collective of a rank has waited for too long.
     STALL = auto()
-    #: The same, soon after a verdict.
-    LATER_STALL = auto()
-    #: A verdict needs a second round.
-    CONFIRM = auto()
     #: The time limit of a stall has passed.
     LIMIT = auto()
     #: Some ranks run long after the others have ended.
     LAST_RANKS = auto()
     #: A rank runs long after it has written a traceback.
     RAISED = auto()
-
-
-#: Each round answers these reasons.
-_ANSWERED = Reason.LATER_STALL, Reason.CONFIRM
 
 
 @dataclass(frozen=True)
@@ -76,8 +68,6 @@ class RecordRounds:
         """Begin a round: ask all ranks for records."""
         self._reasons.add(reason)
         self._began = now
-        for answered in _ANSWERED:
-            self.cancel(answered)
         self._ask()
 
     def begin_due(self, now: float) -> None:

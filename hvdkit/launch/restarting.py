@@ -181,7 +181,7 @@ class Supervisor:
     def _without_bad(self, hosts: Sequence[Host], outcome: Outcome) -> Sequence[Host]:
         """Return the hosts without those that would make a start with them fail."""
         # Connecting to a lost host would take many seconds. A later restart connects to it again.
-        lost = {host.name for host in outcome.lost}
+        lost = set(outcome.lost)
         left = self._without(hosts, lost, "because the connection was lost")
         left = self._without(left, self._unfit, "because of a failed start")
         unconnected = {host.name for host in best_connected(left, outcome.broken)[1]}

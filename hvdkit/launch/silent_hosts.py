@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdkit.launch.connection import Connection
-from hvdkit.launch.hosts import Host
 from hvdkit.launch.pauses import Pauses
 
 #: Seconds for which the launcher remembers that a host did not answer.
@@ -15,7 +14,7 @@ _SHOWN = 3
 
 
 def describe_silent_hosts(
-    connections: Iterable[Connection], lost: Iterable[Host], pauses: Pauses, now: float
+    connections: Iterable[Connection], lost: Iterable[str], pauses: Pauses, now: float
 ) -> list[str]:
     """Return a sentence for each host that did not answer in the last minute, longest first.
 
@@ -23,7 +22,7 @@ def describe_silent_hosts(
 
     Args:
         connections: the connections to all agents.
-        lost: the hosts that the launcher has lost.
+        lost: the names of the hosts that the launcher has lost.
         pauses: the pauses of this process.
         now: the time (`time.monotonic`).
     """
@@ -37,7 +36,7 @@ def describe_silent_hosts(
             host, times = connection.host.name, (silence.seconds, silence.ended_at)
             found[host] = max(times, found.get(host, times))
     sentences = list(filter(None, [pauses.sentence(now)]))
-    for host in list(dict.fromkeys(host.name for host in lost))[:_SHOWN]:
+    for host in list(dict.fromkeys(lost))[:_SHOWN]:
         found.pop(host, None)
         sentences.append(f"The launcher has lost {host}: the host does not answer.")
     longest = sorted(found.items(), key=lambda each: each[1], reverse=True)

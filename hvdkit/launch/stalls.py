@@ -18,20 +18,16 @@ from hvdkit.faults import records
 from hvdkit.faults.command import FOLDER, RAISED, SILENT, STATES
 from hvdkit.faults.mismatch import mismatch
 from hvdkit.faults.process_states import ENDED, LEAVING, STOPPED
-from hvdkit.faults.records import Call, Record
+from hvdkit.faults.records import Call, Record, with_all_groups
 from hvdkit.faults.verdict import Verdict, judge, overdue, overdue_calls, unended
-from hvdkit.faults.waits import late_calls
+from hvdkit.faults.waits import find_waits, late_calls, long_waits
 from hvdkit.launch.rank_records import RankRecords
 from hvdkit.launch.record_rounds import ANSWER_SECONDS, Reason, RecordRounds, Round
 from hvdkit.record_files import RECORD
 from hvdkit.whole_files import replacing
 
-#: Seconds between two rounds of records, which confirm a deadlock.
-_CONFIRM_SECONDS = 3.0
-#: Seconds after a verdict in which a further record of a stall does not lead to a new verdict. If
-#: the record is about another call, the launcher asks for records after these seconds: a rank
-#: reports a stall once.
-_PAUSE_SECONDS = 10.0
+#: A call that all ranks have made has stalled if the last of them has waited for these seconds.
+ENTERED_SECONDS = 4.0
 #: Seconds for which the launcher waits, after the time limit of a stall, for the engines to end the
 #: job. They do not end it if all ranks have called the collective, or if the engine of a rank does
 #: not run, for example because its process is stopped.
@@ -39,10 +35,6 @@ _ENGINE_SECONDS = 15.0
 _MARGIN_SECONDS = 1.0
 #: The file with the last verdict.
 VERDICT = "verdict.txt"
-
-
-# The calls of a rank (collective -> their number), and the keys of those that wait.
-_Seen = tuple[Mapping[tuple[int, str], int], Collection[tuple[int, str, int]]]
 
 
 class Stalls:
@@ -85,8 +77,6 @@ class Stalls:
         self._late: dict[tuple[int, str, int], float] = {}
         # The keys of the calls that waited at the last verdict.
         self._judged: set[tuple[int, str, int]] = set()
-        # The ranks' states at the first verdict that needs a second one.
-        self._unconfirmed: Mapping[int, _Seen] | None = None
         # The ranks that have ended or shut Horovod down.
         self._last_seen: set[int] = set()
         # The last traceback of a running rank.
@@ -121,13 +111,9 @@ class Stalls:
     def _add_stall(self, record: Record, now: float) -> None:
         late = late_calls([record])
         self._late |= dict.fromkeys(late, now)
-        if self._rounds.is_running or self._unconfirmed is not None:
-            return
-        pause_ends = self._judged_at + _PAUSE_SECONDS
-        if now >= pause_ends:
+        # Each rank reports a stall. The launcher asks once.
+        if not self._rounds.is_running and not late <= self._judged:
             self._rounds.begin(Reason.STALL, now)
-        elif not late <= self._judged:
-            self._rounds.plan(Reason.LATER_STALL, pause_ends)
 
     def set_states(self, states: Mapping[int, str]) -> None:
         """Set the states of the processes of some ranks."""
@@ -234,19 +220,18 @@ class Stalls:
             verdict = replace(verdict, expired=True)
         elif not (of_last_ranks or self._late):
             # The late rank has come.
-            self._unconfirmed = None
             return self._unended(now, current, raised)
         else:
-            late = () if of_last_ranks else self._late
+            lately = self._entered_lately(current)
+            late = set() if of_last_ranks else self._late.keys() - lately
             verdict = judge(current, states, self._size, silent_hosts, late, self._hosts, raised)
-            verdict = self._confirmed(now, verdict, current)
-            if verdict is None:
-                if of_last_ranks:
-                    # The round that follows must answer this, too.
-                    self._rounds.plan(Reason.LAST_RANKS, now + _CONFIRM_SECONDS)
+            is_late = late or (of_last_ranks and getattr(verdict.call, "key", None) not in lately)
+            if not is_late:
+                for reason in answers.reasons:
+                    self._rounds.plan(reason, now + ENTERED_SECONDS)
                 return None
             verdict = self._limited(now, verdict, STOPPED in states.values())
-        self._unconfirmed, self._judged_at, self._verdict = None, now, verdict
+        self._judged_at, self._verdict = now, verdict
         self._judged = {call.key for each in current.values() for call in each.open}
         # This verdict has named the exception.
         self._rounds.cancel(Reason.RAISED)
@@ -322,41 +307,25 @@ class Stalls:
             self._rounds.cancel(Reason.RAISED)
         return verdict
 
-    def _confirmed(
-        self, now: float, verdict: Verdict, current: Mapping[int, Record]
-    ) -> Verdict | None:
-        """Return the verdict; None if it needs a second round, or if that one has refuted it.
+    def _entered_lately(self, current: Mapping[int, Record]) -> set[tuple[int, str, int]]:
+        """Return the keys of calls that all ranks have made, and that may have ended meanwhile.
 
-        The ranks do not write their records at the same time. One rank may continue while another
-        rank writes. If two rounds give the same states, all ranks had them at the same time.
+        The ranks do not write their records at the same time. A call has not ended if the last rank
+        has made it seconds before its record, and all records answer the same question. For calls
+        that lack a rank, this does not matter: a rank that waits continues only after each missing
+        rank has made the call, and the counts of calls only grow.
         """
-        if not (verdict.deadlock or _all_entered(verdict)):
-            return verdict
-        # Without times: each record has another offset to the time of day.
-        seen = {
-            rank: (record.calls, [call.key for call in record.open])
-            for rank, record in current.items()
+        known = with_all_groups(current)
+        old = long_waits(known, self._size, ENTERED_SECONDS)
+        return {
+            wait.call.key
+            for wait in find_waits(known, self._size)
+            if not wait.missing
+            and (
+                wait.call.key not in old
+                or any(known[rank].reason != "request" for rank in wait.waiting)
+            )
         }
-        if self._unconfirmed is None:
-            self._unconfirmed = seen
-            self._rounds.plan(Reason.CONFIRM, now + _CONFIRM_SECONDS)
-            # The ranks may fail before the second round.
-            self._verdict = replace(verdict, deadlock=False)
-            return None
-        if _all_entered(verdict) and not self._has_waited(verdict):
-            # The last rank called the collective between the records, so it has ended.
-            self._unconfirmed = self._verdict = None
-            # Another late call may still wait.
-            self._rounds.plan(Reason.CONFIRM, now + _CONFIRM_SECONDS)
-            return None
-        return replace(verdict, deadlock=verdict.deadlock and self._unconfirmed == seen)
-
-    def _has_waited(self, verdict: Verdict) -> bool:
-        """Return whether the verdict's ranks waited in its call also in the last round."""
-        call, before = verdict.call, self._unconfirmed or {}
-        return call is not None and all(
-            rank in before and call.key in before[rank][1] for rank in verdict.waiting
-        )
 
     def _limited(self, now: float, verdict: Verdict, some_stopped: bool) -> Verdict:
         """Return the verdict with whether its limit has passed. Else plan a round at the limit."""

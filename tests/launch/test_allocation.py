@@ -1,7 +1,11 @@
+import json
+import os
+
 import pytest
 
 from hvdkit.errors import UsageError
-from hvdkit.launch import allocation
+from hvdkit.launch import allocation, environment
+from hvdkit.launch.batch_systems import batch_hosts
 from hvdkit.launch.hosts import Host
 
 ENV = {
@@ -107,19 +111,57 @@ node18.local 2 gpu.q@node18.local UNDEFINED
 def test_the_hosts_of_other_batch_systems(tmp_path):
     for name, text in (("pbs", PBS), ("sge", SGE)):
         (tmp_path / name).write_text(text)
-    assert allocation.batch_hosts({"PBS_NODEFILE": str(tmp_path / "pbs")}) == (
+    assert batch_hosts({"PBS_NODEFILE": str(tmp_path / "pbs")}) == (
         "PBS_NODEFILE",
         [Host("cn0101.cluster", 2), Host("cn0102.cluster", 2)],
     )
-    assert allocation.batch_hosts({"LSB_MCPU_HOSTS": LSF}) == (
+    assert batch_hosts({"LSB_MCPU_HOSTS": LSF}) == (
         "LSB_MCPU_HOSTS",
         [Host("batch3", 1), Host("h41n08", 42), Host("h41n09", 42)],
     )
-    assert allocation.batch_hosts({"PE_HOSTFILE": str(tmp_path / "sge")}) == (
+    assert batch_hosts({"PE_HOSTFILE": str(tmp_path / "sge")}) == (
         "PE_HOSTFILE",
         [Host("node17.local", 4), Host("node18.local", 2)],
     )
-    assert allocation.batch_hosts({"SLURM_JOB_ID": "1"}) is None
+    assert batch_hosts({"SLURM_JOB_ID": "1"}) is None
+
+
+def test_an_empty_list_of_hosts_is_an_error(tmp_path):
+    """A run on this machine instead would use a login node."""
+    (tmp_path / "nodes").write_text("\n")
+    with pytest.raises(UsageError, match=r"nodes has no hosts: expected those of a job of PBS"):
+        batch_hosts({"PBS_NODEFILE": str(tmp_path / "nodes")})
+
+
+# The format of Flux's RFC 20.
+FLUX = {
+    "version": 1,
+    "execution": {
+        "R_lite": [
+            {"rank": "0-1", "children": {"core": "0-3", "gpu": "0-1"}},
+            {"rank": "2", "children": {"core": "0-7"}},
+        ],
+        "nodelist": ["fluke[6-7]", "big1"],
+    },
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_hosts_of_flux(tmp_path, monkeypatch, fails):
+    """The program stands for Flux, which is not installed here."""
+    program = tmp_path / "flux"
+    text = "echo 'flux: no broker' >&2; exit 1" if fails else f"echo '{json.dumps(FLUX)}'"
+    program.write_text(f'#!/bin/sh\n[ "$*" = "resource R" ] || exit 2\n{text}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    if fails:
+        with pytest.raises(UsageError, match="FLUX_URI=local:///run/flux cannot be read"):
+            batch_hosts({"FLUX_URI": "local:///run/flux"})
+        return
+    found = batch_hosts({"FLUX_URI": "local:///run/flux"})
+    hosts = [Host("fluke6", 2), Host("fluke7", 2), Host("big1", 8)]
+    assert found == ("FLUX_URI", hosts)
+    assert environment.forwarded({"FLUX_URI": "local:///run/flux", "A": "1"}) == {"A": "1"}
 
 
 @pytest.mark.parametrize(
@@ -128,4 +170,4 @@ def test_the_hosts_of_other_batch_systems(tmp_path):
 )
 def test_malformed_hosts(name, value):
     with pytest.raises(UsageError, match=f"{name}={value} cannot be read"):
-        allocation.batch_hosts({name: value})
+        batch_hosts({name: value})

@@ -336,14 +336,25 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(code, status, expected)
     assert expected in done.stderr
 
 
+# The class of Horovod's error, which a script need not import from hvdkit.
+LOST = """
+class HorovodInternalError(RuntimeError):
+    __module__ = "horovod.common.exceptions"
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "sys.exit(4)", "raise KeyError(0)"])
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
-def test_the_rank_that_others_have_lost_is_the_cause(seconds):
-    """The rank that raises ends after the ranks that lost it."""
-    lost = "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down"
-    code = (
-        f"rank == 2 or sys.exit({lost!r});"
-        f"time.sleep({seconds}); print('ValueError: bad data', file=sys.stderr); sys.exit(7)"
-    )
+def test_the_rank_that_others_have_lost_is_the_cause(seconds, how):
+    """The rank that fails ends after the ranks that lost it. None of them imports hvdkit."""
+    code = f"""
+{LOST}
+lost = HorovodInternalError("Horovod has been shut down")
+if rank != 2:
+  try: raise lost
+  except RuntimeError: {how}
+time.sleep({seconds}); print('ValueError: bad data', file=sys.stderr); sys.exit(7)
+"""
     done = run("-np", "4", *python(code))
     assert done.returncode == 7
     report = done.stderr[done.stderr.index("hvdkit run:") :]
@@ -352,6 +363,27 @@ def test_the_rank_that_others_have_lost_is_the_cause(seconds):
     )
     assert "ValueError: bad data" in report
     assert "HorovodInternalError" not in report
+
+
+def test_a_rank_reports_an_error_of_its_script_and_its_programs_do_not(tmp_path):
+    """The report needs nothing from the script, and other programs see no variable of it."""
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    done = run("-np", "1", sys.executable, str(tmp_path / "bad.py"))
+    assert "Rank 0's last lines:" in done.stderr
+    assert "SyntaxError" in done.stderr
+    child = "import os, sys; print([p for p in sys.path if 'hook' in p and 'hvdkit/' in p])"
+    code = f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}])"
+    done = run("-np", "1", *python(f"{code}; print(os.environ.get('PYTHONPATH'))"))
+    expected = os.environ.get("PYTHONPATH")
+    assert done.stdout == f"[0] []\n[0] {expected}\n"
+
+
+def test_the_stack_of_a_crash_is_shown():
+    code = "import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()"
+    done = run("-np", "1", *python(code))
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert "Its stack:" in done.stderr
+    assert "in crash" in done.stderr
 
 
 def test_the_rank_that_raised_is_the_cause_in_a_real_job():

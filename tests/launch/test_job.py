@@ -381,9 +381,21 @@ def signalled(agent, number=signal.SIGTERM):
     return agent, {"kind": "signalled", "number": number}
 
 
-ERROR = "Traceback (most recent call last):\nValueError: bad\n"
-#: Rank 1 writes a traceback.
-RAISED = (1, {"kind": "output", "rank": 1, "stream": "stderr", "text": ERROR})
+def reported(rank, error, kind="own", how="exception"):
+    """Return the message that a rank has reported its end."""
+    lines = [TRACEBACK, '  File "a.py", line 1', error] if how == "exception" else []
+    content = {"how": how, "error": error, "kind": kind, "chained": False, "traceback": lines}
+    return rank, {"kind": "report", "rank": rank, "age": 0.0, "report": content}
+
+
+def printed(rank, text):
+    return rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": text}
+
+
+TRACEBACK = "Traceback (most recent call last):"
+#: Rank 1 raises an exception.
+BAD = reported(1, "ValueError: bad")
+LOST_PEER = "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down"
 
 
 @pytest.mark.parametrize(
@@ -398,7 +410,7 @@ RAISED = (1, {"kind": "output", "rank": 1, "stream": "stderr", "text": ERROR})
         (((1, {"kind": "lost"}), END, ended(0, -15)), 1, "{}\nlost host1: ", True, "host1"),
         ((ended(1, 3), 3.0, END, ended(0, -15)), 3, "rank 1 on host1 failed: ", True, "host1"),
         # The rank had raised an exception before its agent got the signal.
-        ((RAISED, ended(1, -15), 3.0, END, ended(0, -15)), 143, "rank 1 on", True, "host1"),
+        ((BAD, ended(1, -15), 3.0, END, ended(0, -15)), 143, "rank 1 on", True, "host1"),
         # A batch system signals all processes.
         ((signal.SIGTERM, ended(1, -15), ended(0, -15)), 143, "ended by SIGTERM", False, None),
     ],
@@ -450,9 +462,11 @@ def exited(rank, status):
 
 def test_a_host_is_lost_before_the_output_of_a_rank_that_failed_because_of_it(outcome, monkeypatch):
     monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
-    found = outcome(exited(0, 1), (1, {"kind": "lost"}), ended(0, 1), (0, {"kind": "done"}))
-    assert found.report.startswith("lost host1:")
-    assert found.suspects == ()
+    lost, peer = (1, {"kind": "lost"}), reported(0, LOST_PEER, "peer")
+    for order in ((peer, exited(0, 1), lost, ended(0, 1)), (peer, ended(0, 1), lost)):
+        found = outcome(*order, (0, {"kind": "done"}))
+        assert found.report.startswith("lost host1:")
+        assert (found.suspects, found.lost, found.restartable) == ((), ("host1",), True)
 
 
 @pytest.mark.parametrize(
@@ -485,6 +499,12 @@ def test_a_silent_agent_whose_ranks_have_succeeded_does_not_make_the_job_fail(ou
     assert said[0].startswith("lost host1: its agent has not answered for 3 s.")
 
 
+def test_an_agent_that_fails_before_its_ranks_have_succeeded_is_the_cause(outcome):
+    found = outcome(failed(1), END, ended(1), ended(0), *DONE)
+    assert (found.status, found.failing_host(PLAN)) == (1, "host1")
+    assert found.report == "host1: processes [7] did not end"
+
+
 def test_a_lost_host_without_the_end_of_its_ranks_makes_the_job_fail(outcome, monkeypatch):
     monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
     found = outcome(ended(0), (1, {"kind": "lost"}), DONE[0])
@@ -492,9 +512,8 @@ def test_a_lost_host_without_the_end_of_its_ranks_makes_the_job_fail(outcome, mo
 
 
 def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outcome):
-    error = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
-    output = (0, {"kind": "output", "rank": 0, "stream": "stderr", "text": error})
-    found = outcome(output, ended(0, 1), 6.0, END, ended(1, -9), *DONE)
+    lost = reported(0, LOST_PEER, "peer")
+    found = outcome(lost, ended(0, 1), 6.0, END, ended(1, -9), *DONE)
     assert "Rank 1 on host1 had not failed: check whether a process was" in found.possible_causes
     assert found.suspects == ()
     broken = found.with_broken([BrokenConnection("host0", "host1", "10.0.0.2", "refused")])
@@ -506,47 +525,23 @@ def test_a_rank_that_hangs_while_another_one_loses_the_connection_is_named(outco
     assert broken.reason == f"{causes} {failure}"
 
 
-def test_the_exception_of_a_rank_that_does_not_end_is_named(outcome):
-    lost = "Traceback (most recent call last):\nRuntimeError: Horovod has been shut down\n"
-    bad = "Traceback (most recent call last):\n  File 'x', line 1\nValueError: bad\n"
-    outputs = [
-        (rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": text})
-        for rank, text in enumerate([lost, bad])
-    ]
-    found = outcome(*outputs, ended(0, 1), 6.0, END, ended(1, -15), *DONE)
-    assert found.possible_causes.endswith(
-        "Rank 1 on host1 had written a traceback, but not ended: ValueError: bad"
-    )
-
-
-@pytest.mark.parametrize(("seconds", "shown"), [(1.0, True), (60.0, False)])
-def test_the_error_before_the_first_failure_is_shown_although_its_rank_has_not_ended(
-    outcome, seconds, shown
-):
-    """The rank needs a second to end. The other one hides that it has lost a connection."""
-
-    def traceback(rank, text):
-        lines = f"Traceback (most recent call last):\n  File a.py\n{text}\n"
-        return rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": lines}
-
-    found = outcome(
-        traceback(1, "ValueError: bad sample"),
-        seconds,
-        traceback(0, "RuntimeError: the training failed"),
-        ended(0, 1),
-        END,
-        ended(1, -signal.SIGTERM),
-        (0, {"kind": "done"}),
-        (1, {"kind": "done"}),
-    )
-    assert found.status == 1
-    assert found.report.startswith("rank 0 on host0 failed: exit status 1")
-    text = (
-        "Before this, rank 1 on host1 had written a traceback, and had not ended when the launcher "
-        "ended it.\nRank 1's last lines:\n  Traceback (most recent call last):\n    File a.py\n"
-        "  ValueError: bad sample"
-    )
-    assert (text in found.report) == shown, found.report
+@pytest.mark.parametrize(
+    ("error", "kind"), [(LOST_PEER, "peer"), ("RuntimeError: the training failed", "own")]
+)
+def test_a_rank_that_has_raised_is_the_cause_although_the_launcher_ends_it(outcome, error, kind):
+    """The rank needs long to end. The other one has lost the connection, and may hide this."""
+    shown = printed(1, f"{TRACEBACK}\n  File a.py\nValueError: bad\n")
+    first, second = (shown, BAD), (reported(0, error, kind), ended(0, 1))
+    for order in ((*first, 1.0, *second), (*second, 0.0, *first)):
+        if kind == "own" and order[0] != shown:
+            continue  # then rank 0 was first
+        found = outcome(*order, 6.0, END, ended(1, -signal.SIGTERM), *DONE)
+        assert (found.status, found.suspects) == (1, (1,))
+        assert found.report.startswith(
+            "rank 1 on host1 failed: it raised an error, and had not ended when the launcher ended "
+        )
+        assert "Rank 1's last lines:" in found.report
+        assert "ValueError: bad" in found.report
 
 
 def test_a_job_that_succeeds_although_its_collectives_have_failed(outcome):
@@ -597,9 +592,8 @@ def test_a_rank_that_the_kernel_has_killed_for_lack_of_memory(outcome):
 
 
 def test_slurm_ends_the_job_step_before_any_agent_can_report(outcome):
-    error = "Traceback (most recent call last):\nMemoryError"
-    output = {"kind": "output", "rank": 1, "stream": "stderr", "text": f"{error}\n"}
-    found = outcome((1, output), *LOST, aborted="srun", registered=None)
+    raised = reported(1, "MemoryError")
+    found = outcome(raised, *LOST, aborted="srun", registered=None)
     assert found.report.startswith("srun has ended all ranks of the job step")
     assert found.report.endswith("MemoryError")
     assert "rank 0" not in found.report
@@ -663,11 +657,7 @@ def test_a_slow_reader_of_the_output_does_not_delay_the_end_of_the_ranks(outcome
 
 def test_a_suspended_job_whose_ranks_lose_each_other_when_it_continues(outcome):
     """Gloo's timeout also counts the time in which the job was suspended."""
-    text = "RuntimeError: Horovod has been shut down\n"
-    lost = [
-        (rank, {"kind": "output", "rank": rank, "stream": "stderr", "text": text})
-        for rank in (0, 1)
-    ]
+    lost = [reported(rank, LOST_PEER, "peer") for rank in (0, 1)]
     found = outcome(70.0, *lost, ended(0, 1), ended(1, 1), *DONE)
     assert "or did not answer. This launcher did not run for 70 s" in found.report
 
@@ -677,9 +667,7 @@ def test_a_host_that_is_lost_after_the_ranks_of_other_hosts_have_failed_is_named
 ):
     """If mpirun loses its daemon on the host, it ends the other ranks first."""
     monkeypatch.setattr(Agent, "lost_host", lambda agent: agent.host.name == "host1")
-    text = "[host0:00000] *** An error occurred in PMIx Event Notification\n"
-    lines = 0, {"kind": "output", "rank": 0, "stream": "stderr", "text": text}
-    events = lines, ended(0, 195), 3.0, 3.0, END, (1, {"kind": "lost"}), DONE[0]
+    events = ended(0, 195), 3.0, 3.0, END, (1, {"kind": "lost"}), DONE[0]
     found = outcome(*events, registered=None)
     assert "or did not answer. The launcher has lost host1" in found.possible_causes
     assert found.suspects == ()

@@ -237,11 +237,3 @@ def test_a_message_has_no_control_characters(capfd):
     assert capfd.readouterr().err == (
         "hvdkit run: /data/\ufffd is full:\n\ufffd]0;x\ufffd \ufffd31m \ufffd\n"
     )
-
-
-def test_the_time_of_the_last_traceback(streams):
-    with Output(2, **streams) as output:
-        before = time.monotonic()
-        output.write(0, "stderr", b"Traceback (most recent call last):\n  File a.py\n")
-        assert before <= output.raised_at(0) <= time.monotonic()
-        assert output.raised_at(1) < before

@@ -10,7 +10,7 @@ import pytest
 from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
 from hvdkit.faults.command import why
 from hvdkit.launch import output_folder, starts
-from hvdkit.launch.failures import Failure
+from hvdkit.launch.failure import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
@@ -49,7 +49,7 @@ def test_each_start_has_a_folder(tmp_path):
     folders = sorted(path for path in logs.iterdir() if not path.is_symlink())
     assert [(folder / "rank.1.log").read_text() for folder in folders] == ["first\n", "second\n"]
     assert (logs / "latest").resolve() == folders[1]
-    names = ["rank.0.log", "rank.1.log", "start.json"]
+    names = ["events.jsonl", "rank.0.log", "rank.1.log", "start.json"]
     assert sorted(path.name for path in folders[1].iterdir()) == names
     first, second = (starts.parse((folder / "start.json").read_text()) for folder in folders)
     assert second.command == (sys.executable, "-c", "print('second')")
@@ -92,6 +92,10 @@ def test_the_failure_is_written(tmp_path):
     assert error["exception"] == "ValueError: shard 17"
     assert error["traceback"][0] == "Traceback (most recent call last):"
     assert error["traceback"][-2:] == error["last_lines"][-2:] == ["ValueError: shard 17", "is bad"]
+    assert output_folder.replayed(tmp_path / "logs" / "latest") == error
+    (tmp_path / "logs" / "latest" / "error.json").unlink()
+    shown = run_hvdkit("why", "logs", cwd=tmp_path).stdout
+    assert shown == "Rank 1 on localhost failed first: exit status 1. ValueError: shard 17\n"
     start = starts.parse((tmp_path / "logs" / "latest" / "start.json").read_text())
     assert (start.status, start.failed) == (1, True)
     assert "rank 1 on localhost failed" in start.reason
@@ -142,14 +146,14 @@ def test_the_end_of_a_start_that_a_signal_stopped_early_is_written(tmp_path):
 
 def test_a_signal_without_a_name_in_python(tmp_path):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    output_folder.write_error(tmp_path, Outcome(168, failure=Failure(0, -40, [])), plan, print)
+    output_folder.write_error(tmp_path, Outcome(168, failure=Failure(0, -40)), plan, print)
     assert json.loads((tmp_path / "error.json").read_text())["signal"] == "SIGRTMIN+6"
 
 
 @pytest.mark.parametrize(("hint", "written"), [("", None), ("probably by the kernel",) * 2])
 def test_the_probable_cause_of_a_signal_is_written(tmp_path, hint, written):
     plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    failure = Failure(0, -9, [], hint=hint)
+    failure = Failure(0, -9, hint=hint)
     output_folder.write_error(tmp_path, Outcome(137, failure=failure), plan, print)
     assert json.loads((tmp_path / "error.json").read_text())["hint"] == written
 

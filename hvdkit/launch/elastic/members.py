@@ -78,6 +78,69 @@ class _Member:
 
 
 @dataclass
+class _HostList:
+    """The list of hosts, which a thread reads again and again.
+
+    Attributes:
+        discover: as for `Members`.
+        stopped: returns whether to end the search early.
+        looked: whether the list was read, and handled.
+        problem: the error of the last attempt to read it; empty for none.
+    """
+
+    discover: Callable[[Callable[[], bool]], Sequence[Host]]
+    stopped: Callable[[], bool]
+    looked: bool = False
+    problem: str = ""
+    # The list that was read last, or the error; None if it was handled.
+    _found: list[Host] | HvdkitError | None = None
+    # The names on this list -> whether the host is this machine.
+    _local: dict[str, bool] = field(default_factory=dict)
+
+    def read(self) -> list[Host] | HvdkitError:
+        """Read the list. This may wait for a disk or a name server."""
+        try:
+            hosts = self.discover(self.stopped)
+            new = are_local([host for host in hosts if host.name not in self._local])
+            self._local = {h.name: new.get(h, self._local.get(h.name, False)) for h in hosts}
+            return [replace(host, local=self._local[host.name]) for host in hosts]
+        except HvdkitError as error:
+            return error
+
+    def put(self, found: list[Host] | HvdkitError) -> None:
+        """Keep what was read, until `take`."""
+        self._found = found
+
+    def take(self) -> list[Host] | HvdkitError | None:
+        """Return what was read since the last call; None for nothing."""
+        found, self._found = self._found, None
+        return found
+
+
+@dataclass
+class _ListVersion:
+    """The version of the list of hosts: that of the current start, and the announced one.
+
+    A higher version than that of their start tells ranks that the hosts have changed.
+    """
+
+    current: int = 0
+    announced: int = 0
+
+    def begin(self) -> int:
+        """Begin a start, and return its version."""
+        # Two, because an announced change has the current version plus one.
+        self.current += 2
+        self.announced = self.current
+        return self.current
+
+    def announce(self, changed: bool) -> bool:
+        """Set whether the hosts have changed. Return whether the ranks do not know this."""
+        before, self.announced = self.announced, self.current + int(changed)
+        return before != self.announced
+
+
+@dataclass
 class Members:
     """Watch the hosts in a thread. A context manager that ends the agents on exit.
 
@@ -104,18 +167,12 @@ class Members:
     # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
     _folders: dict[str, str] = field(default_factory=dict)
-    # The list of hosts that was read last, or the error; None if it was handled.
-    _found: list[Host] | HvdkitError | None = None
-    # The names on this list -> whether the host is this machine.
-    _local: dict[str, bool] = field(default_factory=dict)
-    _looked: bool = False
-    _problem: str = ""
+    _list: _HostList = field(init=False)
+    _version: _ListVersion = field(default_factory=_ListVersion)
     _error: HvdkitError | None = None
     _current: Assignment = ()
     # The hosts that have the newest commit.
     _holders: frozenset[str] = frozenset()
-    _version: int = 0
-    _announced: int = 0
     # The time of the last step of the thread that reads messages.
     _watched_at: float = field(default_factory=time.monotonic)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -123,6 +180,7 @@ class Members:
 
     def __post_init__(self) -> None:
         self._agents = AgentPool(self.settings.ssh.silence)
+        self._list = _HostList(self.discover, self._stop.is_set)
 
     def __enter__(self) -> Self:
         self._agents.__enter__()
@@ -181,7 +239,7 @@ class Members:
                     holder.state is _State.STARTING
                     for holder in self._missing_holders(usable, self._holders)
                 )
-                if self._looked and not starting:
+                if self._list.looked and not starting:
                     if total_slots(usable) >= size:
                         hosts = self._with_holder(usable, self._holders)
                         self._say_holder(hosts[0], usable)
@@ -241,11 +299,9 @@ class Members:
             if not self._holders & dict(self._current).keys():
                 # The training begins again. Hosts that have left the list are not needed any more.
                 self._holders &= set(self._listed)
-            # Two, because an announced change has the current version plus one.
-            self._version += 2
-            self._announced = self._version
+            version = self._version.begin()
             self._send_version()
-            return self._version
+            return version
 
     def folders(self, host: Host) -> Sequence[Path]:
         """Return the folders for commits on a host.
@@ -275,16 +331,9 @@ class Members:
 
     def _discover(self) -> None:
         """Read the list of hosts."""
-        found: list[Host] | HvdkitError
-        try:
-            hosts = self.discover(self._stop.is_set)
-            new = are_local([host for host in hosts if host.name not in self._local])
-            self._local = {h.name: new.get(h, self._local.get(h.name, False)) for h in hosts}
-            found = [replace(host, local=self._local[host.name]) for host in hosts]
-        except HvdkitError as error:
-            found = error
+        found = self._list.read()
         with self._changed:
-            self._found = found
+            self._list.put(found)
         self._stop.wait(_LOOK_SECONDS)
 
     def _watch(self) -> None:
@@ -312,21 +361,20 @@ class Members:
 
     def _handle_found(self) -> None:
         """Handle the list of hosts if it was read again."""
-        found = self._found
-        self._found = None
+        found = self._list.take()
         if found is None:
             return
         if isinstance(found, list):
-            self._problem = ""
+            self._list.problem = ""
             self._set_list(found)
         else:
-            if not self._looked:
+            if not self._list.looked:
                 self._error = found
-            elif str(found) != self._problem and not self._stop.is_set():
+            elif str(found) != self._list.problem and not self._stop.is_set():
                 # Keep the last list.
                 self.say(f"the hosts stay the same: {found}")
-            self._problem = str(found)
-        self._looked = True
+            self._list.problem = str(found)
+        self._list.looked = True
 
     def _set_list(self, found: Sequence[Host]) -> None:
         self._sort_list([host.name for host in found])
@@ -409,7 +457,7 @@ class Members:
                 member.fit = not problems
             case "kept":
                 member.kept, member.folders = True, message["folders"]
-                connection.send("hosts", version=self._announced)
+                connection.send("hosts", version=self._version.announced)
             case "failed":
                 self._fail(member, message["reason"])
             case "signalled" if not self._stop.is_set():
@@ -488,15 +536,13 @@ class Members:
         chosen = self._with_holder(usable, dict(self._current).keys(), also=_State.STARTING)
         # With too few slots, the ranks continue as long as their hosts permit.
         changed = total_slots(usable) >= self.min_size and self._assign(chosen) != self._current
-        version = self._version + int(changed)
-        if version != self._announced:
-            self._announced = version
+        if self._version.announce(changed):
             self._send_version()
 
     def _send_version(self) -> None:
         for member in self._members.values():
             if member.connection is not None:
-                member.connection.send("hosts", version=self._announced)
+                member.connection.send("hosts", version=self._version.announced)
 
     def _assign(self, hosts: Sequence[Host]) -> Assignment:
         left = total_slots(hosts) if self.max_size is None else self.max_size

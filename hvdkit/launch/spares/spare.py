@@ -16,11 +16,17 @@ from hvdkit import mpi_segments
 from hvdkit.launch.spares.command import PythonCommand
 from hvdkit.processes import ProcessGroup, wait_for_killed, without_rank_variables
 
-_HOOK = Path(__file__).parent / "hook"
+#: The folder of the module `sitecustomize` that the first Python of a rank imports.
+HOOK = Path(__file__).parents[1] / "hook"
 _VARIABLE = "HVDKIT_SPARE"
-_PATH = "PYTHONPATH"
 _SEND_SECONDS = 1.0
 _WAIT_SECONDS = 0.2
+
+
+def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a rank whose first Python imports the module in `HOOK`."""
+    paths = [str(HOOK), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Spare:
@@ -61,10 +67,9 @@ class Spare:
         with contextlib.ExitStack() as unless_started, theirs:
             unless_started.callback(ours.close)
             descriptor = theirs.fileno()
-            paths = [str(_HOOK), *filter(None, [environment.get(_PATH)])]
             self.process = group.start(
                 command,
-                self._environment | {_PATH: os.pathsep.join(paths), _VARIABLE: str(descriptor)},
+                with_hook(self._environment) | {_VARIABLE: str(descriptor)},
                 directory,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.elastic.members import assignment_of
 from hvdkit.launch.elastic.supervisor import ElasticLimits, ElasticSupervisor, Exclusions
-from hvdkit.launch.failures import Failure
+from hvdkit.launch.failure import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
@@ -211,7 +211,7 @@ def test_a_new_host_with_which_a_start_fails_is_left_out(error, left):
 
 
 def test_a_host_is_left_out_after_two_failures():
-    failure = Outcome(1, failure=Failure(1, 1, ()), restartable=True, saved=True, suspects=(1,))
+    failure = Outcome(1, failure=Failure(1, 1), restartable=True, saved=True, suspects=(1,))
     *_, texts, _ = supervise([failure, failure, Outcome(0)], hosts=[TWO])
     assert "the job failed 2 times on host1, which is left out if the other hosts are enough" in (
         texts
@@ -221,7 +221,7 @@ def test_a_host_is_left_out_after_two_failures():
 def test_the_last_restart_gives_up_a_commit_that_no_rank_could_load():
     limits = replace(LIMITS, restarts=3)
     changed = replace(CHANGED, saved=True, committed=True)
-    failure = Outcome(1, failure=Failure(0, 1, ()), restartable=True, suspects=(0,))
+    failure = Outcome(1, failure=Failure(0, 1), restartable=True, suspects=(0,))
     _, plans, _, texts, _ = supervise(
         [changed, failure, failure, failure, Outcome(0)], hosts=[ONE, TWO], limits=limits
     )

@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from hvdkit.errors import RESUMABLE
+from hvdkit.exit_statuses import resumable
 from hvdkit.launch.generate.kubernetes.commented_yaml import Comments, Document, below
 from hvdkit.launch.generate.kubernetes.metadata import (
     job_name,
@@ -102,7 +103,7 @@ def interruptions(action: str) -> dict[str, Any]:
     return {
         "rules": [
             {"action": action, "onPodConditions": [{"type": "DisruptionTarget"}]},
-            {"action": action, "onExitCodes": {"operator": "In", "values": [RESUMABLE]}},
+            {"action": action, "onExitCodes": {"operator": "In", "values": [*resumable()]}},
         ]
     }
 

@@ -1,10 +1,12 @@
-"""Let a Python interpreter wait before it runs its command, as a spare for a rank.
+"""Let the Python of a rank report its end, and let a spare wait before it runs its command.
 
 Python imports this module at its start, because its folder is the first of PYTHONPATH. The process
-was started with the command of a rank. This module imports the modules that the agent names, and
-waits. When the agent sends the environment of a rank, the module ends, and Python runs the command
-as always. So arguments, flags, module path, tracebacks and exit status are those of Python itself.
-The module uses only the standard library, because the Python of the ranks may not have hvdkit.
+was started with the command of a rank. If it is a spare, this module imports the modules that the
+agent names, and waits. When the agent sends the environment of a rank, the module ends, and Python
+runs the command as always. So arguments, flags, module path, tracebacks and exit status are those
+of Python itself. Only the first Python of a rank imports the module: programs that it starts do not
+inherit the folder. The module uses only the standard library, because the Python of the ranks may
+not have hvdkit.
 """
 
 import os
@@ -114,9 +116,23 @@ def _write(path: str, text: str) -> None:
         pass
 
 
+def _restore_path(folder: str) -> None:
+    """Remove the folder of this module from PYTHONPATH."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if paths[0] == folder:
+        del paths[0]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        if not paths:
+            del os.environ["PYTHONPATH"]
+
+
 def _run() -> None:
-    """Run the user's `sitecustomize`. Then wait, if this process is a spare."""
+    """Run the user's `sitecustomize`. Wait, if this process is a spare. Then run as a rank."""
     folder = os.path.dirname(os.path.abspath(__file__))
+    try:
+        from _hvdkit_self_report import install  # type: ignore[import-not-found]
+    except Exception:  # an earlier version of Python
+        install = None
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     sys.path_importer_cache.pop(folder, None)
     sys.modules.pop("sitecustomize", None)
@@ -141,6 +157,9 @@ def _run() -> None:
             # Python would ignore an error here, and run the command, but the agent starts another
             # process for the rank.
             os._exit(1)
+    _restore_path(folder)
+    if install is not None:
+        install()
     if missing is not None:
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 

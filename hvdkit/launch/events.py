@@ -1,0 +1,302 @@
+"""What happens to a job: small events that are only appended to a list.
+
+| event | what has happened | from |
+|---|---|---|
+| `Reported` | a rank has reported its end: an exception, `sys.exit`, the script's end | rank |
+| `ScriptEnded` | the script of a rank has made an orderly end; its process may still run | rank |
+| `CollectiveFailed` | the engine of a rank says that its last collective has failed | rank |
+| `ShutDown` | a rank has called `hvd.shutdown()` | rank |
+| `Exited`, `Ended` | the process of a rank has ended; all its output has arrived | agent |
+| `AgentSignalled` | an agent got a stop signal | agent |
+| `AgentFailed`, `AgentDone` | an agent cannot continue; all processes there have ended | agent |
+| `AgentLost` | the connection to an agent has ended, or the agent is silent | launcher |
+| `Unconfirmed` | agents did not confirm the end of their ranks | launcher |
+| `StopAsked` | the launcher got a stop signal | launcher |
+| `LateStart`, `LateStop` | ranks were late in `hvd.init()`, or after a request to stop | launcher |
+| `Judged` | a verdict on a stall is final | launcher |
+| `EndBegan` | the launcher begins to end the ranks | launcher |
+| `Found` | what the launcher has found when all ranks had ended | launcher |
+
+`outcome` derives everything else from the list. Each event has the time at which it happened, on
+the launcher's monotonic clock: an agent says how long ago it was, because the clocks of hosts
+differ. The place in the list is only the order in which the launcher has learnt of the events. It
+decides nothing.
+
+The launcher writes the list to `events.jsonl` in the output folder of a start, and `hvdkit why`
+computes the outcome from it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit import exit_statuses
+from hvdkit.errors import HvdkitError
+from hvdkit.faults.rank_report import RankReport
+from hvdkit.launch.plan import Plan, describe_ranks
+from hvdkit.plain_files import parse_json
+
+#: The file with the list, in the output folder of a start.
+EVENTS = "events.jsonl"
+# After so many ends of ranks, only so many last lines of each rank are written.
+_WHOLE_TAILS, _LINES = 64, 5
+#: The version of the file. Readers refuse a newer one.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The part of a job's plan that its outcome depends on.
+
+    Attributes:
+        hosts: the host of each rank.
+        over_mpi: whether the ranks run over MPI. If a rank or an agent ends, mpirun sends SIGTERM
+            to the others.
+        elastic: whether ranks may end because the hosts have changed.
+        stop_seconds: the time for an orderly stop.
+    """
+
+    hosts: tuple[str, ...]
+    over_mpi: bool = False
+    elastic: bool = False
+    stop_seconds: float = 120.0
+
+    @classmethod
+    def of(cls, plan: Plan, over_mpi: bool, elastic: bool, stop_seconds: float) -> JobPlan:
+        """Return the part of `plan`."""
+        hosts = tuple(place.host.name for place in plan.places)
+        return cls(hosts, over_mpi, elastic, stop_seconds)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.hosts)
+
+    @property
+    def orderly(self) -> tuple[int, ...]:
+        """The exit statuses of orderly ends, which are no failures."""
+        return exit_statuses.orderly(self.elastic)
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Return a text for ranks, such as "rank 1 on host1"."""
+        return describe_ranks(ranks, self.hosts)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that has happened to a job.
+
+    Attributes:
+        at: when it happened (`time.monotonic` of the launcher).
+    """
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Reported(Event):
+    """A rank has reported its own end."""
+
+    rank: int
+    report: RankReport
+
+
+@dataclass(frozen=True)
+class ScriptEnded(Event):
+    """The script of a rank has made an orderly end; status None: the rank's command continues."""
+
+    rank: int
+    status: int | None
+
+
+@dataclass(frozen=True)
+class CollectiveFailed(Event):
+    """A rank's last collective has failed: its name, and the engine's error."""
+
+    rank: int
+    name: str
+    error: str
+
+
+@dataclass(frozen=True)
+class ShutDown(Event):
+    """A rank has called `hvd.shutdown()`: where, as a sentence; "" if it has started again."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Exited(Event):
+    """The process of a rank has ended. Its last output may follow."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """The process of a rank has ended, and all its output has arrived.
+
+    Attributes:
+        rank: the rank.
+        status: its exit status, negative for a signal.
+        tail: its last lines of output.
+        hint: the probable cause of its end, if the agent knows one.
+        stack: the lines of faulthandler after a crash.
+    """
+
+    rank: int
+    status: int
+    tail: tuple[str, ...] = ()
+    hint: str = ""
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AgentSignalled(Event):
+    """An agent got a stop signal, and has asked its ranks to stop."""
+
+    host: str
+    number: int
+
+
+@dataclass(frozen=True)
+class AgentFailed(Event):
+    """The agent of some ranks cannot continue."""
+
+    host: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class AgentDone(Event):
+    """The agent of some ranks has confirmed that no process of the job is left."""
+
+    host: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AgentLost(Event):
+    """The agent of some ranks is lost.
+
+    Attributes:
+        host: its host.
+        ranks: its ranks.
+        text: the sentences for the user.
+        with_host: whether the host does not answer; otherwise only the agent has ended.
+        paused: whether the agent has ended because the launcher was stopped.
+        silent: whether the agent does not answer, for example because it is stopped.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    text: str
+    with_host: bool = False
+    paused: bool = False
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class Unconfirmed(Event):
+    """Agents on these hosts did not confirm the end of their ranks."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StopAsked(Event):
+    """The launcher got a stop signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class LateStart(Event):
+    """Ranks were late in `hvd.init()`."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class LateStop(Event):
+    """Ranks run after the time for an orderly stop."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Judged(Event):
+    """A verdict says that no rank can continue, or that the limit of a stall has passed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EndBegan(Event):
+    """The launcher begins to end the ranks."""
+
+
+@dataclass(frozen=True)
+class Found(Event):
+    """What the launcher has found when all ranks had ended, each "" for nothing.
+
+    Attributes:
+        verdict: the verdict on the stall in which ranks failed.
+        mismatch: which ranks differ in the collective that failed.
+        silent: sentences about hosts that did not answer.
+        killed: a sentence if the mpirun or srun that started the agents was killed.
+        aborted_by: the srun that has ended all agents.
+    """
+
+    verdict: str = ""
+    mismatch: str = ""
+    silent: tuple[str, ...] = ()
+    killed: str = ""
+    aborted_by: str = ""
+
+
+_KINDS: dict[str, type[Event]] = {each.__name__: each for each in Event.__subclasses__()}
+
+
+def to_text(plan: JobPlan, events: Iterable[Event]) -> str:
+    """Return the plan and the events as text, one JSON object per line."""
+    lines: list[dict[str, Any]] = [{"version": VERSION, **dataclasses.asdict(plan)}]
+    left = _WHOLE_TAILS
+    for event in events:
+        if isinstance(event, Ended):
+            kept = _LINES if left <= 0 else len(event.tail)
+            event, left = dataclasses.replace(event, tail=event.tail[-kept:]), left - 1
+        lines.append({"kind": type(event).__name__, **dataclasses.asdict(event)})
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def parse(text: str) -> tuple[JobPlan, list[Event]]:
+    """Return the plan and the events in `text`.
+
+    Raises:
+        HvdkitError: it is not a list of events of this version.
+    """
+    try:
+        first, *others = (parse_json(line) for line in text.splitlines())
+        if first.pop("version") > VERSION:
+            raise HvdkitError("the list of events is of a newer hvdkit: update hvdkit")
+        plan = JobPlan(**{**first, "hosts": tuple(first["hosts"])})
+        events: list[Event] = []
+        for line in others:
+            kind = _KINDS[line.pop("kind")]
+            fields: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in line.items()
+            }
+            if isinstance(fields.get("report"), dict):
+                fields["report"] = RankReport.of(fields["report"])
+            events.append(kind(**fields))
+        return plan, events
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HvdkitError(f"not the events of a job ({error!r})") from error

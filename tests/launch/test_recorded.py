@@ -1,0 +1,31 @@
+"""The outcome of real jobs, computed again from the events in their output folders."""
+
+from pathlib import Path
+
+import pytest
+
+from hvdkit.launch import events
+from hvdkit.launch.outcome import outcome
+
+FOLDER = Path(__file__).parent / "recorded"
+#: The file -> the exit status, the suspects, and the beginning of the report.
+RECORDED = {
+    # The rank that raised ends last, because a thread runs. Another one hides that it lost a rank.
+    "lost-peers-end-first.jsonl": (1, (1,), "rank 1 on localhost failed: exit status 1; 2 ranks"),
+    # The other rank leaves by `os._exit`. The launcher ends the rank that raised.
+    "raised-but-a-thread-runs.jsonl": (1, (1,), "rank 1 on localhost failed: it raised an error"),
+    "killed-agent.jsonl": (1, (), "lost localhost: its agent was killed by signal 9 (Killed)"),
+    "crash.jsonl": (139, (0,), "rank 0 on localhost failed: killed by signal 11"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_job(name):
+    status, suspects, report = RECORDED[name]
+    found = outcome(*events.parse((FOLDER / name).read_text()))
+    assert (found.status, found.suspects) == (status, suspects)
+    assert found.report.startswith(report)
+
+
+def test_each_recorded_job_has_an_expected_outcome():
+    assert {path.name for path in FOLDER.iterdir()} == set(RECORDED)
