@@ -200,7 +200,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             current.arrived[i] = None
             # Start nothing before the ranks have a plan: a bucket that only some ranks have would
             # stay in flight.
-            if self._plan is None or not self.planned:
+            if self._plan is None or self._planned_generation != current.generation:
                 return
             thread = threading.get_ident()
             for entry in [entry for entry in current.full if entry[0] == thread]:
