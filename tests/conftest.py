@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--long"):
         skip = pytest.mark.skip(reason="slow form: scripts/test --long")
         for item in items:
-            if "long" in item.keywords or _is_long_with_its_parameter(item):
+            if item.get_closest_marker("long") or _is_long_with_its_parameter(item):
                 item.add_marker(skip)
 
 
