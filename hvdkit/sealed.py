@@ -254,15 +254,6 @@ def introduce(
     return SealedConnection(connection, session, listens=False)
 
 
-def expect_greeting(connection: socket.socket) -> None:
-    """Take step 1 of the handshake, as the process that connects.
-
-    Raises:
-        OSError: the other end does not follow this protocol.
-    """
-    _read_greeting(connection, STEP_SECONDS)
-
-
 def _read_greeting(connection: socket.socket, seconds: float) -> bytes:
     greeting = read_line(connection, seconds)
     if greeting.partition(b" ")[0] != _GREETING:

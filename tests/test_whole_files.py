@@ -40,6 +40,30 @@ def test_a_link_is_followed(tmp_path):
     assert link.is_symlink()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_another_user_has_put_there_is_not_written_to(tmp_path, kind):
+    """A link may lead to any file of this user. A pipe sends the content to the other user."""
+    own, planted, draft_of = tmp_path / "own", tmp_path / "page", []
+    own.write_text("old")
+    if kind == "link":
+        planted.symlink_to(own)
+    else:
+        os.mkfifo(planted)
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    link = tmp_path / "link"
+    link.symlink_to(planted)
+    for path in (planted, link):
+        with pytest.raises(PermissionError, match=f"{kind} of another user"):
+            check_writable(path)
+        with (
+            pytest.raises(PermissionError, match=f"{kind} of another user"),
+            replacing(path) as draft,
+        ):
+            draft_of.append(draft)
+    assert (own.read_text(), draft_of) == ("old", [])
+
+
 def test_a_pipe_is_not_replaced(tmp_path):
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)

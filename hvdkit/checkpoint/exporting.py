@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hvdkit.checkpoint.posix import disk
 from hvdkit.errors import HvdkitError
+from hvdkit.whole_files import beside
 
 
 @contextmanager
@@ -21,22 +22,22 @@ def exporting(target: Path) -> Iterator[Path]:
         HvdkitError: the content cannot be written.
     """
     # Not a name of `tempfile`, whose files other users could not read.
-    beside = target.absolute().with_name(f".{target.name}.{os.getpid()}")
+    draft = beside(target.absolute())
     try:
         try:
-            yield beside
-            if beside.is_dir():
-                _sync_folder(beside)
+            yield draft
+            if draft.is_dir():
+                _sync_folder(draft)
             else:
-                with beside.open("rb") as file:
+                with draft.open("rb") as file:
                     os.fsync(file.fileno())
-            beside.replace(target)
+            draft.replace(target)
         finally:
-            if beside.is_dir():
-                shutil.rmtree(beside, ignore_errors=True)
+            if draft.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
             else:
-                beside.unlink(missing_ok=True)
-        _sync_folder(beside.parent)
+                draft.unlink(missing_ok=True)
+        _sync_folder(draft.parent)
     except OSError as error:
         raise HvdkitError(f"cannot write {target}: {error.strerror or error}") from error
 

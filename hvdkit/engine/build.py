@@ -37,6 +37,7 @@ from hvdkit.engine import (
 from hvdkit.engine.plan import Plan
 from hvdkit.engine.progress import BuildProgress
 from hvdkit.errors import HvdkitError
+from hvdkit.whole_files import replacing
 
 #: The timeout of a build. The slowest measured took 8 minutes on 2 cores.
 _SECONDS = 2 * 3600
@@ -89,8 +90,7 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         else:
             wheel = _make(plan, options, scratch, console)
         if options.wheel_dir is not None:
-            options.wheel_dir.mkdir(parents=True, exist_ok=True)
-            kept = shutil.copy2(wheel, options.wheel_dir)
+            kept = _copy(wheel, options.wheel_dir)
             console.print(f"Wheel: {escape(str(kept))}")
         install.install_wheel(wheel, options.target)
     engine = describe.installed(options.target)
@@ -106,6 +106,21 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         f"({time.monotonic() - started:.0f} s)."
     )
     return engine
+
+
+def _copy(wheel: Path, folder: Path) -> Path:
+    """Copy the wheel into the folder of `--wheel-dir`, and return the copy."""
+    copy = folder / wheel.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(copy) as draft:
+            shutil.copyfile(wheel, draft)
+    except OSError as error:
+        raise HvdkitError(
+            f"--wheel-dir {folder}: the wheel cannot be copied to {copy} ({error.strerror}). Give "
+            "a folder that you can write to, without links of other users"
+        ) from error
+    return copy
 
 
 def _matches(engine: describe.Engine, plan: Plan) -> bool:

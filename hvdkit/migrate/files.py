@@ -10,11 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdkit import plain_files
 from hvdkit.errors import UsageError
+from hvdkit.plain_files import open_regular
 
 #: Folders that hold the code of others.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist"}
 _MARK = b"\xef\xbb\xbf"
+#: The longest file that is migrated, in bytes. Parsing it takes about 1.5 GB at most.
+LONGEST = 500_000
 
 
 @dataclass
@@ -75,7 +79,9 @@ def _walk(folder: Path, found: Files) -> Iterator[Path]:
 
 def _read(found: Files, path: Path, real: Path) -> None:
     try:
-        content = path.read_bytes()
+        with open(open_regular(real), "rb") as file:
+            # A notebook may be longer, because of its pictures.
+            content = file.read(plain_files.LONGEST)
     except OSError as error:
         found.unreadable[path] = error.strerror or str(error)
         return
@@ -83,6 +89,12 @@ def _read(found: Files, path: Path, real: Path) -> None:
         if b"horovod" in content or b"DistributedDataParallel" in content:
             found.unreadable[path] = (
                 "is a notebook: convert it first, with `jupyter nbconvert --to script`"
+            )
+        return
+    if len(content) > LONGEST:
+        if b"horovod" in content or b"torch.distributed" in content:
+            found.unreadable[path] = (
+                f"has more than {LONGEST:,} bytes, so it is left alone: split it first"
             )
         return
     if content.startswith(_MARK):

@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hvdkit.migrate import files
+from hvdkit.plain_files import read_text
+
 
 class Imports:
     """The imports of local modules.
@@ -25,8 +28,8 @@ class Imports:
         """Return the text of a file; empty if it cannot be read."""
         if path not in self._texts:
             try:
-                self._texts[path] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
+                self._texts[path] = read_text(path, files.LONGEST)
+            except OSError:
                 self._texts[path] = ""
         return self._texts[path]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdkit.errors import HvdkitError
+from hvdkit.whole_files import replacing
 
 if TYPE_CHECKING:
     from hvdkit.report.charts import Chart
@@ -125,7 +126,7 @@ def _for_page(tag: str, number: int) -> str:
 
 def png(chart: Chart, path: Path) -> None:
     """Write a chart as a picture on white ground."""
-    with open(path, "wb") as file:
+    with replacing(path) as draft, open(draft, "wb") as file:
         _save(chart, LIGHT, file, "png")
 
 

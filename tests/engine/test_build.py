@@ -124,6 +124,21 @@ def test_the_engine_leaves_horovodrun_to_hvdkit(engine):
     assert not [file for file in metadata.files("horovod") if file.name == "horovodrun"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_wheel_is_not_copied_through_a_link_of_another_user(tmp_path):
+    wheel, own, folder = tmp_path / "horovod.whl", tmp_path / "own", tmp_path / "wheels"
+    for text in ("old", "new"):
+        wheel.write_text(text)
+        assert build._copy(wheel, folder).read_text() == text
+    own.write_text("not a wheel")
+    (folder / wheel.name).unlink()
+    (folder / wheel.name).symlink_to(own)
+    os.chown(folder / wheel.name, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(HvdkitError, match="link of another user"):
+        build._copy(wheel, folder)
+    assert own.read_text() == "not a wheel"
+
+
 def test_installed_engine_describes_itself(engine):
     assert re.fullmatch(r"0\.28\.1\+hvdkit\.\d+(\.minimal)?", engine.version)
     assert engine.record["frameworks"] == dict(engine.frameworks)

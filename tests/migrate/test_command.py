@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -215,6 +214,24 @@ def test_a_package_beside_the_folder_of_the_script(tmp_path):
     assert "eigh" in (package / "parts.py").read_text()
 
 
+def test_a_huge_file_and_a_pipe_are_reported(tmp_path, capsys):
+    """Files with a hole take no space on the disk, and much memory; reading a pipe waits."""
+    huge, other, pipe = tmp_path / "huge.py", tmp_path / "other.py", tmp_path / "pipe.py"
+    huge.write_text(OLD + "import other\n")
+    os.mkfifo(pipe)
+    for path in (huge, other):
+        with path.open("ab") as file:
+            file.truncate(1 << 40)
+    assert run(huge, other, pipe) == 1
+    output = capsys.readouterr().out
+    assert f"{huge}: has more than 500,000 bytes, so it is left alone" in output
+    assert f"{pipe}: not a regular file" in output
+    assert str(other) not in output
+    script = tmp_path / "train.py"
+    script.write_text("import other\n" + OLD)
+    assert run(script) == 0
+
+
 def test_a_notebook_is_reported(tmp_path, capsys):
     (tmp_path / "train.ipynb").write_text('{"cells": ["import horovod.torch as hvd"]}')
     assert run(tmp_path) == 1
@@ -236,14 +253,11 @@ def test_a_failed_write_leaves_the_file(script, monkeypatch, capsys):
 def test_an_unreadable_file_is_reported(tmp_path, monkeypatch, capsys):
     path = tmp_path / "train.py"
     path.write_text(OLD)
-    real = Path.read_bytes
 
-    def fail(self):
-        if self == path:
-            raise PermissionError(13, "Permission denied")
-        return real(self)
+    def fail(_):
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(files, "open_regular", fail)
     assert run(path) == 1
     assert f"{path}: Permission denied" in capsys.readouterr().out
 

@@ -7,7 +7,6 @@ runs the command that it was started with, in its own environment.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
 import socket
@@ -16,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NoReturn, Self
@@ -26,13 +26,22 @@ from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
 from hvdkit.launch.hosts import Host, own_addresses
 from hvdkit.launch.listener import BACKLOG, Listener
-from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, describe_node, machine
+from hvdkit.launch.nodes.handshake import (
+    Authenticator,
+    NodeInfo,
+    Refused,
+    WrongKey,
+    authenticate_to_node_0,
+    describe_node,
+    machine,
+)
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
-from hvdkit.sealed import expect_greeting
+from hvdkit.plain_files import read_text
 from hvdkit.signals import begin_to_note, status_before_start
+from hvdkit.whole_files import beside, create
 
 _SHOWN_NODES = 8
 
@@ -194,44 +203,47 @@ def _listening(settings: NodeSettings) -> Iterator[tuple[socket.socket, bytes]]:
             "key": "" if settings.key else key.decode(),
         }
         text = json.dumps(content)
+        _check_not_in_use(settings, settings.file)
         _write_privately(settings.file, text)
         try:
             yield server, key
         finally:
             with suppress(OSError):
-                if settings.file.read_text() == text:
+                if read_text(settings.file) == text:
                     settings.file.unlink()
 
 
 def _write_privately(path: Path, text: str) -> None:
     """Write a file that only this user can read, in one atomic step."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = beside(path)
     try:
-        if _is_in_use(path):
-            raise UsageError(f"--rdzv-file {path} is in use by another job; choose another file")
-        with suppress(FileNotFoundError):
-            path.unlink()  # of an earlier job
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
+        create(new, text.encode(), 0o600)
+        new.replace(path)
     except OSError as error:
         with suppress(OSError):
             new.unlink()
         raise UsageError(f"--rdzv-file {path}: {error.strerror}") from error
 
 
-def _is_in_use(path: Path) -> bool:
-    """Return whether a node 0 listens at the address in an `--rdzv-file`."""
+def _check_not_in_use(settings: NodeSettings, path: Path) -> None:
+    """Check that no node 0 waits at the address in an `--rdzv-file`.
+
+    A node 0 proves that it knows the key in the file. Another program, which has got the port of an
+    earlier job, cannot.
+
+    Raises:
+        UsageError: there is such a node 0.
+    """
     try:
-        addresses, _ = read_file(path)
-        connect_to_any(addresses, _close_after_greeting, timeout=1.0)
-        return True
-    except (OSError, HvdkitError):
-        return False
-
-
-def _close_after_greeting(connection: socket.socket) -> None:
-    with connection:
-        expect_greeting(connection)
+        addresses, key = read_file(path)
+        key = key or settings.key
+        if key:
+            authenticate = partial(authenticate_to_node_0, settings=settings, key=key)
+            connect_to_any(addresses, authenticate, timeout=1.0).close()
+    except (OSError, WrongKey):
+        pass
+    except Refused as error:
+        problem = f"--rdzv-file {path} is in use by another job; choose another file"
+        raise UsageError(problem) from error
+    except HvdkitError:
+        pass  # the file of another user

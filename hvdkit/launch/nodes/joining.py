@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import socket
 import time
@@ -19,6 +18,7 @@ from hvdkit.launch.hosts import own_addresses
 from hvdkit.launch.nodes.handshake import WrongKey, authenticate_to_node_0, machine
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.output import Output
+from hvdkit.plain_files import open_regular, parse_json
 from hvdkit.sealed import STEP_SECONDS, SealedConnection
 
 #: Seconds of waiting after which the user gets a message.
@@ -119,11 +119,11 @@ def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
     there.
 
     Raises:
-        OSError: the file does not exist, or node 0 has not written it.
+        OSError: the file does not exist, or node 0 has not written it: it may be a link, or a pipe.
         HvdkitError: it belongs to another user, who could start programs here as a false node 0,
             or other users may read or change it.
     """
-    with path.open(encoding="utf-8") as file:
+    with open(open_regular(path), encoding="utf-8") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise HvdkitError(
@@ -132,14 +132,14 @@ def read_file(path: Path) -> tuple[list[tuple[str, int]], bytes]:
                 f"writes it. Choose a file in a folder of your own"
             )
         try:
-            content = json.loads(file.read(_LONGEST_FILE))
+            content = parse_json(file.read(_LONGEST_FILE))
             port = int(content["port"])
             addresses = [str(address) for address in content["addresses"]]
             if content["machine"] != machine():
                 own = own_addresses()
                 addresses = [a for a in addresses if not (a in own or _is_loopback(a))]
             return [(address, port) for address in addresses], str(content["key"]).encode()
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise OSError(f"{path} was not written by node 0") from error
 
 

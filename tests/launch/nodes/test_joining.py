@@ -1,6 +1,7 @@
 """Nodes find node 0. `tests/cluster/test_nodes.py` runs jobs on several hosts."""
 
 import json
+import os
 import socket
 import threading
 from contextlib import ExitStack, closing, contextmanager
@@ -10,7 +11,7 @@ import pytest
 from hvdkit.errors import UsageError
 from hvdkit.launch.listener import Listener
 from hvdkit.launch.nodes import joining
-from hvdkit.launch.nodes.gathering import _write_privately
+from hvdkit.launch.nodes.gathering import _check_not_in_use, _write_privately
 from hvdkit.launch.nodes.handshake import Authenticator, machine
 from hvdkit.launch.nodes.joining import _connected, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
@@ -75,10 +76,30 @@ def test_another_program_at_the_port_of_node_0(rendezvous):
 
 def test_a_file_in_use_is_not_replaced_if_another_program_has_the_port(rendezvous):
     file, _ = rendezvous
-    before = file.read_text()
     with pytest.raises(UsageError, match="is in use by another job"):
-        _write_privately(file, "{}")
-    assert file.read_text() == before
+        _check_not_in_use(settings(file, 0), file)
+
+
+def test_another_program_does_not_keep_a_file_of_an_earlier_job_in_use(tmp_path):
+    """Any user of this machine may listen at the old port, and greet as hvdkit does."""
+    file = tmp_path / "job"
+    server = socket.create_server((FIRST, 0))
+    content = {"addresses": [FIRST], "port": server.getsockname()[1], "key": KEY.decode()}
+    _write_privately(file, json.dumps(content | {"machine": machine()}))
+    with server, node_0(server, file, b"the key of a stranger"):
+        _check_not_in_use(settings(file, 0), file)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_pipe_of_another_user_does_not_stop_a_node(tmp_path, node):
+    """Others may make a pipe in a shared folder. Opening it waits forever."""
+    file = tmp_path / "job"
+    os.mkfifo(file)
+    if node == 0:
+        _check_not_in_use(settings(file, 0), file)
+    else:
+        with pytest.raises(OSError, match="not a regular file"):
+            read_file(file)
 
 
 @pytest.mark.parametrize(
