@@ -38,7 +38,7 @@ class BackwardFailed(HvdkitError):
 
 
 class GradientsChanged(HvdkitError):
-    """A rank changed reduced gradients before all ranks had taken part in the reduction."""
+    """Gradients that should be equal on all ranks were changed, and may differ."""
 
 
 # Larger than `Rounds.plans_made` can be. It turns a minimum into a maximum.
@@ -253,7 +253,7 @@ class Coordinator:
             failure = self._make_error(entry, result)
             _raise_first({**errors, None: failure})
         running = [(rounds, slot) for rounds, slot in left if rounds]
-        changed = 0
+        changed = written = 0
         # A late rank cannot know whether other ranks make further passes before their step.
         any_late = any(slot.late for _, slot in result.slots)
         for rounds, slot in running:
@@ -265,6 +265,9 @@ class Coordinator:
                 comparable = slot.changed == result.count or not rounds.has_late_ranks
                 equal = comparable and rounds.are_equal()
                 changed = max(changed, 0 if equal else slot.changed)
+            # The pass adds to what the script has written, and nothing has reduced that.
+            if slot.written and not rounds.are_equal():
+                written = max(written, slot.written)
             if not slot.outdated:
                 attempt(rounds, rounds.send)
         # The first round allocates the buckets, so this is where memory may be lacking.
@@ -290,6 +293,15 @@ class Coordinator:
             _raise_first(errors)
         if changed:
             self._raise_changed([each for each, _ in running], changed, result.count)
+        if written:
+            error = GradientsChanged(
+                f"on {written} of {result.count} ranks the gradients of the last step were changed "
+                f"before loss.backward(), and now differ between ranks. To add gradients of each "
+                f"rank to those of a pass, call optimizer.zero_grad() or assign them (p.grad = "
+                f"...). Call optimizer.zero_grad() to continue."
+            )
+            self._reset([each for each, _ in running], True, error)
+            raise error
 
     def _check_sent(
         self,

@@ -36,8 +36,8 @@ class Slot:
         changed: gradients were changed after a round of this step.
         reduced: the rank was in a round of this step.
         held: the rank is late and has gradients of earlier rounds, of this step or an earlier one.
-        written: the rank is late, was in no round of this step, and its gradients differ from those
-            that the last step left. A write through `p.grad.data` is not recognised.
+        written: the rank was in no round of this step, and its gradients differ from those that the
+            last step left. A write through `p.grad.data` is not recognised.
         failed: the backward pass raised.
         outdated: parameters have another dtype or device than the buckets.
         sparse: a sparse gradient has a dense bucket.
@@ -189,7 +189,9 @@ class Headers:
         for rounds in passed:
             ordinary = ordinary and rounds.planned and not rounds.gradients.needs_sparse_bucket()
             changed = rounds.has_late_ranks and rounds.gradients.changed_since_round()
-            ordinary = ordinary and not changed and not rounds.gradients.nonfinite()
+            written = not rounds.participated and rounds.gradients.written_before_pass()
+            ordinary = ordinary and not changed and not written
+            ordinary = ordinary and not rounds.gradients.nonfinite()
         newest_first = [each and each.rounds for each in self._newest_first()]
         digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
         digest = zlib.crc32(repr(digests).encode()) & 0xFFFFFF
@@ -286,7 +288,7 @@ class Headers:
             changed=int(rounds.participated and gradients.changed_since_round()),
             reduced=int(rounds.participated),
             held=int(late and gradients.has_reduced(not rounds.participated)),
-            written=int(late and not rounds.participated and gradients.changed_since_round()),
+            written=int(not rounds.participated and gradients.changed_since_round()),
             failed=int(rounds in entry.failed),
             outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
             sparse=int(gradients.needs_sparse_bucket()),

@@ -66,6 +66,13 @@ class LocalGradients(Protocol):
         """Return whether a reduced gradient was changed or replaced since the last round."""
         ...
 
+    def written_before_pass(self) -> bool:
+        """Return whether a base was changed since the last round, and is not 0.
+
+        After `begin_round`. It waits for the device if a base was changed.
+        """
+        ...
+
     def plan_outdated(self) -> bool:
         """Return whether parameters have another dtype or device than the buckets."""
         ...

@@ -192,6 +192,8 @@ class OptimizerGradients:
         self._hooked: list[int] = []
         # Whether a base differs from the gradient that the last round left.
         self._changed = False
+        # Names of gradients whose reduced part is not known any more.
+        self._mixed: list[str] = []
         self.plan_new_parameters()
         self.hook_unplanned_parameters()
 
@@ -254,11 +256,24 @@ class OptimizerGradients:
         self._hooked = found
 
     def _find_converted_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """Mark the gradient of a converted parameter again: a conversion swaps attributes."""
+        """Mark the gradient of a converted parameter again: a conversion swaps attributes.
+
+        If the gradient has changed since, a pass without hooks may have added to the reduced
+        gradient. The mean over the ranks is still right, but their sum would count the reduced part
+        once for each rank.
+        """
         number, gradient = self._numbers.get(parameter), parameter.grad
-        snapshot = None if number is None else self._after_round[number]
-        if gradient is not None and snapshot is not None and snapshot[2] == id(gradient):
-            gradient.__dict__[_MARK] = snapshot[0]
+        if number is None or gradient is None:
+            return
+        snapshot = self._after_round[number]
+        if snapshot is None or snapshot[2] != id(gradient):
+            return
+        gradient.__dict__[_MARK] = snapshot[0]
+        if number in self._unreduced or self._reduction.average or self._collectives.single_rank:
+            return
+        if _version(gradient):
+            self._mixed.append(self._owner._name_of(parameter))
+            self._window.dropped = True  # lets the round fail on all ranks
 
     def _plan(self, parameters: list[torch.nn.Parameter]) -> None:
         self._layouts.append([_layout(p) for p in parameters])
@@ -588,6 +603,18 @@ class OptimizerGradients:
             f"{self._except(frozen)}, {len(held)} have one{self._except(missing)}"
             + (f", {len(bases)} from an earlier reduction{self._except(new)}" if bases else "")
             + self._outdated_text()
+            + self._mixed_text()
+        )
+
+    def _mixed_text(self) -> str:
+        """Return a text about gradients whose reduced part is not known any more, or ""."""
+        if not self._mixed:
+            return ""
+        shown = ", ".join(self._mixed[:_SHOWN]) + (", ..." if len(self._mixed) > _SHOWN else "")
+        return (
+            f", {len(self._mixed)} parameters were converted while they had a reduced gradient "
+            f"({shown}), and PyTorch has lost the hooks that would separate it from the new one: "
+            f"call optimizer.zero_grad() before the conversion"
         )
 
     def _outdated_text(self) -> str:
@@ -649,6 +676,12 @@ class OptimizerGradients:
             if number not in self._unreduced and number not in self._bases:
                 self._record_change(number, p.grad)
         return self._changed
+
+    def written_before_pass(self) -> bool:
+        """Return whether a base was changed since the last round, and is not 0."""
+        return self._changed and any(
+            base.is_sparse or bool(base.any()) for base in self._bases.values()
+        )
 
     def _record_change(self, number: int, gradient: torch.Tensor | None) -> None:
         snapshot = self._after_round[number]
@@ -782,6 +815,7 @@ class OptimizerGradients:
     def discard(self) -> None:
         """Drop the bases and all records of passes and rounds."""
         self._bases.clear()
+        self._mixed.clear()
         self._unreduced.clear()
         self.forget_nonfinite()
         self._in_round = False

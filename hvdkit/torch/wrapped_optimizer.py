@@ -488,10 +488,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return False
         self._window.end()
         self._check_usable()
+        self._gradients.hook_unplanned_parameters()
         self._fail_if_pass_dropped()
         if not self.rounds.participated:  # otherwise, the gradients are those of this step
             self._note_removed_gradients()
-        self._gradients.hook_unplanned_parameters()
         if self._collectives.single_rank:
             self._report_nonfinite(assigned=not self.rounds.participated)
         with entry_lock:

@@ -209,6 +209,9 @@ class SimulatedGradients:
             for number, p in enumerate(self._planned)
         )
 
+    def written_before_pass(self) -> bool:
+        return False
+
     def changed_since_round(self) -> bool:
         for number, (gradient, values) in enumerate(self._left):
             if number in self._aside:

@@ -606,6 +606,30 @@ def idle_rank_and_changed_gradients(world: World, number: int) -> None:
 
 
 @action
+def write_before_a_pass(world: World, number: int) -> None:
+    """Write into the gradients of the last step, then make a pass.
+
+    Different numbers are an error. Zeros, and the same numbers on all ranks, are not.
+    """
+    plain_step(world, number)
+    value = number % 3
+    if value == 2 and len(world.ranks) > 1:
+        for p in world.model.parameters():
+            if p.grad is not None:
+                p.grad.fill_(1.0 + world.hvd.rank())
+        loss = world.loss(world.run, number, world.hvd.rank(), "all")
+        expect(world, GradientsChanged, loss.backward)
+        return
+    for model in (world.model, world.reference):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(value)
+    world.backward(number)
+    world.check_gradients()
+    world.step()
+
+
+@action
 def double_and_back(world: World, number: int) -> None:
     """Move parameters and gradients to other memory on one rank, with Module._apply."""
     if world.hvd.rank() == world.chosen_rank(number):

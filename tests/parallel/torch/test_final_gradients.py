@@ -161,6 +161,70 @@ def test_conversions_that_swap_the_content_of_parameters(hvd, passes, zeroes, op
     assert_close(model, reference, 1e-4)
 
 
+@pytest.mark.parametrize("part", ["all", "first layer"])
+def test_a_conversion_of_reduced_gradients_that_are_summed_is_an_error(hvd, part):
+    """The new gradient cannot be told from the reduced one, so their sum would be wrong."""
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Sum)
+    converted = model if part == "all" else model[0]
+    loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    optimizer.step()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        converted.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+    def train():
+        hidden = model[0](batch_of(hvd.rank(), 1, torch.float32))
+        model[1:](hidden if part == "all" else hidden.double()).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(HvdkitError, match="zero_grad\\(\\) before the conversion"):
+        train()
+    model.double()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer.zero_grad()
+    loss_of(model, batch_of(hvd.rank(), 2)).backward()
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize("write", ["copy", "zero and add"])
+def test_own_gradients_written_into_those_of_the_last_step(hvd, write):
+    """A pass would add to them, and they would differ between ranks. After zero_grad() they may."""
+    model = small_model()
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    plain = sgd(reference.parameters())
+    own = [torch.full_like(p, 1.0 + hvd.rank()) for p in model.parameters()]
+    mean = (1 + hvd.size()) / 2
+
+    def both(step):
+        loss_of(model, batch_of(hvd.rank(), step)).backward()
+        loss_of(reference, whole_batch(hvd, step)).backward()
+
+    both(0)
+    optimizer.step()
+    plain.step()
+    for p, g in zip(model.parameters(), own, strict=True):
+        if write == "copy":
+            p.grad.copy_(g)
+        else:
+            p.grad.zero_().add_(g)
+    with pytest.raises(GradientsChanged, match="differ between ranks"):
+        loss_of(model, batch_of(hvd.rank(), 1)).backward()
+    for each in (optimizer, plain):
+        each.zero_grad(set_to_none=False)
+    for p, q, g in zip(model.parameters(), reference.parameters(), own, strict=True):
+        p.grad.copy_(g)
+        q.grad.fill_(mean)
+    both(1)
+    optimizer.step()
+    plain.step()
+    assert_same_on_all_ranks(hvd, model)
+    assert_close(model, reference, 1e-12)
+
+
 def test_a_gradient_can_be_saved_and_copied(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
