@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ _REPORT = re.compile(REPORT.format(r"(\d+)", r"\d+"))
 # Bytes. A rank can write anything.
 _MOST_BYTES = 1 << 19
 _MOST_LINES = 200
+_STARTED: Mapping[str, Any] = {
+    "how": "start",
+    "error": "",
+    "kind": "",
+    "chained": False,
+    "traceback": [],
+}
 _LONGEST = 1000
 
 
@@ -26,8 +33,9 @@ class RankReport:
     """The report of a rank on its own end.
 
     Attributes:
-        how: "exception" (not handled), "exit" (`sys.exit`) or "end" (the script has run to its end,
-            or has raised SystemExit itself).
+        how: "exception" (not handled), "exit" (`sys.exit`), "end" (the script has run to its end,
+            or has raised SystemExit itself) or "start" (the command of the rank has started another
+            Python, and the report before does not count).
         error: the class and the first line of the exception; "" for none. After `sys.exit`: of the
             exception that the script was handling.
         kind: "own", "peer", "start", "refused" or "connection", as `_hvdkit_self_report` says; ""
@@ -65,9 +73,15 @@ class RankReports:
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
-    def new(self, folder: Path) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    def new(self, folder: Path) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
         """Yield the reports since the last call: rank, age in seconds, and content."""
-        for file in sorted(folder.glob(REPORT.format("*", "*"))):
+        files = {file.name: file for file in folder.glob(REPORT.format("*", "*"))}
+        ranks = {name.split("-")[1] for name in files}
+        for name in self._seen.keys() - files.keys():
+            del self._seen[name]
+            if (rank := name.split("-")[1]) not in ranks:
+                yield int(rank), 0.0, _STARTED
+        for file in sorted(files.values()):
             # After an error the next call reads the file again.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
                 stamp = file.stat().st_mtime_ns

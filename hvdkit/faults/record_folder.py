@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class RecordFolder:
                     self._seen[file.name] = stamp
                     yield text
 
-    def reports(self) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    def reports(self) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
         """Yield the ranks' reports on their ends, see `RankReports.new`."""
         if self._folder is not None:
             yield from self._reports.new(self._folder.path)

@@ -26,13 +26,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hvdkit.exit_statuses import MPI_LOST_DAEMON, status_text
+from hvdkit.exit_statuses import CRASHES, MPI_LOST_DAEMON, signal_of, status_text
 from hvdkit.faults.rank_report import RankReport
 from hvdkit.processes import exit_text
 
 #: The most lines that are shown of a failure, and of its error if it comes before these lines.
 _SHOWN_LINES = 20
 _SHOWN_OF_ERROR = 5
+# The signals of a shell's program that a rank does not get because of another one.
+_ENDING = (*CRASHES, signal.SIGKILL)
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 
 
@@ -114,13 +116,14 @@ class Failure:
     def kind(self) -> Kind:
         """The kind of the failure."""
         report = self.report
-        if report is not None and report.error and (report.how == "exception" or self.status >= 0):
+        if report is not None and report.error:
+            # A signal after it has ended what remained of Python.
             return _REPORTED.get(report.kind, Kind.OWN)
         if self.over_mpi and self.status == -signal.SIGTERM:
             return Kind.TERMINATED
         if self.by_mpi:
             return Kind.PEER
-        if self.status < 0:
+        if self.status < 0 or signal_of(self.status) in _ENDING:
             return Kind.OWN
         # The script may hide the error of a collective.
         return Kind.PEER if self.engine_error else Kind.UNEXPLAINED
@@ -213,7 +216,8 @@ def in_order(failures: Sequence[Failure]) -> list[Failure]:
     """Return failures, the most likely cause of the others first."""
     found = sorted(failures, key=lambda failure: failure.order)
     # An error of one rank that all ranks raise, such as one of a checkpoint.
-    alike = [each for each in found if each.error_text == found[0].error_text]
+    first = found[0].kind, found[0].error_text
+    alike = [each for each in found if (each.kind, each.error_text) == first]
     origin = next((each for each in alike if each.is_chained), found[0])
     return [origin, *(each for each in found if each is not origin)]
 

@@ -85,6 +85,13 @@ def report_of(*ends, **options):
         ([(1, 1, BAD), (0, 1, OF_RANK_0)], 1),
         # A crash after the rank had lost a peer, in a function of `atexit`.
         ([(0, -11, LOST), (1, 1, BAD)], 1),
+        # The interpreter crashes when it ends, after the script had lost a peer.
+        ([(0, -6, HIDDEN), (1, 3, None)], 1),
+        # The program of a shell has crashed. The other script hides the error of its lost peer.
+        ([(0, 1, BAD), (1, 139, None)], 0),
+        ([(1, 139, None), (0, 1, BAD)], 1),
+        # Both scripts raise the same error, one of them because it has lost a peer.
+        ([(0, 1, raised(BAD.error, "peer", chained=True)), (1, 1, BAD)], 1),
         # The script had lost a peer, had caught the error, and was then killed.
         ([(0, 1, LOST), (1, -11, None)], 1),
     ],

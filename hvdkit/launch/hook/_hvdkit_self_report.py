@@ -18,7 +18,8 @@ the folder of HVDKIT_RECORD_DIR, as torchelastic's error files are
     chained   whether the exception has another one as its cause
 
 A process that a signal, `os._exit` or a crash ends leaves no report. After a crash, `faulthandler`
-leaves the stack in a second file.
+leaves the stack in a second file. If the command of the rank starts another Python, the report of
+the earlier one does not count, and is removed.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ class _Reporter:
         # The exception that the script was handling when it called `sys.exit`.
         self._handled: Any = None
         self._reported: Any = None
+        # The last exception that the running program has only printed.
+        self._printed: Any = None
         self._before, self._exit = sys.excepthook, sys.exit
         self._crash: Any = None  # stays open: faulthandler keeps only the descriptor
 
     def install(self, crash_file: str) -> None:
         sys.excepthook = self._on_exception
-        sys.exit = self._on_exit  # type: ignore[assignment]
+        sys.exit = _like_sys_exit(self._on_exit)
         # Registered first, so called last: the functions of the script may take long.
         atexit.register(self._on_end)
         try:
@@ -77,8 +80,12 @@ class _Reporter:
 
     def _on_exception(self, kind: Any, error: Any, traceback: Any) -> None:
         # Not if the program calls this function for an exception that it has handled.
-        if error is _last() and not issubclass(kind, KeyboardInterrupt):
-            self._write("exception", error)
+        if error is not None and error is _last():
+            # A library, or a console in the program, has printed the exception.
+            if _script_runs():
+                self._printed = error
+            elif not isinstance(error, KeyboardInterrupt):
+                self._write("exception", error)
         self._before(kind, error, traceback)
 
     def _on_exit(self, status: Any = None, /) -> None:
@@ -92,7 +99,7 @@ class _Reporter:
             return
         if isinstance(last, KeyboardInterrupt):
             return
-        if last is not None:
+        if last is not None and last is not self._printed:
             self._write("exception", last)
         elif self._handled is not None:
             self._write("exit", self._handled)
@@ -123,6 +130,27 @@ class _Reporter:
 def _last() -> Any:
     """Return the last exception that was not handled, which Python notes first; None for none."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _script_runs() -> bool:
+    """Return whether the script has not ended: its code is the first of the stack."""
+    frame: Any = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name == "<module>" or frame.f_globals.get("__name__") == "runpy"
+
+
+def _like_sys_exit(function: Any) -> Any:
+    """Return a function that can be sent to another process, which then calls its own `sys.exit`.
+
+    For example, `multiprocessing.Process(target=sys.exit)` sends it.
+    """
+
+    def exit(status: Any = None, /) -> None:
+        function(status)
+
+    exit.__module__, exit.__qualname__, exit.__doc__ = "sys", "exit", sys.exit.__doc__
+    return exit
 
 
 def _described(error: Any, with_traceback: bool) -> dict:
@@ -165,7 +193,8 @@ def _kind(error: Any, most: int = 50) -> str:
             found = _own_kind(error)
         if found != "own":
             return found
-        error, most = _follows(error), most - 1
+        # Also if the script hides it from the traceback, with `from None`.
+        error, most = error.__cause__ or error.__context__, most - 1
     return "own"
 
 
@@ -173,6 +202,11 @@ def _own_kind(error: Any) -> str:
     names = [f"{each.__module__}.{each.__qualname__}" for each in type(error).__mro__]
     text = str(error)
     if any(name in names for name in _ENGINE):
+        # Horovod wraps each RuntimeError of a wait, also one of a handler of a signal.
+        inner = error.args[0] if error.args else None
+        is_wrapped = isinstance(inner, RuntimeError) and inner.__traceback__ is not None
+        if is_wrapped and not _place(inner)[0].startswith("horovod."):
+            return "own"
         return "peer" if any(words in text for words in _LOST_PEER) else "own"
     if any(name.startswith(_PEER_MODULES) for name in names):
         return "peer"
@@ -199,5 +233,12 @@ def install() -> None:
     """Let this process report its end, if it is a rank of `hvdkit run`."""
     folder, rank = os.environ.get("HVDKIT_RECORD_DIR"), os.environ.get("HVDKIT_REPORT_RANK")
     if folder and rank and rank.isdigit() and os.path.isdir(folder):
+        try:
+            for name in os.listdir(folder):
+                # Of a Python that the command of the rank has started before.
+                if name.startswith(f"end-{rank}-"):
+                    os.unlink(os.path.join(folder, name))
+        except OSError:
+            pass
         crash = os.path.join(folder, f"crash-{rank}-{os.getpid()}")
         _Reporter(folder, int(rank)).install(crash)
