@@ -88,6 +88,14 @@ def _version(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else gradient._version
 
 
+def _is_nonzero(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is sparse, or has an element that is not 0."""
+    if gradient.is_sparse or not gradient.numel():
+        return gradient.is_sparse
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return bool(torch.stack(torch.aminmax(values)).any())  # faster than `any` of all elements
+
+
 class Owner(Protocol):
     """The optimizer that the gradients belong to."""
 
@@ -679,9 +687,7 @@ class OptimizerGradients:
 
     def written_before_pass(self) -> bool:
         """Return whether a base was changed since the last round, and is not 0."""
-        return self._changed and any(
-            base.is_sparse or bool(base.any()) for base in self._bases.values()
-        )
+        return self._changed and any(map(_is_nonzero, self._bases.values()))
 
     def _record_change(self, number: int, gradient: torch.Tensor | None) -> None:
         snapshot = self._after_round[number]
