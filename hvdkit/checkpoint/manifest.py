@@ -31,6 +31,8 @@ MAX_MANIFEST_BYTES = 16_000_000
 MAX_JSON_BYTES = 256_000_000
 #: The limit for the state of one rank, a line of RANKS.
 MAX_RANK_BYTES = 64_000_000
+#: The limit for RANKS, which is read into memory.
+MAX_RANKS_BYTES = 1_000_000_000
 #: The most values in a JSON file, as `plain_files.json_values` counts them. They take at most about
 #: 0.7 GB of memory; 60 MB of JSON can take more than 4 GB. 100,000 parameter tensors with Adam are
 #: 4 million values.

@@ -362,8 +362,9 @@ def _ranks(files: StepFiles, found: Manifest) -> list[bytes]:
         if not isinstance(ranks, list):
             raise Damaged(manifest.RANKS_IN_A_LIST, "it is not a list with an entry for each rank")
         return [json.dumps(rank).encode() for rank in ranks]
-    most = found.world_size * (manifest.MAX_RANK_BYTES + 1)
-    *lines, rest = _content(files, found, manifest.RANKS, most).split(b"\n")
+    # The number of ranks limits nothing: it is in the manifest, which others may have written.
+    content = _content(files, found, manifest.RANKS, manifest.MAX_RANKS_BYTES)
+    *lines, rest = content.split(b"\n")
     if rest:
         raise Damaged(manifest.RANKS, "its last line is incomplete")
     for line in lines:

@@ -130,7 +130,8 @@ class Saving:
             own = rank_to_bytes(
                 _encoded_plainly(
                     {name: part.save() for name, part in self._rank_parts.items()}, "rank"
-                )
+                ),
+                len(self._collectives.ranks),
             )
             if self._first:
                 content = in_place(trees) if self._memory is None else self._memory.copy(trees)

@@ -385,16 +385,18 @@ def _interrupted(step: int) -> CheckpointError:
     )
 
 
-def rank_to_bytes(encoded: Any) -> bytes:
+def rank_to_bytes(encoded: Any, ranks: int) -> bytes:
     """Return the state of one rank as a line of JSON.
 
     Args:
         encoded: the result of `tree.encode`, without tensors.
+        ranks: the number of ranks. The lines of all fit into one file.
 
     Raises:
         UsageError: the line would be too long.
     """
-    return bytes(_json("the state of this rank alone", encoded, manifest.MAX_RANK_BYTES))
+    most = min(manifest.MAX_RANK_BYTES, manifest.MAX_RANKS_BYTES // ranks - 1)
+    return bytes(_json("the state of this rank alone", encoded, most))
 
 
 def _json(name: str, content: Any, most: int) -> memoryview:

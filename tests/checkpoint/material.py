@@ -49,7 +49,7 @@ def snapshot(step, metrics=None, epoch=1):
         versions={"hvdkit": "0", "python": "3"},
         parts={name: part(name, 1000 * step + i) for i, name in enumerate(TREES)},
         ranks=[
-            rank_to_bytes(tree.encode({"rng": bytes([rank, step % 256])}, "rank")[0])
+            rank_to_bytes(tree.encode({"rng": bytes([rank, step % 256])}, "rank")[0], 2)
             for rank in range(2)
         ],
     )

@@ -18,6 +18,7 @@ from hvdkit.checkpoint import manifest, tensors
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.store import Store
+from hvdkit.checkpoint.writing import rank_to_bytes
 from hvdkit.errors import UsageError
 from hvdkit.plain_files import json_values
 from tests.checkpoint.material import (
@@ -409,6 +410,18 @@ def test_a_line_of_a_rank_larger_than_any_that_is_written(store, newest, caplog,
     forge(newest, {"ranks.jsonl": b"{" + b" " * 1500 + b"}\n{}\n"})
     refused(store, caplog, "ranks.jsonl")
     assert "it has a line of 1502 bytes; expected at most 1000" in caplog.text
+
+
+@usually_in_a_folder
+def test_more_lines_of_ranks_than_are_written(store, newest, caplog, monkeypatch):
+    """The number of ranks in a forged manifest may be any: a file with a hole fills the memory."""
+    monkeypatch.setattr(manifest, "MAX_RANKS_BYTES", 1000)
+    with pytest.raises(UsageError, match="expected at most 499"):
+        rank_to_bytes(" " * 499, ranks=2)
+    assert len(rank_to_bytes(" " * 490, ranks=2)) == 492
+    forge(newest, {"ranks.jsonl": b"{" + b" " * 499 + b"}\n{" + b" " * 499 + b"}\n"})
+    refused(store, caplog, "ranks.jsonl")
+    assert "it has 1004 bytes; expected at most 1000" in caplog.text
 
 
 @usually_in_a_folder
