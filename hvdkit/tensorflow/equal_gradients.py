@@ -53,7 +53,8 @@ class EqualGradients:
 
     The ranks compare gradients and not the operations that computed them, because a graph may
     return gradients that another graph applies. The count of a graph begins at 0 again after
-    `join`, because joined ranks do not count.
+    `join`, because joined ranks do not count. A tape that begins to reduce the same gradients after
+    these reductions is not found.
 
     Args:
         prefix: the prefix of the collectives' names.

@@ -10,6 +10,7 @@ Such a script raises no error. Each rank trains a model of its own, and rank 0 s
 
 import itertools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -156,7 +157,7 @@ def replica_checks(
                 covered.update(map(id, each._compared_parameters().values()))
         return {
             name: parameter
-            for parameter, name in names().items()
+            for parameter, name in sorted(names().items(), key=operator.itemgetter(1))
             if id(parameter) not in covered and not _may_differ(parameter, ranks)
         }
 

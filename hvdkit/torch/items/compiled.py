@@ -1,4 +1,4 @@
-"""The names of a module's tensors, without the prefixes that `torch.compile` adds."""
+"""The names of a module's tensors, without the prefixes of `torch.compile` and Keras's numbers."""
 
 import re
 import sys
@@ -6,12 +6,26 @@ from collections.abc import Callable
 
 import torch
 
+from hvdkit.core.bucketing import without_layer_numbers, without_model_names
+
 #: The prefix, at the beginning of a name or of one of its parts.
 PREFIX = re.compile(r"(?<![^.])_orig_mod\.")
+#: Holds the variables of a layer of Keras by their paths, sorted.
+_KERAS = "_torch_params"
 
 
 def without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that removes the prefixes of `torch.compile` from a name in `model`."""
+    """Return a function that removes what depends on the process from a name in `model`.
+
+    This is the prefix of `torch.compile`, and the numbers of Keras's layers, which Keras counts
+    over all models of a process. The index in `variables` makes the names unique.
+    """
+    of_keras: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for i, variable in enumerate(module.variables if _KERAS in module._modules else ()):
+            prefix = f"{path}.{_KERAS}.".removeprefix(".")
+            plain_path = without_model_names(without_layer_numbers(variable.path))
+            of_keras[f"{prefix}{variable.path}"] = f"{prefix}{i}:{plain_path}"
     # `torch._dynamo` is slow to import. If it is not loaded, the script has compiled no model.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     prefixes = {
@@ -21,6 +35,7 @@ def without_prefixes(model: torch.nn.Module) -> Callable[[str], str]:
     }
 
     def plain(name: str) -> str:
+        name = of_keras.get(name, name)
         if not prefixes:
             return name
         words = name.split(".")

@@ -32,11 +32,11 @@ class ModelItem:
         self._names: dict[str, str] = {}
 
     def _state(self, saved: Collection[str] = ()) -> dict[str, Any]:
-        """Return the module's `state_dict`, without prefixes of `torch.compile` in names.
+        """Return the module's `state_dict`, with names that are equal in every process.
 
         Args:
-            saved: the names in the restored tree. Earlier versions of hvdkit saved names with these
-                prefixes.
+            saved: the names in the restored tree. Earlier versions of hvdkit saved names with
+                prefixes of `torch.compile`, and with Keras's numbers of layers.
         """
         state = self._model.state_dict()
         plain = compiled.without_prefixes(self._model)
@@ -46,8 +46,8 @@ class ModelItem:
         self._names = {}
         for name in state:
             known = plain(name)
-            if known not in saved and known in earlier:
-                known = earlier[known]
+            if known not in saved:
+                known = earlier.get(known, name if name in saved else known)
             # If another tensor has this name already, keep the tensor's full name.
             self._names[name if known in self._names else known] = name
         return {known: state[name] for known, name in self._names.items()}
@@ -72,12 +72,14 @@ class ModelItem:
 
     def signature(self) -> list[str]:
         """Return name, dtype and shape of each tensor of the `state_dict`."""
-        return [
+        lines = [
             f"{name} {_text(writable(value, at(self._subject, (name,))).spec)}"
             if isinstance(value, torch.Tensor)
             else name
             for name, value in self._state().items()
         ]
+        # Keras sorts the variables of a layer by names that depend on the process.
+        return sorted(lines)
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return the model's memory, or new memory where a module's `state_dict` returns copies.
@@ -109,7 +111,7 @@ class ModelItem:
         return self._destinations(tree, own), lines
 
     def names(self) -> dict[int, str]:
-        """Return the name of each parameter, by `id`, without prefixes of `torch.compile`."""
+        """Return the name of each parameter, by `id`, equal in every process."""
         plain = compiled.without_prefixes(self._model)
         return {id(each): plain(name) for name, each in self._model.named_parameters()}
 

@@ -459,3 +459,34 @@ def test_local_layers_are_restored_on_their_rank(hvd):
 
 def gathered(content):
     return of_every_rank([each.hex() for each in content])
+
+
+def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
+    """Keras counts layers over all models of a process: "dense_10" comes before "dense_9"."""
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("PyTorch saves only models of its own backend")
+    import torch
+
+    import hvdkit.torch as adapter
+
+    def model(layers_before, value):
+        keras.backend.clear_session()
+        for _ in range(layers_before):
+            keras.layers.Dense(1)
+        layers = [keras.layers.Dense(units) for units in (4, 4, 2)]
+        made = keras.Sequential([keras.Input((3,)), *layers])
+        made.set_weights([np.full_like(w, value + k) for k, w in enumerate(made.get_weights())])
+        return made, torch.optim.SGD([v.value for v in made.trainable_variables], 0.1)
+
+    with common_folder(hvd) as folder:
+        # Rank 0 has dense_9, dense_10 and dense_11.
+        saved, optimizer = model(9 - hvd.rank(), 1.0)
+        with adapter.Checkpointer(folder, model=saved, optimizer=optimizer) as checkpointer:
+            checkpointer.save(1)
+        fresh, optimizer = model(3 * hvd.rank(), 0.0)
+        with adapter.Checkpointer(folder, model=fresh, optimizer=optimizer) as checkpointer:
+            assert checkpointer.restore().step == 1
+    for own, expected in zip(fresh.get_weights(), saved.get_weights(), strict=True):
+        assert own.tolist() == expected.tolist()
