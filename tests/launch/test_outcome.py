@@ -135,6 +135,26 @@ def test_a_script_that_hides_the_error_of_a_lost_peer():
     assert Failure(0, -11, engine_error="shut down").is_consequence is False
 
 
+FAILED = raised("RuntimeError: training failed")
+
+
+@pytest.mark.parametrize(
+    ("error", "at", "more", "cause"),
+    [
+        ("Horovod has been shut down", 9.99, (), 1),
+        # The rank itself has ended its engine: after its error, or in a `finally` of it.
+        ("Horovod has been shut down", 10.02, (), 0),
+        ("Horovod has been shut down", 9.99, [e.ShutDown(9.9, 0, "Rank 0 called it.")], 0),
+        # An error of the rank's own call.
+        ("Mismatched ALLREDUCE shapes", 9.99, (), 0),
+    ],
+)
+def test_an_error_of_a_script_that_had_lost_a_peer_before(error, at, more, cause):
+    """The script goes on after the error of its collective, and raises another one."""
+    more = [*more, e.CollectiveFailed(at, 0, "allreduce.x", error)]
+    assert outcome(*happened((0, 1, FAILED), (1, 3, None), more=more)).suspects == (cause,)
+
+
 def test_the_exception_is_shown_although_many_lines_follow_it():
     lines = [f"metric {number}" for number in range(25)]
     shown = report_of((1, 1, BAD, *BAD.traceback, *lines))
