@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.errors import RESUMABLE
+from hvdkit.errors import RESUMABLE, HvdkitError
 from hvdkit.faults.rank_report import RankReport
 from hvdkit.launch import events as e
 from hvdkit.launch.events import JobPlan
@@ -300,6 +300,32 @@ def test_a_list_of_events_can_be_written_and_read():
     plan, events = happened((0, 1, LOST), (1, -11, BAD, "step 7"), size=2)
     events += [e.AgentLost(1.0, "host0", (0,), "lost", True), e.Found(9.0, silent=("a", "b"))]
     assert e.parse(e.to_text(plan, events)) == (plan, events)
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ('"rank": 1', '"rank": 7'),
+        ('"rank": 1', '"rank": -1'),
+        ('"status": -11', '"status": "no"'),
+        ('"at": 10.01', '"at": "now"'),
+        ('"at": 10.01', '"at": NaN'),
+        ('"tail": ["step 7"]', '"tail": [7]'),
+        ('"hosts": ["host0", "host1"]', '"hosts": "host0"'),
+        ('"hosts": ["host0", "host1"]', '"hosts": []'),
+        ('"ranks": [0]', '"ranks": [5]'),
+        ('"number": 15', '"number": 99'),
+        ("{", "["),
+        ("}\n", ""),
+    ],
+)
+def test_a_damaged_list_of_events_is_an_error(part, other):
+    plan, events = happened((0, 1, LOST), (1, -11, BAD, "step 7"), size=2)
+    events += [e.AgentLost(1.0, "host0", (0,), "lost"), e.StopAsked(2.0, 15)]
+    text = e.to_text(plan, events)
+    assert part in text
+    with pytest.raises(HvdkitError, match="not the events of a job"):
+        e.parse(text.replace(part, other))
 
 
 # Stories: a true cause and its effects. The launcher learns of them after some time, and acts.
