@@ -15,6 +15,8 @@ from hvdkit.plain_files import parse_json, read_text
 #: The report of a rank, and the stack of its crash: the rank, and the number of the process.
 REPORT, CRASH = "end-{}-{}.json", "crash-{}-{}"
 _REPORT = re.compile(REPORT.format(r"(\d+)", r"\d+"))
+#: The engine's words about a rank's own call, which no other rank has caused.
+OF_CALL = ("Mismatched", "not supported with Join", "Duplicate tensor name")
 # Bytes. A rank can write anything.
 _MOST_BYTES = 1 << 19
 _MOST_LINES = 200
@@ -42,6 +44,7 @@ class RankReport:
             without an error.
         chained: whether another exception has led to it.
         traceback: its lines; none after `sys.exit`.
+        time: when the rank has written it (`time.monotonic` of its host); 0 if it is not known.
     """
 
     how: str
@@ -49,6 +52,7 @@ class RankReport:
     kind: str = ""
     chained: bool = False
     traceback: tuple[str, ...] = ()
+    time: float = 0.0
 
     @classmethod
     def of(cls, content: Any) -> RankReport:
@@ -64,6 +68,7 @@ class RankReport:
             str(content["kind"]),
             bool(content["chained"]),
             tuple(lines[-_MOST_LINES:]),
+            float(content.get("time", 0.0)),
         )
 
 

@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import math
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,6 +264,25 @@ class Found(Event):
     aborted_by: str = ""
 
 
+def _is(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
+
+
+def _all_are(item: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is tuple and all(type(each) is item for each in value)
+
+
+# The types of the fields -> whether a value has the type.
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "bool": _is(bool),
+    "int": _is(int),
+    "int | None": _is(int, type(None)),
+    "str": _is(str),
+    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "tuple[str, ...]": _all_are(str),
+    "tuple[int, ...]": _all_are(int),
+    "RankReport": _is(RankReport),
+}
 _KINDS: dict[str, type[Event]] = {each.__name__: each for each in Event.__subclasses__()}
 
 
@@ -277,6 +298,22 @@ def to_text(plan: JobPlan, events: Iterable[Event]) -> str:
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
+def _fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+
+
+def _check(part: JobPlan | Event, size: int) -> None:
+    """Raise a ValueError if a field has another type, or is no rank of a job of this size."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        of_type = _FIELDS[str(field.type)](value)
+        ranks = {"rank": (value,), "ranks": value}.get(field.name, ())
+        if not of_type or not all(0 <= rank < size for rank in ranks):
+            raise ValueError(f"{type(part).__name__}: {field.name} is {value!r}")
+        if field.name == "number":
+            signal.Signals(value)
+
+
 def parse(text: str) -> tuple[JobPlan, list[Event]]:
     """Return the plan and the events in `text`.
 
@@ -287,16 +324,18 @@ def parse(text: str) -> tuple[JobPlan, list[Event]]:
         first, *others = (parse_json(line) for line in text.splitlines())
         if first.pop("version") > VERSION:
             raise HvdkitError("the list of events is of a newer hvdkit: update hvdkit")
-        plan = JobPlan(**{**first, "hosts": tuple(first["hosts"])})
+        plan = JobPlan(**_fields(first))
+        _check(plan, 1)
+        if not plan.hosts:
+            raise ValueError("no ranks")
         events: list[Event] = []
         for line in others:
             kind = _KINDS[line.pop("kind")]
-            fields: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in line.items()
-            }
+            fields = _fields(line)
             if isinstance(fields.get("report"), dict):
                 fields["report"] = RankReport.of(fields["report"])
             events.append(kind(**fields))
+            _check(events[-1], plan.size)
         return plan, events
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HvdkitError(f"not the events of a job ({error!r})") from error

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from hvdkit.errors import RESUMABLE
 from hvdkit.exit_statuses import CRASHES, signal_of
+from hvdkit.faults.rank_report import OF_CALL
 from hvdkit.launch import events as e
 from hvdkit.launch.events import Event, JobPlan
 from hvdkit.launch.failure import Failure
@@ -183,7 +184,18 @@ class Facts:
             awaited="" if collective is None else collective.name,
             over_mpi=self.plan.over_mpi,
             by_launcher=by_launcher,
+            lost_first=report is not None and self._lost_before(report),
         )
+
+    def _lost_before(self, report: e.Reported) -> bool:
+        """Return whether a rank had lost another one before it has written its report.
+
+        Not if it has shut Horovod down itself, which ends its own collectives with an error.
+        """
+        lost = self.failed_collectives.get(report.rank)
+        if lost is None or any(part in lost.error for part in OF_CALL):
+            return False
+        return lost.at < report.at and not self._shut_down.get(report.rank)
 
     @cached_property
     def _own_ends(self) -> list[Failure]:
@@ -283,7 +295,11 @@ class Facts:
     @cached_property
     def departed(self) -> list[str]:
         """For each rank that has called `hvd.shutdown()`, where, as a sentence."""
-        return [t for t in {each.rank: each.text for each in self._all(e.ShutDown)}.values() if t]
+        return [text for text in self._shut_down.values() if text]
+
+    @cached_property
+    def _shut_down(self) -> Mapping[int, str]:
+        return {each.rank: each.text for each in self._all(e.ShutDown)}
 
     # Agents and hosts
 

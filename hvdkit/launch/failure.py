@@ -15,6 +15,9 @@ only between failures of the same kind:
 | REFUSED | called a collective after Horovod's end | its report | 5 s |
 | PEER | lost another rank, or was ended by MPI because of one | its report, its engine | 5 s |
 
+The script of a rank that has lost a peer may raise any error. It is of the kind PEER, too, if the
+engine reported the loss before.
+
 The wait is the time for other ranks to fail by themselves, before the launcher ends them. A rank
 that does not run Python, or leaves by `os._exit`, has no report. Output decides nothing.
 """
@@ -97,6 +100,7 @@ class Failure:
         awaited: the name of that collective.
         over_mpi: whether MPI may have ended it.
         by_launcher: whether it had raised an error, and the launcher has then ended it.
+        lost_first: whether it had lost another rank before it raised its error.
     """
 
     rank: int
@@ -111,6 +115,7 @@ class Failure:
     awaited: str = ""
     over_mpi: bool = False
     by_launcher: bool = False
+    lost_first: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -118,7 +123,8 @@ class Failure:
         report = self.report
         if report is not None and report.error:
             # A signal after it has ended what remained of Python.
-            return _REPORTED.get(report.kind, Kind.OWN)
+            found = _REPORTED.get(report.kind, Kind.OWN)
+            return Kind.PEER if found is Kind.OWN and self.lost_first else found
         if self.over_mpi and self.status == -signal.SIGTERM:
             return Kind.TERMINATED
         if self.by_mpi:

@@ -250,12 +250,22 @@ class Job:
             if other is not connection:
                 other.send("shutdown", rank=rank, content=content)
 
+    def _failed_at(self, rank: int, ended_at: float) -> float:
+        """Return when the last collective of a rank has failed; `ended_at` if it is not known.
+
+        Only the clock of the rank's host tells whether the rank has raised its error before.
+        """
+        reported, failed_at = self._facts.reports.get(rank), self._stalls.failed_at(rank)
+        if reported is None or failed_at is None or not reported.report.time:
+            return ended_at
+        return reported.at + failed_at - reported.report.time
+
     def _on_rank_ended(self, message: Message, at: float) -> None:
         rank, status = message["rank"], message["status"]
         self._output.finish(rank)
         name, error = self._stalls.failed_collective(rank) if status else ("", "")
         if error:
-            self._journal.add(e.CollectiveFailed(at, rank, name, error))
+            self._journal.add(e.CollectiveFailed(self._failed_at(rank, at), rank, name, error))
         tail, stack = self._output.tail(rank) if status else (), tuple(message.get("stack", ()))
         self._journal.add(e.Ended(at, rank, status, tuple(tail), message.get("hint", ""), stack))
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdkit.errors import UsageError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults.start_folders import ERROR, LATEST, START
 from hvdkit.launch import events
 from hvdkit.launch.outcome import Outcome
@@ -91,10 +91,13 @@ def replayed(folder: Path) -> dict[str, Any] | None:
     Raises:
         HvdkitError: the file is not a list of events of this version.
     """
+    file = folder / events.EVENTS
     try:
-        plan, happened = events.parse(read_text(folder / events.EVENTS))
+        plan, happened = events.parse(read_text(file))
     except OSError:
         return None
+    except HvdkitError as error:
+        raise HvdkitError(f"{file}: {error}. Without the file, the folder can be read") from error
     found = outcome_of(plan, happened)
     return None if found.failure is None else error_content(found, plan.hosts)
 

@@ -81,6 +81,14 @@ class RankRecords:
         name = record.failed if call is None else describe_call(call, record)
         return name, record.error.removeprefix("failed: ")
 
+    def failed_at(self, rank: int) -> float | None:
+        """Return when that collective has failed (`time.monotonic` of the rank's host)."""
+        record = self._last[rank]
+        call = record.failed_call
+        if call is None or call.ended is None or record.offset is None:
+            return None
+        return call.ended - record.offset
+
     def raised(self, tracebacks: Mapping[int, tuple[float, str]]) -> dict[int, str]:
         """Return rank -> the exception, for ranks with a traceback after their last collective.
 

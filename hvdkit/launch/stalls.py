@@ -143,6 +143,10 @@ class Stalls:
         """
         return self._records.failed_collective(rank)
 
+    def failed_at(self, rank: int) -> float | None:
+        """Return when it has failed (`time.monotonic` of the rank's host); None if not known."""
+        return self._records.failed_at(rank)
+
     def verdict_on_failure(self) -> str:
         """Return the last verdict if the ranks failed in the collective of this verdict.
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.errors import RESUMABLE
+from hvdkit.errors import RESUMABLE, HvdkitError
 from hvdkit.faults.rank_report import RankReport
 from hvdkit.launch import events as e
 from hvdkit.launch.events import JobPlan
@@ -133,6 +133,26 @@ def test_a_script_that_hides_the_error_of_a_lost_peer():
     assert found.suspects == (1,)
     assert "1 rank failed after it" in found.report
     assert Failure(0, -11, engine_error="shut down").is_consequence is False
+
+
+FAILED = raised("RuntimeError: training failed")
+
+
+@pytest.mark.parametrize(
+    ("error", "at", "more", "cause"),
+    [
+        ("Horovod has been shut down", 9.99, (), 1),
+        # The rank itself has ended its engine: after its error, or in a `finally` of it.
+        ("Horovod has been shut down", 10.02, (), 0),
+        ("Horovod has been shut down", 9.99, [e.ShutDown(9.9, 0, "Rank 0 called it.")], 0),
+        # An error of the rank's own call.
+        ("Mismatched ALLREDUCE shapes", 9.99, (), 0),
+    ],
+)
+def test_an_error_of_a_script_that_had_lost_a_peer_before(error, at, more, cause):
+    """The script goes on after the error of its collective, and raises another one."""
+    more = [*more, e.CollectiveFailed(at, 0, "allreduce.x", error)]
+    assert outcome(*happened((0, 1, FAILED), (1, 3, None), more=more)).suspects == (cause,)
 
 
 def test_the_exception_is_shown_although_many_lines_follow_it():
@@ -280,6 +300,32 @@ def test_a_list_of_events_can_be_written_and_read():
     plan, events = happened((0, 1, LOST), (1, -11, BAD, "step 7"), size=2)
     events += [e.AgentLost(1.0, "host0", (0,), "lost", True), e.Found(9.0, silent=("a", "b"))]
     assert e.parse(e.to_text(plan, events)) == (plan, events)
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ('"rank": 1', '"rank": 7'),
+        ('"rank": 1', '"rank": -1'),
+        ('"status": -11', '"status": "no"'),
+        ('"at": 10.01', '"at": "now"'),
+        ('"at": 10.01', '"at": NaN'),
+        ('"tail": ["step 7"]', '"tail": [7]'),
+        ('"hosts": ["host0", "host1"]', '"hosts": "host0"'),
+        ('"hosts": ["host0", "host1"]', '"hosts": []'),
+        ('"ranks": [0]', '"ranks": [5]'),
+        ('"number": 15', '"number": 99'),
+        ("{", "["),
+        ("}\n", ""),
+    ],
+)
+def test_a_damaged_list_of_events_is_an_error(part, other):
+    plan, events = happened((0, 1, LOST), (1, -11, BAD, "step 7"), size=2)
+    events += [e.AgentLost(1.0, "host0", (0,), "lost"), e.StopAsked(2.0, 15)]
+    text = e.to_text(plan, events)
+    assert part in text
+    with pytest.raises(HvdkitError, match="not the events of a job"):
+        e.parse(text.replace(part, other))
 
 
 # Stories: a true cause and its effects. The launcher learns of them after some time, and acts.
