@@ -202,11 +202,8 @@ def _own_kind(error: Any) -> str:
     names = [f"{each.__module__}.{each.__qualname__}" for each in type(error).__mro__]
     text = str(error)
     if any(name in names for name in _ENGINE):
-        # Horovod wraps each RuntimeError of a wait, also one of a handler of a signal.
-        inner = error.args[0] if error.args else None
-        is_wrapped = isinstance(inner, RuntimeError) and inner.__traceback__ is not None
-        if is_wrapped and not _place(inner)[0].startswith("horovod."):
-            return "own"
+        # Not each of them is about a peer: Horovod wraps any RuntimeError of a wait, also one of a
+        # handler of a signal.
         return "peer" if any(words in text for words in _LOST_PEER) else "own"
     if any(name.startswith(_PEER_MODULES) for name in names):
         return "peer"
