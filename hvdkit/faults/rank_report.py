@@ -15,8 +15,11 @@ from hvdkit.plain_files import parse_json, read_text
 #: The report of a rank, and the stack of its crash: the rank, and the number of the process.
 REPORT, CRASH = "end-{}-{}.json", "crash-{}-{}"
 _REPORT = re.compile(REPORT.format(r"(\d+)", r"\d+"))
-#: The engine's words about a rank's own call, which no other rank has caused.
-OF_CALL = ("Mismatched", "not supported with Join", "Duplicate tensor name")
+#: The engine's words for another rank that has ended or does not answer, as in the rank's hook.
+LOST_PEER = (
+    *("Horovod has been shut down", "collective in shared memory", "collective over the network"),
+    *("gloo/transport/", "by peer", "Broken pipe", "ncclRemoteError", "remote process exited"),
+)
 # Bytes. A rank can write anything.
 _MOST_BYTES = 1 << 19
 _MOST_LINES = 200

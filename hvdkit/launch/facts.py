@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from hvdkit.errors import RESUMABLE
 from hvdkit.exit_statuses import CRASHES, signal_of
-from hvdkit.faults.rank_report import OF_CALL
+from hvdkit.faults.rank_report import LOST_PEER
 from hvdkit.launch import events as e
 from hvdkit.launch.events import Event, JobPlan
 from hvdkit.launch.failure import Failure
@@ -193,7 +193,7 @@ class Facts:
         Not if it has shut Horovod down itself, which ends its own collectives with an error.
         """
         lost = self.failed_collectives.get(report.rank)
-        if lost is None or any(part in lost.error for part in OF_CALL):
+        if lost is None or not any(words in lost.error for words in LOST_PEER):
             return False
         return lost.at < report.at and not self._shut_down.get(report.rank)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdkit.launch
-from hvdkit.faults.rank_report import OF_CALL, RankReports
+from hvdkit.faults.rank_report import LOST_PEER, RankReports
 
 HOOK = Path(hvdkit.launch.__file__).parent / "hook"
 # Horovod's class, and the function of Horovod that raises it for each RuntimeError.
@@ -102,7 +102,7 @@ def test_a_report_counts_until_the_command_starts_another_python(tmp_path):
     assert [each[2]["how"] for each in reports.new(tmp_path)] == ["end"]
 
 
-def test_the_launcher_and_the_rank_know_the_same_errors_of_calls():
+def test_the_launcher_and_the_rank_know_the_same_errors_of_lost_peers():
     script = "import sys\nsys.path.insert(0, sys.argv[1])\nimport _hvdkit_self_report as hook\n"
-    show = [sys.executable, "-c", f"{script}print(hook._OF_CALL)", str(HOOK)]
-    assert subprocess.check_output(show, text=True, timeout=60).strip() == str(OF_CALL)
+    show = [sys.executable, "-c", f"{script}print(hook._LOST_PEER)", str(HOOK)]
+    assert subprocess.check_output(show, text=True, timeout=60).strip() == str(LOST_PEER)

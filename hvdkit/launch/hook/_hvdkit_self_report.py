@@ -34,13 +34,19 @@ if TYPE_CHECKING:
 
 # Bytes and lines of a report. An agent reads no more.
 _MOST_LINES, _FIRST_LINES, _LONGEST = 200, 40, 1000
-# What the engine says about the script's own call, which no other rank has caused.
-_OF_CALL = ("Mismatched", "not supported with Join", "Duplicate tensor name")
-# The classes of a lost peer: of Horovod, and of torch.distributed.
-_PEER_CLASS = "horovod.common.exceptions.HorovodInternalError"
+# The classes of errors of a collective: of the engine, and of TensorFlow for those of the engine.
+_ENGINE = (
+    "horovod.common.exceptions.HorovodInternalError",
+    "tensorflow.python.framework.errors_impl.OpError",
+)
+# One class has all errors of the engine. These are the engine's words, and those of the libraries
+# that it uses, for another rank that has ended or does not answer.
+_LOST_PEER = (
+    *("Horovod has been shut down", "collective in shared memory", "collective over the network"),
+    *("gloo/transport/", "by peer", "Broken pipe", "ncclRemoteError", "remote process exited"),
+)
+# The classes of torch.distributed for its connections.
 _PEER_MODULES = ("torch.distributed.", "torch._C._distributed_c10d.")
-# TensorFlow's classes for the engine's errors, except for those of the script's own call.
-_PEER_OPERATIONS = {"AbortedError", "UnknownError", "UnavailableError", "CancelledError"}
 
 
 class _Reporter:
@@ -195,20 +201,13 @@ def _kind(error: Any, most: int = 50) -> str:
 def _own_kind(error: Any) -> str:
     names = [f"{each.__module__}.{each.__qualname__}" for each in type(error).__mro__]
     text = str(error)
-    if _PEER_CLASS in names:
-        # Horovod wraps each RuntimeError of a wait, also one of a handler of a signal.
-        inner = error.args[0] if error.args else None
-        is_wrapped = isinstance(inner, RuntimeError) and inner.__traceback__ is not None
-        is_own = is_wrapped and not _place(inner)[0].startswith("horovod.")
-        return "own" if is_own or any(part in text for part in _OF_CALL) else "peer"
+    if any(name in names for name in _ENGINE):
+        return "peer" if any(words in text for words in _LOST_PEER) else "own"
     if any(name.startswith(_PEER_MODULES) for name in names):
         return "peer"
     module, function = _place(error)
     if isinstance(error, RuntimeError) and "gloo/transport/" in text:
         return "peer"  # Gloo's source file in which it was raised
-    if any(name.startswith("tensorflow.") and name.endswith(".OpError") for name in names):
-        is_peer = type(error).__name__ in _PEER_OPERATIONS and "Horovod" in text
-        return "peer" if is_peer else "own"
     if isinstance(error, ValueError) and module.startswith("horovod."):
         return "start" if function == "init" else "refused"
     return "connection" if isinstance(error, ConnectionError) else "own"
