@@ -15,8 +15,7 @@ from hvdkit.plain_files import parse_json, read_text
 #: The report of a rank, and the stack of its crash: the rank, and the number of the process.
 REPORT, CRASH = "end-{}-{}.json", "crash-{}-{}"
 _REPORT = re.compile(REPORT.format(r"(\d+)", r"\d+"))
-#: The words of the engine, and of its libraries, for another rank that has ended or does
-#: not answer. The ranks' own reports know the same.
+#: The engine's words for another rank that has ended or does not answer, as in the rank's hook.
 LOST_PEER = (
     *("Horovod has been shut down", "collective in shared memory", "collective over the network"),
     *("gloo/transport/", "by peer", "Broken pipe", "ncclRemoteError", "remote process exited"),
