@@ -42,9 +42,10 @@ class Window:
             restored. Their gradients are lost.
         dropped: whether this rank has dropped a pass of the window. Its reduction must then fail on
             all ranks. The adapter sets it.
-        skips_call: whether a dropped pass has ended the last window, and no pass has followed. The
-            drop stands for a call of `step()`, so the next call does not count. The adapter sets
-            it.
+        follows_drop: whether a dropped pass has ended the last window, and no call of `step()` has
+            followed. The drop stands for a call of `step()`, so a call before the next pass of any
+            rank does not count. The adapter sets it, on all ranks alike.
+        passed: whether a pass has reached the optimizer on this rank since the last window.
 
     Raises:
         UsageError: the size is not a whole number >= 1.
@@ -57,7 +58,7 @@ class Window:
         self.size = self.whole = size
         self.mean = mean
         self.calls = self.passes = self.resumed = 0
-        self.dropped = self.skips_call = False
+        self.dropped = self.follows_drop = self.passed = False
 
     @property
     def made(self) -> int:
@@ -105,13 +106,11 @@ class Window:
     def count_pass(self, counted: bool = True) -> None:
         """Record a pass that has reached the optimizer; `counted`: it was not under `no_sync`."""
         self.passes += counted
-        self.skips_call = False
+        self.passed = True
 
     def count_call(self) -> None:
         """Count a call of `step()` in an open window."""
-        if not self.skips_call:
-            self.calls, self.passes = self.calls + 1, 0
-        self.skips_call = False
+        self.calls, self.passes = self.calls + 1, 0
 
     def end(self) -> None:
         """End the window: the script needs the reduced gradients of its last batch."""
@@ -129,7 +128,7 @@ class Window:
         """Begin the next window, after a step or a skipped step."""
         self.whole = self.size
         self.calls = self.passes = self.resumed = 0
-        self.dropped = False
+        self.dropped = self.passed = False
 
     def resume(self, made: int) -> None:
         """Continue the window of a checkpoint, which has no gradients.
@@ -138,7 +137,7 @@ class Window:
             made: the number of calls or passes that the window had.
         """
         self.close()
-        self.skips_call = False
+        self.follows_drop = False
         self.resumed = made
 
     def discard(self) -> None:

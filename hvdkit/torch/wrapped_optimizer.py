@@ -537,7 +537,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._gradients.hook_unplanned_parameters()
             if self._window.passes >= self._window.size and not (self.steps or self._window.made):
                 self._warn(_ONE_CALL.format(passes=self._window.passes, size=self._window.size))
-            self._window.count_call()
+            if not self._repeats_a_drop():
+                self._window.count_call()
             return None
         if closure is None:
             if self._should_synchronize:
@@ -671,8 +672,23 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     with _only_logged():
                         self._fail_if_pass_dropped()
         self.zero_grad()
-        window.skips_call = dropped
+        window.follows_drop = window.follows_drop or dropped
         return dropped
+
+    def _repeats_a_drop(self) -> bool:
+        """Return whether this call of `step()` is that of the batch whose pass was dropped.
+
+        A collective after a drop that has ended a window: a rank without a pass cannot know.
+        """
+        if not self._window.follows_drop:
+            return False
+        self._window.follows_drop = False
+        if self._collectives.single_rank:
+            return not self._window.passed
+        with entry_lock:
+            self.coordinator.enter_rounds_of_others(self.rounds)
+            (passed,) = self._collectives.sum([int(self._window.passed)], "hvdkit.window.passed")
+        return not passed
 
     def _fail_if_pass_dropped(self) -> None:
         """Let the round of this step fail on all ranks if this rank has dropped a pass of it.

@@ -40,16 +40,6 @@ def test_a_sum_counts_the_passes_since_the_last_step():
         window.close()
 
 
-def test_a_call_after_a_dropped_pass_does_not_count():
-    window = Window(3)
-    for passes, made in ((0, 0), (0, 1), (1, 2)):
-        window.skips_call = passes == made
-        for _ in range(passes):
-            window.count_pass()
-        window.count_call()
-        assert window.made == made
-
-
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_resumed_window(mean):
     window = Window(3, mean)

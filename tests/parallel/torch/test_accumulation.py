@@ -694,6 +694,35 @@ def test_a_call_after_a_dropped_pass(hvd, follows):
     assert_same_on_all_ranks(hvd, model)
 
 
+@pytest.mark.parametrize("falls_through", [False, True])
+def test_a_rank_without_a_pass_after_a_dropped_pass(hvd, falls_through):
+    """All ranks count its call of step() alike, so all ranks step after the same batch."""
+    model, reference = small_model(), small_model()
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    for number in range(6):
+        dropped = False
+        try:
+            if number == 2 and hvd.rank() == 0:
+                raise BackwardFailed
+            if (hvd.rank(), number) != (1, 3):
+                backward(hvd, model, number)
+        except BackwardFailed:
+            dropped = optimizer.drop_pass()
+        assert dropped == (number == 2)
+        if not dropped or falls_through:
+            optimizer.step()
+            assert optimizer.stepped == (number == 5)
+            optimizer.zero_grad()
+    for number in range(3, 6):
+        for rank in range(hvd.size()):
+            if (rank, number) != (1, 3):
+                (loss_of(reference, batch_of(rank, number)) / hvd.size() / 3).backward()
+    plain.step()
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
 def test_removing_the_gradients_of_a_complete_window(hvd):
     """Also before a batch in which a rank has no pass: all ranks begin a new window."""
     model, reference = linear(5, 2), linear(5, 2)
