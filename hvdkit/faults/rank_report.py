@@ -107,6 +107,6 @@ def crash_stack(folder: Path, rank: int) -> list[str]:
     """Return the lines that faulthandler has written when a rank crashed; empty for none."""
     for file in sorted(folder.glob(CRASH.format(rank, "*"))):
         with contextlib.suppress(OSError):
-            if lines := file.read_text(encoding="utf-8", errors="replace").splitlines():
+            if lines := read_text(file, _MOST_BYTES).splitlines():
                 return [line[:_LONGEST] for line in lines[:_MOST_LINES]]
     return []

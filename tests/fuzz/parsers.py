@@ -655,6 +655,21 @@ def parse_script(folder: Path, data: bytes) -> None:
             ast.parse(outcome.after)
 
 
+# The end of a job.
+
+
+def event_seeds() -> Sequence[bytes]:
+    recorded = Path(__file__).parent.parent / "launch" / "recorded"
+    return [*(file.read_bytes() for file in sorted(recorded.iterdir())), *HOSTILE_JSON]
+
+
+def parse_events(folder: Path, data: bytes) -> None:
+    from hvdkit.launch import events
+    from hvdkit.launch.outcome import outcome
+
+    shown(printable(outcome(*events.parse(data.decode(errors="replace"))).report))
+
+
 #: All parsers, by name.
 PARSERS: dict[str, Parser] = {
     "hosts": Parser(lambda: HOSTS, simple(parse_hosts), ()),
@@ -674,5 +689,6 @@ PARSERS: dict[str, Parser] = {
     "checkpoint": Parser(checkpoint_seeds, opened_checkpoint),
     "log": Parser(log_seeds, opened_log),
     "s3": Parser(s3_seeds, opened_s3),
+    "events": Parser(event_seeds, simple(parse_events)),
     "script": Parser(script_seeds, simple(parse_script), ()),
 }
