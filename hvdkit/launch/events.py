@@ -337,5 +337,5 @@ def parse(text: str) -> tuple[JobPlan, list[Event]]:
             events.append(kind(**fields))
             _check(events[-1], plan.size)
         return plan, events
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise HvdkitError(f"not the events of a job ({error!r})") from error

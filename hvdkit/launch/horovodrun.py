@@ -22,6 +22,7 @@ from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import arguments, command, environment, prepare
 from hvdkit.launch.tagged_output import RankFiles, TaggedOutput
+from hvdkit.processes import python_command
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 _MEBIBYTE = 1024 * 1024
@@ -454,7 +455,8 @@ def _start_horovods(options: argparse.Namespace) -> NoReturn:
     """Replace this process by Horovod's own launcher."""
     _engine_version()
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "horovod.runner.launch", *options.words])
+    words = python_command("-m", "horovod.runner.launch", *options.words)
+    os.execv(words[0], words)
 
 
 def _engine_version() -> str:

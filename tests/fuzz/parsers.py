@@ -146,7 +146,7 @@ BATCH = tuple(
 
 
 def parse_batch(folder: Path, data: bytes) -> None:
-    from hvdkit.launch import allocation
+    from hvdkit.launch import allocation, batch_systems
 
     if len(data) > 300_000:
         return  # more than an environment
@@ -161,7 +161,7 @@ def parse_batch(folder: Path, data: bytes) -> None:
     for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
         if name in env:
             env[name] = str(folder / "nodes")
-    for read in (allocation.read, allocation.batch_hosts):
+    for read in (allocation.read, batch_systems.batch_hosts):
         with contextlib.suppress(UsageError):
             read(env)
 
