@@ -120,7 +120,10 @@ def test_an_agent_that_a_user_has_started_ends_a_daemon_of_a_killed_keeper(tmp_p
         f"import runpy, sys; sys.argv = {arguments}; runpy.run_path(sys.argv[0], None, '__main__')"
     )
     overrides = {"command": [*RANK, code], "directory": "/", "path": None}
-    node = f"from hvdkit.launch.agent import Agent; Agent(0, 1, overrides={overrides}).run()"
+    node = (
+        f"import io; from hvdkit.launch.agent import Agent; "
+        f"Agent(io.FileIO(0), io.FileIO(1, 'wb'), overrides={overrides}).run()"
+    )
     with launched(node) as agent:
         agent.start(code)
         agent.line()
