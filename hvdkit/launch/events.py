@@ -1,4 +1,4 @@
-"""What happens to a job: small events that are only appended to a list.
+"""Describe what happens to a job by small events, which are only appended to a list.
 
 | event | what has happened | from |
 |---|---|---|
@@ -247,7 +247,7 @@ class EndBegan(Event):
 
 @dataclass(frozen=True)
 class Found(Event):
-    """What the launcher has found when all ranks had ended, each "" for nothing.
+    """The launcher has examined the job after the end of all ranks; each field is "" for nothing.
 
     Attributes:
         verdict: the verdict on the stall in which ranks failed.

@@ -97,7 +97,7 @@ class Facts:
 
     @cached_property
     def found(self) -> e.Found:
-        """What the launcher has found when all ranks had ended."""
+        """The results of the examination after the end of all ranks."""
         return self._first(e.Found) or e.Found(_NEVER)
 
     # The ends of ranks

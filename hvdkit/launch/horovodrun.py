@@ -22,6 +22,7 @@ from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import arguments, command, environment, prepare
 from hvdkit.launch.tagged_output import RankFiles, TaggedOutput
+from hvdkit.plain_files import read_text
 from hvdkit.processes import python_command
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -265,7 +266,7 @@ OPTIONS: Mapping[str, Sequence[Option]] = {
 }
 _BY_KEY = {option.key: option for group in OPTIONS.values() for option in group}
 _LAUNCHERS = ("gloo", "mpi", "jsrun")
-_IMPORT_HOROVOD = re.compile(rb"^\s*(import|from)\s+horovod\b", re.MULTILINE)
+_IMPORT_HOROVOD = re.compile(r"^\s*(import|from)\s+horovod\b", re.MULTILINE)
 _USAGE = "horovodrun -np N [options] COMMAND"
 # A program of Kubeflow's old MPI operators, which starts processes in pods without ssh.
 _KUBEXEC = "/etc/mpi/kubexec.sh"
@@ -310,8 +311,8 @@ class Job:
         """
         if not self.elastic or not self.command:
             return False
-        text = b"".join(map(_content, prepare.script(self.command, os.getcwd())))
-        return _IMPORT_HOROVOD.search(text) is not None and b"hvdkit" not in text
+        text = "".join(map(_content, prepare.script(self.command, os.getcwd())))
+        return _IMPORT_HOROVOD.search(text) is not None and "hvdkit" not in text
 
     @property
     def is_for_horovod(self) -> bool:
@@ -466,11 +467,11 @@ def _engine_version() -> str:
     return engine.version.partition("+")[0]
 
 
-def _content(path: str) -> bytes:
+def _content(path: str) -> str:
     try:
-        return Path(path).read_bytes()
+        return read_text(Path(path))
     except OSError:
-        return b""
+        return ""
 
 
 def _controllers() -> Sequence[str] | None:

@@ -1,8 +1,8 @@
 """Make a folder in `--output-dir` for each start.
 
-It has the ranks' output, `start.json` (the command, the ranks and the end of the start),
-`events.jsonl` (all that has happened, `events`), and after a failure `error.json`, which is the
-interface for other programs.
+It has the ranks' output, `start.json` (the command, the ranks and the end of the start), and
+`events.jsonl` (see `events`). After a failure, it also has `error.json`, which is the interface for
+other programs.
 """
 
 from __future__ import annotations

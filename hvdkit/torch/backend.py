@@ -80,7 +80,7 @@ class TorchMemory:
         parameters: the bucket's parameters.
         on_sparse: called when a sparse gradient is packed as a dense one, with the parameter's
             index in the plan and the number of sparse dimensions.
-        keeps_memory: whether a gradient that somebody holds keeps its memory.
+        keeps_memory: whether a gradient that is referred to elsewhere keeps its memory.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class TorchMemory:
         self._kept: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         # Buffers whose views are or were gradients, the newest first; the views; and their layouts.
         self._lent: list[tuple[torch.Tensor, list[torch.Tensor], list[_Layout]]] = []
-        # Whether somebody has held a part of a buffer, which pins all of it. Gradients then get
-        # memory of their own after each round.
+        # Whether a part of a buffer was referred to elsewhere, which pins all of it. Gradients then
+        # get memory of their own after each round.
         self._separates = False
         # Parameters whose gradients keep or get memory of their own, with this gradient (None for a
         # new one) and its new value.
@@ -144,7 +144,7 @@ class TorchMemory:
     def _lend(self) -> tuple[torch.Tensor, list[torch.Tensor], set[int]]:
         """Return a buffer for `in_place`, which nobody uses but the gradients of this round.
 
-        Memory that somebody else holds is left to the holder. All ranks get the same results,
+        Memory that is referred to elsewhere is left as it is. All ranks get the same results,
         whatever memory they use.
 
         Returns:
@@ -194,7 +194,7 @@ class TorchMemory:
         return gradient.to_dense()
 
     def _held(self, left_out: Collection[int] = ()) -> set[int]:
-        """Return the parameters whose gradients somebody holds, so that they must keep them.
+        """Return the parameters whose gradients are referred to elsewhere, and must stay.
 
         Args:
             left_out: parameters that are not examined.

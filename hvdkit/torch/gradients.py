@@ -6,7 +6,6 @@ gradient is stored as the base and `p.grad` is cleared. The round reduces the ne
 the base. (A second reduction of the base would be wrong for `Sum`, and would round it twice.)
 """
 
-import operator
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.core.wire_format import WireFormat
 from hvdkit.errors import HvdkitError
-from hvdkit.torch import hooks
+from hvdkit.torch import holders, hooks
 from hvdkit.torch.backend import TorchBackend, dtype_of_gradient, fits, is_writable, spec
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
@@ -33,8 +32,6 @@ TorchSynchronizer = Synchronizer[torch.Tensor, Any]
 
 # The largest number of parameters that an error lists.
 _SHOWN = 3
-
-_ADDRESS = operator.attrgetter("_cdata")
 
 _Layout = tuple[torch.dtype, torch.device, torch.Size]
 
@@ -248,7 +245,7 @@ class OptimizerGradients:
         """
         parameters = self._owner._all_parameters()
         # Compare in C, because this runs several times in each step.
-        found = [*map(id, parameters), *map(_ADDRESS, parameters)]
+        found = [*map(id, parameters), *map(holders.address, parameters)]
         if found == self._hooked:
             return
         for p in parameters:

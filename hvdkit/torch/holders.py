@@ -2,7 +2,7 @@
 
 A script or an optimizer may keep `p.grad`, or a view of it. Then the memory belongs to the holder.
 The answers are counts of references. Where PyTorch has no such count, as in older versions on a
-CPU, the answer is that somebody holds the memory. This is always safe, but costs time.
+CPU, the answer is that the memory is held. This is always safe, but costs time.
 
 The functions take many tensors and loop in C, because they run for each gradient of each step.
 """
@@ -16,7 +16,8 @@ import torch
 
 _storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 _tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
-_address = operator.attrgetter("_cdata")
+#: Returns the address of the content of a tensor or storage.
+address = operator.attrgetter("_cdata")
 
 
 def _references_to_memory(tensor: torch.Tensor) -> tuple[int, int]:
@@ -38,14 +39,14 @@ def _references_to_gradients(gradients: Sequence[torch.Tensor]) -> list[tuple[in
             map(sys.getrefcount, gradients),
             map(_tensor_uses, gradients),
             map(sys.getrefcount, storages),
-            map(_storage_uses, map(_address, storages)),
+            map(_storage_uses, map(address, storages)),
             strict=True,
         )
     )
 
 
 def _alone() -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None:
-    """Return the counts of memory, of a tensor and of a gradient that nobody else refers to."""
+    """Return the counts of memory, of a tensor and of a gradient that have no other reference."""
     tensor = torch.empty(1, device="cpu")
     parameter = torch.nn.Parameter(tensor.clone())
     parameter.grad = tensor.clone()

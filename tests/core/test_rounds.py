@@ -428,7 +428,7 @@ def test_a_pass_beside_the_next_step_of_other_ranks_is_an_error():
 
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_rank_leaves_out_passes_of_a_window(mean):
-    """As without a window, a missing pass counts as zeros."""
+    """A missing pass counts as zeros, in the same way as without a window."""
 
     def run(collectives):
         optimizer = SimulatedOptimizer(collectives, window=Window(3, mean=mean), average=False)

@@ -20,7 +20,7 @@ _HANG_SECONDS = 60.0
 
 @dataclass
 class Cost:
-    """What inputs have cost.
+    """The cost of the most expensive inputs.
 
     Attributes:
         seconds: of processor time, of the most expensive input.
@@ -39,7 +39,7 @@ def measured(cost: Cost) -> Iterator[None]:
         AssertionError: the block needs too much time or memory.
     """
     faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True, file=sys.__stderr__)
-    # The kernel begins to measure the highest memory anew.
+    # Reset the peak of resident memory.
     Path("/proc/self/clear_refs").write_text("5")
     before, began = _memory("VmRSS"), time.process_time()
     try:

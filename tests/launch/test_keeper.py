@@ -92,7 +92,7 @@ Agent(io.FileIO(0), io.FileIO(1, "wb"), overrides=overrides).run()
 
 
 def test_an_agent_that_a_user_has_started_ends_the_orphans_of_its_ranks_only(tmp_path):
-    """As with `services & exec hvdkit run --nodes`."""
+    """The shell command `services & exec hvdkit run --nodes` makes such an agent."""
     with launched(NODE.format(code=WITH_CHILD), cwd=tmp_path) as agent:
         agent.start(WITH_CHILD)
         ranks = [int(pid) for pid in agent.line().split()]

@@ -1,4 +1,4 @@
-"""What the first Python of a rank reports of its end, and that it changes nothing else."""
+"""The hook in a rank's Python reports the end of the rank, and changes nothing else."""
 
 import json
 import os

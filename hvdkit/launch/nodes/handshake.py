@@ -1,4 +1,4 @@
-"""How node 0 accepts the other nodes, before they become agents of the launcher.
+"""Accept the other nodes on node 0, before they become agents of the launcher.
 
 The connections are those of `hvdkit.sealed`, with the job's key.
 """

@@ -843,7 +843,7 @@ def window_passes(world: World, number: int) -> None:
 
 @action
 def window_passes_of_some_ranks(world: World, number: int) -> None:
-    """As above, but ranks leave out passes."""
+    """Make the passes of a window, but leave out some of them on some ranks."""
     draw = random.Random(number)
     for k in range(1 + number % (2 * PASSES)):
         window_pass(world, number + k, [rank for rank in world.ranks if draw.random() < 0.6])

@@ -510,7 +510,7 @@ def test_a_window_does_not_depend_on_what_a_pass_reaches(hvd, kind, differ):
 
 @pytest.mark.parametrize("passes", [2, 3])
 def test_a_pass_for_each_optimizer_before_the_steps(hvd, passes):
-    """As in actor and critic."""
+    """Actor and critic are an example."""
     models = [linear(5, 2), linear(5, 2)]
     references = copy.deepcopy(models)
     optimizers = [
@@ -586,7 +586,7 @@ def test_autograd_grad_in_a_whole_window(hvd, kind):
 @pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
 @pytest.mark.parametrize("missing", [0, 1, 2, 5])
 def test_a_batch_without_a_pass_on_one_rank(hvd, missing, kind):
-    """As a batch without a sample that has a loss."""
+    """For example, no sample of the batch has a loss."""
     model, reference = linear(5, 2), linear(5, 2)
     reference.load_state_dict(model.state_dict())
     optimizer = wrapped(hvd, model, sgd, **{"accumulation_steps": 1, kind: 3})
