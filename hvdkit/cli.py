@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import TYPES, add_options
 from hvdkit.plain_files import printable
 from hvdkit.signals import (
     STOP_SIGNALS,
@@ -191,6 +192,25 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+_BUILD = """
+--frameworks NAMES        torch, tensorflow or both, separated by a comma (default: those
+                          importable)
+--controllers NAMES       gloo, mpi or both (default: gloo, and mpi when mpicxx is found)
+--gpu auto|nccl|none      nccl: GPU operations with NCCL; none: no GPU operations; auto (default):
+                          nccl if the frameworks are CUDA builds, and nvcc and NCCL are found
+--patches --fixes all|minimal  the patches to apply; minimal: only those that the build needs
+                          (default: all)
+--jobs N                  compilers to run at once (default: one per core); never more than
+                          RAM / 2 GB
+--sdist FILE              Horovod's sdist, to build without a network
+--wheel-dir DIR           also copy the wheel into DIR
+--target DIR              install into DIR, not into this environment
+--no-cache                build even if the cache has this wheel
+--dry-run                 print the plan, and change nothing
+--list-patches --list-fixes  list the patches to Horovod
+"""
+
+
 def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verb = _add_verb(
         verbs,
@@ -200,52 +220,8 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "  hvdkit build --frameworks torch --controllers gloo,mpi --wheel-dir wheels/\n"
         "  hvdkit build --patches minimal --target stock/  # almost stock, for comparisons",
     )
-    verb.add_argument(
-        "--frameworks",
-        type=_names,
-        metavar="NAMES",
-        help="torch, tensorflow or both, separated by a comma (default: those importable)",
-    )
-    verb.add_argument(
-        "--controllers",
-        type=_names,
-        metavar="NAMES",
-        help="gloo, mpi or both (default: gloo, and mpi when mpicxx is found)",
-    )
-    verb.add_argument(
-        "--gpu",
-        default="auto",
-        metavar="auto|nccl|none",
-        help="nccl: GPU operations with NCCL; none: no GPU operations; auto (default): nccl if the "
-        "frameworks are CUDA builds, and nvcc and NCCL are found",
-    )
-    verb.add_argument(
-        "--patches",
-        "--fixes",
-        default="all",
-        metavar="all|minimal",
-        help="the patches to apply; minimal: only those that the build needs (default: all)",
-    )
-    verb.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="compilers to run at once (default: one per core); never more than RAM / 2 GB",
-    )
-    verb.add_argument(
-        "--sdist", type=Path, metavar="FILE", help="Horovod's sdist, to build without a network"
-    )
-    verb.add_argument("--wheel-dir", type=Path, metavar="DIR", help="also copy the wheel into DIR")
-    verb.add_argument(
-        "--target", type=Path, metavar="DIR", help="install into DIR, not into this environment"
-    )
-    verb.add_argument(
-        "--no-cache", action="store_true", help="build even if the cache has this wheel"
-    )
-    verb.add_argument("--dry-run", action="store_true", help="print the plan, and change nothing")
-    verb.add_argument(
-        "--list-patches", "--list-fixes", action="store_true", help="list the patches to Horovod"
-    )
+    types = {**TYPES, "NAMES": _names}
+    add_options(verb, _BUILD, types, gpu="auto", patches="all")
     verb.set_defaults(
         run=_build,
         when_ended="the build was interrupted; the cache and the installed packages are complete.",
@@ -294,7 +270,7 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "check whether this machine, or several hosts, are ready for training, and show what to do",
         "  hvdkit doctor\n  hvdkit doctor --json\n  hvdkit doctor --hosts host1,host2 --bandwidth",
     )
-    verb.add_argument("--json", action="store_true", help="machine-readable output")
+    add_options(verb, "--json  machine-readable output")
     arguments.add_doctor_arguments(verb)
     verb.set_defaults(run=_doctor)
 
@@ -402,13 +378,8 @@ def _add_tune(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def _add_timeline(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--timeline",
-        type=_number,
-        default=20,
-        metavar="N",
-        help="the number of collectives in the timeline (default: 20)",
-    )
+    text = "--timeline N  the number of collectives in the timeline (default: 20)"
+    add_options(verb, text, {"N": _number}, timeline=20)
 
 
 def _add_generate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

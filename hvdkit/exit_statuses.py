@@ -76,6 +76,11 @@ def resumable() -> tuple[int, ...]:
     return tuple(row.value for row in TABLE.values() if row.is_resumable)
 
 
+def resumable_text() -> str:
+    """Return these statuses with their meaning, such as `75 (saved and stopped)`."""
+    return " or ".join(f"{value} ({TABLE[value].meaning})" for value in resumable())
+
+
 def status_text(status: int) -> str:
     """Return a text for an exit status that is not a signal, such as `exit status 3`."""
     row = TABLE.get(status)

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from hvdkit.trusted_paths import untrusted
+
 _LOCK = "lock"
 # A folder with this file waits for its next owner.
 _LEFT = "left"
@@ -21,6 +23,22 @@ _LEFT = "left"
 _LEFT_SECONDS = 60.0
 # To adopt a folder.
 _TRIES, _TRY_SECONDS = 5, 0.05
+# For folders, if other users could replace those in TMPDIR.
+_PLACES = (Path("/tmp"), Path("/dev/shm"))
+
+
+def temporary() -> Path:
+    """Return the folder in which processes make their folders: TMPDIR, or else /tmp.
+
+    If other users could replace folders in TMPDIR, it is /tmp or /dev/shm: a commit of an elastic
+    job contains code.
+    """
+    usual = Path(tempfile.gettempdir())
+    for place in (usual, *_PLACES):
+        with contextlib.suppress(OSError):  # there is no such folder
+            if not untrusted(place) and os.access(place, os.W_OK | os.X_OK):
+                return place
+    return usual
 
 
 class OwnedFolder:

@@ -5,6 +5,8 @@ may read, a pipe would wait forever, and a device or a very large file would use
 has a limited number of values and levels: a small file can need 50 times its size in memory, and
 deep JSON overflows the stack.
 
+A folder may have any number of files. So commands that read whole folders have a `Budget`.
+
 All of hvdkit parses JSON with `parse_json`: ruff finds other calls (TID251).
 """
 
@@ -16,6 +18,7 @@ import math
 import os
 import re
 import stat
+import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,13 @@ MOST_VALUES = 400_000
 #: The most levels of arrays and objects in JSON, more than a checkpoint has (`tree.MAX_DEPTH`).
 MOST_LEVELS = 200
 
+#: The memory for the content of all files of a command, in bytes. The records of 4,000 ranks take
+#: about as much.
+MOST_MEMORY = 500_000_000
+# Python's objects have at most about twice this size, on average, with their places in containers.
+_OBJECT_BYTES = 96
+_SHOWN_PATHS = 3
+
 # Seconds since 1970, in about 3,000 years: no clock shows a later time.
 _LATEST = 1e11
 _MOST_RANKS = 200_000
@@ -35,22 +45,71 @@ _MOST_RANKS = 200_000
 _ITEM = 1_000_000
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 _OBJECT = 4
-#: A string, complete or not, or a character that begins or separates values.
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|([,\[{])', re.DOTALL)
+# Bytes of JSON whose values are counted at a time: each may be a string.
+_COUNTED_BYTES = 65_536
 
 
-def open_regular(path: str | Path, parent: int | None = None) -> int:
-    """Open a regular file for reading, and return its descriptor.
+class Budget:
+    """The memory for the content of all files that a command reads.
+
+    The number of objects of this process measures the content, because the same number of bytes of
+    JSON takes 2 to 60 times as much memory.
+
+    Args:
+        most: the most memory, in bytes.
+
+    Attributes:
+        left_out: the files and folders that were not read, or not to their end.
+    """
+
+    def __init__(self, most: int = MOST_MEMORY) -> None:
+        self._most = most
+        self._objects = sys.getallocatedblocks()
+        self._bytes = 0
+        self.left_out: list[Path] = []
+
+    def allows(self, path: Path) -> bool:
+        """Return whether a file or folder may be read. If not, note that it is left out."""
+        objects = sys.getallocatedblocks() - self._objects
+        if self._bytes + _OBJECT_BYTES * objects < self._most:
+            return True
+        self.left_out.append(path)
+        return False
+
+    def spend(self, text: str) -> None:
+        """Note that a text was read. Its long strings are not counted as objects."""
+        self._bytes += sys.getsizeof(text)
+
+    @property
+    def note(self) -> str:
+        """A sentence about what was left out; "" for nothing."""
+        if not self.left_out:
+            return ""
+        shown = ", ".join(map(str, self.left_out[:_SHOWN_PATHS]))
+        more = len(self.left_out) - _SHOWN_PATHS
+        return (
+            f"Not read, or not to the end: {shown}{f' and {more:,} more' if more > 0 else ''}. The "
+            f"content of all files may take {self._most / 1e6:,.0f} MB of memory, and that of the "
+            f"others takes as much."
+        )
+
+
+def open_regular(
+    path: str | Path, parent: int | None = None, flags: int = os.O_RDONLY, mode: int = 0o666
+) -> int:
+    """Open a regular file, and return its descriptor.
 
     Args:
         path: the file. The last name in it may not be a symbolic link.
         parent: the descriptor of the folder of a relative path; default the working directory.
+        flags: flags of `os.open`; default: for reading.
+        mode: of a file that is made, without the bits of the umask.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file (ENXIO).
     """
-    # O_NONBLOCK: opening a pipe must not wait for a process that writes to it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+    # O_NONBLOCK: opening a pipe must not wait for another process.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=parent)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.ENXIO, "not a regular file", str(path))
@@ -84,7 +143,8 @@ def parse_json(text: str | bytes, most_values: int = MOST_VALUES, **hooks: Any) 
     """Return the content of JSON.
 
     Args:
-        text: the JSON.
+        text: the JSON; bytes must be UTF-8. Python would accept UTF-16, too, in which `json_values`
+            takes parts of other characters for quotes.
         most_values: the most values in it, as `json_values` counts them.
         hooks: further arguments of `json.loads`.
 
@@ -95,7 +155,7 @@ def parse_json(text: str | bytes, most_values: int = MOST_VALUES, **hooks: Any) 
     if json_values(data, most_values) > most_values:
         raise ValueError(f"it has too many values; expected at most {most_values}")
     try:
-        content = json.loads(text, **hooks)
+        content = json.loads(text if isinstance(text, str) else str(text, "utf-8"), **hooks)
     except RecursionError:
         content = None
     else:
@@ -139,14 +199,16 @@ def json_values(data: bytes, limit: int) -> int:
     rough = data.count(b",") + data.count(b"[") + _OBJECT * data.count(b"{")
     if rough <= limit:
         return rough
-    # Count exactly: ignore these characters inside strings.
-    count = 0
-    for token in _STRUCTURE.finditer(data):
-        found = token.group(1)
-        if found is not None:
-            count += _OBJECT if found == b"{" else 1
-            if count > limit:
-                break
+    # Count exactly: ignore these characters inside strings, whose quotes are without escapes now.
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    count, inside = 0, False
+    for begin in range(0, len(plain), _COUNTED_BYTES):
+        pieces = plain[begin : begin + _COUNTED_BYTES].split(b'"')
+        outside = b"".join(pieces[inside::2])
+        count += outside.count(b",") + outside.count(b"[") + _OBJECT * outside.count(b"{")
+        if count > limit:
+            break
+        inside ^= len(pieces) % 2 == 0
     return count
 
 

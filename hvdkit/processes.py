@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol
 
@@ -47,6 +46,7 @@ _RANK_VARIABLES = {
 _CLEAN_SECONDS = 6.0
 # The seconds to wait for one process after SIGKILL.
 _KILLED_SECONDS = 1.0
+_END_POLL_SECONDS = 0.02
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -80,7 +80,7 @@ class ProcessGroup:
     """The processes of one job on this machine."""
 
     def __init__(self) -> None:
-        self._id = uuid.uuid4().hex
+        self._id = os.urandom(16).hex()
         self.started: list[StartedProcess] = []
         self._owner = os.getpid()
         self._ended: set[int] = set()
@@ -312,13 +312,54 @@ def without_rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def wait_for_killed(process: StartedProcess) -> None:
+def wait_for_killed(process: StartedProcess | subprocess.Popen[Any]) -> None:
     """Wait at most a second for a process that got SIGKILL.
 
     SIGKILL does not end a process that waits for a disk or a GPU.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_KILLED_SECONDS)
+
+
+def wait_for_end(process: subprocess.Popen[Any], seconds: float | None = None) -> int | None:
+    """Wait for the end of a child, without reaping it; see `kill_group`.
+
+    Args:
+        process: the child.
+        seconds: how long to wait; None for any time.
+
+    Returns:
+        Its exit status, as of `subprocess`; None while it runs.
+    """
+    deadline = time.monotonic() + (seconds or 0.0)
+    options = os.WEXITED | os.WNOWAIT | (0 if seconds is None else os.WNOHANG)
+    while process.returncode is None:
+        try:
+            found = os.waitid(os.P_PID, process.pid, options)
+        except ChildProcessError:
+            # The kernel reaps the children of a process that ignores SIGCHLD.
+            process.poll()
+            break
+        if found is not None:
+            exited = found.si_code == os.CLD_EXITED
+            return found.si_status if exited else -found.si_status
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_END_POLL_SECONDS)
+    status: int | None = process.returncode
+    return status
+
+
+def kill_group(process: subprocess.Popen[Any], number: int = signal.SIGKILL) -> None:
+    """Send a signal to the process group of a child that leads one, also after its end.
+
+    After the child is reaped, its number may belong to a group of another program, and nothing is
+    sent. So wait for its end with `wait_for_end`, and reap it last, with `wait_for_killed`.
+    """
+    # Errors: no process is left, or this user may not signal those that were started with sudo.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process.returncode is None:
+            os.killpg(process.pid, number)
 
 
 def exit_text(status: int) -> str:

@@ -11,7 +11,6 @@ Example:
 
 import atexit
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Self
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.mpi_segments import SegmentFolder
 from hvdkit.mpirun import identify_mpirun
-from hvdkit.owned_folders import OwnedFolder
+from hvdkit.owned_folders import OwnedFolder, temporary
 from hvdkit.processes import ProcessGroup, exit_text, without_rank_variables
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
 
@@ -118,7 +117,7 @@ class RankGroup:
         self._on_stop = on_stop
         self._group = ProcessGroup()
         # If this process is killed, the next group deletes the folder.
-        self._folder = OwnedFolder(Path(tempfile.gettempdir()), "hvdkit-ranks-")
+        self._folder = OwnedFolder(temporary(), "hvdkit-ranks-")
         self._directory = self._folder.path
         self._seen: dict[int, _End] = {}
         self._stopped = False
@@ -293,6 +292,7 @@ def start_gloo(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     interface: str = "lo",
+    stores_without_key: bool = False,
 ) -> RankGroup:
     """Start `size` ranks of `command` on this machine, connected over Gloo.
 
@@ -302,6 +302,7 @@ def start_gloo(
         env: the ranks' environment, to which the rank variables are added; default this process's.
         cwd: the ranks' working directory; default this process's.
         interface: the network interface of the ranks.
+        stores_without_key: as for `RendezvousServer`, for an engine such as stock Horovod.
     """
     _check_size(size)
     segments = SegmentFolder()
@@ -309,7 +310,7 @@ def start_gloo(
         **segments.variables,
         **without_rank_variables(os.environ if env is None else env),
     }
-    server = RendezvousServer(size=size)
+    server = RendezvousServer(size=size, stores_without_key=stores_without_key)
     try:
         return start_ranks(
             [

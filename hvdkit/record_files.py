@@ -23,10 +23,7 @@ ENTERED = "init-{}-entered"
 CONNECTED = "init-{}-connected"
 #: The rank is in `hvd.shutdown()`, or its script has ended. Over MPI, it may wait forever.
 LEAVING = "init-{}-leaving"
-#: The script of a rank has made an orderly end: the rank, its exit status, and the number of its
-#: process, which may still run. The file is empty, too.
-SCRIPT_ENDED = "script-ended-{}-{}-{}"
-#: The job of the folder, if each rank of a host has a folder of its own. The file is empty, too.
+#: The job of the folder, if each rank of a host has a folder of its own. This file is empty, too.
 JOB = "job-{}"
 #: The note of a rank that has called `hvd.shutdown()`.
 NOTE = "shutdown-{}.json"

@@ -30,6 +30,8 @@ from hvdkit.mesh import GLOBAL_SCOPE, IncompleteMesh, Meshes, MeshMember
 
 #: The environment variable with the job's key.
 KEY = "HVDKIT_RENDEZVOUS_KEY"
+#: The first revision of the engine (the Horovod of `hvdkit build`) that sends the key.
+KEY_REVISION = 6
 
 # The beginning of the path of a request for a mesh: /mesh/size.attempt.rank.scope.
 _MESH_PREFIX = "/mesh/"
@@ -335,9 +337,10 @@ class RendezvousServer:
         address: the address of this machine to listen on; ranks must be able to reach it.
         port: the port to listen on; 0 takes a free one.
         key: the key that ranks with hvdkit's engine must send. Default: a new key. None: the server
-            has Horovod's protocol only.
+            has Horovod's protocol only, so it keeps all values.
         size: the number of the job's ranks, which limits the number of connections.
-        stores_without_key: keep values for engines that send no key. Anyone can read them.
+        stores_without_key: keep values for engines that send no key, before `KEY_REVISION`. Anyone
+            can read and replace them.
 
     Attributes:
         address: the address.
@@ -355,11 +358,12 @@ class RendezvousServer:
         port: int = 0,
         key: str | None = "",
         size: int = 64,
-        stores_without_key: bool = True,
+        stores_without_key: bool = False,
     ) -> None:
         self.address = address
         self.key = secrets.token_hex(16) if key == "" else key
-        self._server = _Server(address, port, self.key, size, stores_without_key)
+        stores = stores_without_key or key is None
+        self._server = _Server(address, port, self.key, size, stores)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever,

@@ -14,8 +14,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from hvdkit.plain_files import open_regular
+
 # As in Linux. Opening a path with more links fails.
 _MOST_LINKS = 40
+_DESCRIPTORS = "/proc/self/fd"
 
 
 @contextlib.contextmanager
@@ -29,18 +32,35 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: the file cannot be renamed, or `path` is a link or a pipe of another user. The file
             at `path` is as before.
     """
-    if _is_written_directly(path):
-        yield path
-        return
-    path = Path(os.path.realpath(path))
-    draft = beside(path)
-    try:
-        yield draft
-        draft.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
+    with _target(path) as (path, is_written_directly):
+        if is_written_directly:
+            yield path
+            return
+        draft = beside(path)
+        try:
+            yield draft
+            draft.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a regular file for writing, and return its descriptor. Make it if it does not exist.
+
+    If `path` is a link, it is the file to which it leads.
+
+    Args:
+        path: the file.
+        flags: flags of `os.open`, such as O_WRONLY | O_APPEND.
+
+    Raises:
+        OSError: the file cannot be opened, is not a regular file, or `path` is a link or a pipe of
+            another user.
+    """
+    with _target(path) as (target, _):
+        return open_regular(target, flags=flags | os.O_CREAT)
 
 
 def create(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -66,14 +86,15 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: it cannot.
     """
-    if _is_written_directly(path):
-        # Opening a pipe would wait for its reader.
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return
-    draft = beside(Path(os.path.realpath(path)))
-    draft.touch()
-    draft.unlink()
+    with _target(path) as (path, is_written_directly):
+        if is_written_directly:
+            # Opening a pipe would wait for its reader.
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return
+        draft = beside(path)
+        draft.touch()
+        draft.unlink()
 
 
 def beside(path: Path) -> Path:
@@ -84,28 +105,40 @@ def beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
-def _is_written_directly(path: Path) -> bool:
-    """Return whether `path` is a device or a pipe.
+@contextlib.contextmanager
+def _target(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the file to which a path leads, and whether it is a device or a pipe.
+
+    Each link is opened, and then read. Otherwise, another user could exchange it between the check
+    of its owner and its use. For the same reason, the path of a device or a pipe is that of its
+    descriptor.
 
     Raises:
-        OSError: `path` is a link or a pipe of another user.
+        OSError: a link or a pipe belongs to another user, or there are too many links.
     """
-    _check_owners(path)
-    return path.exists() and not path.is_file()
-
-
-def _check_owners(path: Path) -> None:
-    # A link of another user leads to a file that this user did not name, and a pipe sends the
-    # content to that user.
     for _ in range(_MOST_LINKS):
         try:
-            found = path.lstat()
+            opened = os.open(path, os.O_PATH | os.O_NOFOLLOW)
         except FileNotFoundError:
+            yield path, False
             return
-        is_link = stat.S_ISLNK(found.st_mode)
-        if (is_link or stat.S_ISFIFO(found.st_mode)) and found.st_uid not in (0, os.geteuid()):
-            what = "link" if is_link else "pipe"
-            raise PermissionError(errno.EACCES, f"it is a {what} of another user", str(path))
-        if not is_link:
-            return
-        path = path.parent / path.readlink()
+        try:
+            found = os.fstat(opened)
+            is_link = stat.S_ISLNK(found.st_mode)
+            # A link of another user leads to a file that this user did not name, and a pipe sends
+            # the content to that user.
+            if (is_link or stat.S_ISFIFO(found.st_mode)) and found.st_uid not in (0, os.geteuid()):
+                what = "link" if is_link else "pipe"
+                raise PermissionError(errno.EACCES, f"it is a {what} of another user", str(path))
+            if not is_link:
+                is_file = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+                yield (path, False) if is_file else (Path(f"{_DESCRIPTORS}/{opened}"), True)
+                return
+            leads_to = os.readlink("", dir_fd=opened)
+            if path.parent.is_relative_to("/proc") and not os.path.isabs(leads_to):
+                yield path, True  # a pipe or a socket of a process, as in /dev/stdout
+                return
+        finally:
+            os.close(opened)
+        path = path.parent / leads_to
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))

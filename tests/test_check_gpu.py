@@ -54,23 +54,6 @@ def test_each_result_is_on_disk_at_once(results, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["collectives.json"]
 
 
-def test_a_reader_never_sees_half_a_report(results, tmp_path):
-    stop = threading.Event()
-
-    def write():
-        while not stop.is_set():
-            results.add("again", "measured", "x" * 2000)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        contents = [report.read(tmp_path / "collectives.json") for _ in range(200)]
-    finally:
-        stop.set()
-        writer.join()
-    assert None not in contents
-
-
 def test_a_check_ends_as_passed_failed_or_skipped(results):
     with results.check("passes") as values:
         values |= {"detail": "two ranks", "bytes": 12}
@@ -85,20 +68,6 @@ def test_a_check_ends_as_passed_failed_or_skipped(results):
         "- skipped: is skipped: there is one GPU",
     ]
     assert results.failed
-
-
-def test_an_interrupted_check_is_not_a_failed_one(results):
-    with pytest.raises(KeyboardInterrupt), results.check("interrupted"):
-        raise KeyboardInterrupt
-    assert results.checks == []
-
-
-@pytest.mark.parametrize("text", [None, "", '{"part": "coll', "[]"])
-def test_an_incomplete_report_is_none(text, tmp_path):
-    path = tmp_path / "collectives.json"
-    if text is not None:
-        path.write_text(text)
-    assert report.read(path) is None
 
 
 def test_the_summary_has_the_machine_once_and_every_part(results, tmp_path):
@@ -411,26 +380,6 @@ def test_a_second_pack_keeps_what_fits_and_removes_the_rest(index, small_sdist, 
     assert "for Python 3.12 on Linux x86-64" in printed
 
 
-def test_a_wrong_sdist_is_replaced(index, small_sdist):
-    (small_sdist / sdist.NAME).write_bytes(b"something else")
-    index["setuptools"] = ("80.0", ())
-    # The stand-in knows no --target, so that the build's tools are not installed.
-    real = pack._pip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "_pip", lambda a, **v: None if a[0] == "install" else real(a, **v))
-        assert pack.run(small_sdist, "3.12") == 0
-    assert (small_sdist / sdist.NAME).read_bytes() == b"the sdist"
-
-
-def test_the_users_cached_sdist_is_taken(index, small_sdist, monkeypatch, tmp_path):
-    cached = tmp_path / "cache" / "sdist" / sdist.NAME
-    cached.parent.mkdir(parents=True)
-    (small_sdist / sdist.NAME).rename(cached)
-    monkeypatch.setenv("HVDKIT_CACHE_DIR", str(tmp_path / "cache"))
-    assert pack.run(small_sdist, "3.12") == 0
-    assert (small_sdist / sdist.NAME).read_bytes() == cached.read_bytes()
-
-
 @pytest.mark.parametrize(
     "name", ["torch", "triton", "nvidia_nccl_cu13", "nvidia_cublas", "cuda_bindings"]
 )
@@ -444,12 +393,6 @@ def test_pytorch_and_cuda_are_refused(name, index, small_sdist):
     assert not list(small_sdist.glob(".new-*"))
 
 
-def test_two_versions_of_a_package_are_refused():
-    names = ["Foo_Bar-1.0-py3-none-any.whl", "foo_bar-2.0-py3-none-any.whl"]
-    with pytest.raises(pack.Problem, match="expected one version of a package"):
-        pack.refuse(names)
-
-
 def test_a_pack_that_is_too_large_names_its_biggest_files():
     sizes = {f"wheel-{n}": n * 10**6 for n in range(1, 12)}
     with pytest.raises(pack.Problem) as caught:
@@ -459,16 +402,6 @@ def test_a_pack_that_is_too_large_names_its_biggest_files():
         "wheel-10 (10.0 MB), wheel-9 (9.0 MB), wheel-8 (8.0 MB), wheel-7 (7.0 MB)"
     )
     pack.check_size({"wheel": 60 * 10**6})
-
-
-def test_the_size_counts_every_engine_in_the_cache(index, small_sdist, monkeypatch):
-    for key in ("one", "another"):
-        engine = small_sdist / "cache" / "wheels" / key / "horovod-0.28.1.whl"
-        engine.parent.mkdir(parents=True)
-        engine.write_bytes(bytes(800_000))
-    monkeypatch.setattr(pack, "MOST_BYTES", 1_500_000)
-    with pytest.raises(pack.Problem, match=r"another/horovod-0\.28\.1\.whl \(0\.8 MB\)"):
-        pack.run(small_sdist, "3.12")
 
 
 def test_needs_of_the_other_python_version_are_found(tmp_path):
@@ -524,14 +457,6 @@ def test_without_an_engine_the_user_is_told_to_build(tmp_path):
     assert not build.ready(tmp_path)
 
 
-def test_the_engines_that_are_ready_are_found(environment):
-    venv.create(environment.path)
-    assert not environment.ready
-    (environment.path / build._READY).write_text("{}")
-    assert build.pythons(environment.folder) == {"staged": str(environment.python)}
-    assert not build.ready(environment.folder)
-
-
 def test_an_environment_sees_its_parents_packages_after_its_own(environment):
     build._layer(environment, _runner(environment))
     own = environment.path / "lib" / f"python{HERE}" / "site-packages"
@@ -549,32 +474,6 @@ def test_an_environment_sees_its_parents_packages_after_its_own(environment):
     ]
 
 
-def test_a_package_that_the_parent_has_in_another_version_stays_there(environment, tmp_path):
-    """pip would uninstall the parent's version if the parent's folder were its own."""
-    parent = tmp_path / "parent"
-    venv.create(parent)
-    site = parent / "lib" / f"python{HERE}" / "site-packages"
-    old = site / "something-1.0.dist-info"
-    old.mkdir()
-    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: something\nVersion: 1.0\n")
-    (old / "RECORD").write_text("something-1.0.dist-info/METADATA,,\n")
-    wheels = environment.pack / "wheels"
-    with zipfile.ZipFile(wheels / "something-2.0-py3-none-any.whl", "w") as archive:
-        folder = "something-2.0.dist-info"
-        metadata = "Metadata-Version: 2.1\nName: something\nVersion: 2.0\n"
-        archive.writestr(f"{folder}/METADATA", metadata)
-        archive.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr(f"{folder}/RECORD", "")
-    with pytest.MonkeyPatch.context() as patch:
-        inherited = [str(site), *build._parent_path()]
-        patch.setattr(build, "_parent_path", lambda: inherited)
-        build._layer(environment, _runner(environment))
-    _runner(environment)(environment.python, "-m", "pip", "install", "something>=2")
-    code = "from importlib.metadata import version; print(version('something'))"
-    assert _runner(environment)(environment.python, "-c", code).strip() == "2.0"
-    assert (old / "METADATA").exists()
-
-
 def test_a_command_that_runs_out_of_time_is_ended_with_its_children(environment, tmp_path):
     code = (
         "import subprocess, time; child = subprocess.Popen(['sleep', '600']); "
@@ -584,14 +483,6 @@ def test_a_command_that_runs_out_of_time_is_ended_with_its_children(environment,
     with pytest.raises(RuntimeError, match="ran out of time; the whole log is"):
         _runner(environment, seconds=5)(sys.executable, "-c", code)
     assert _gone(int((tmp_path / "child").read_text()))
-
-
-def test_a_failed_command_shows_its_last_lines(environment):
-    with pytest.raises(RuntimeError, match=r"(?s)exit status 3; .*line 29$") as caught:
-        _runner(environment)(
-            sys.executable, "-c", "for i in range(30): print('line', i)\nraise SystemExit(3)"
-        )
-    assert "line 9\n" not in str(caught.value)
 
 
 def test_what_runs_in_an_environment_is_offline_and_uses_the_packs_cache(environment, monkeypatch):
@@ -624,37 +515,6 @@ def test_a_pack_for_another_python_is_refused(index, small_sdist, tmp_path):
         build.Problem, match=f"the pack is for Python {other}; this is Python {HERE}"
     ):
         build.run(tmp_path, report.Report(tmp_path, "build", {}), 60)
-
-
-def test_missing_tools_are_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
-    results = report.Report(tmp_path, "build", {})
-    build._record_tools(results)
-    found = {check.name: check for check in results.checks}
-    assert found["C++ compiler"].outcome == "failed"
-    assert found["Python headers"].detail.startswith("Python.h is missing")
-
-
-def test_an_engine_with_other_gpu_operations_is_refused(environment):
-    found = {"gpu": "none", "torch": "2.13.0+cpu"}
-    with pytest.raises(RuntimeError, match="are 'none'; expected 'staged'. Check that nvcc"):
-        build._checked(environment, found)
-
-
-def test_the_output_of_a_build_shows_whether_it_came_from_the_cache():
-    compiled = (
-        "compiling: 100 %, 5:49\nSmoke test: collectives in new processes.\n"
-        "  torch over gloo: allreduce on 2 ranks (cpu: no GPU is visible)\n"
-    )
-    assert build.built(compiled) == {
-        "detail": "compiled; torch over gloo: allreduce on 2 ranks (cpu: no GPU is visible)",
-        "from_cache": False,
-    }
-    cached = "Engine 0.28.1+hvdkit.3 is in the cache: /a.whl\n"
-    assert build.built(cached) == {"detail": "taken from the cache", "from_cache": True}
 
 
 # --- with the package index, and for real ---

@@ -183,19 +183,6 @@ def test_ratios_are_taken_turn_by_turn():
     }
 
 
-def test_one_turn_has_its_ratio_for_quartiles():
-    assert set(turns.ratio([3.0], [2.0]).values()) == {1.5}
-
-
-def test_targets():
-    assert "target reached" in speed.pass_detail(0.8)
-    assert "target missed" in speed.pass_detail(0.79)
-    even = {"ratio": 1.0, "lower quartile": 0.99, "upper quartile": 1.02}
-    assert "target reached" in speed.ratio_detail("fp16", even)
-    assert "target missed" in speed.ratio_detail("fp16", even | {"ratio": 1.02})
-    assert "target" not in speed.ratio_detail("ddp", even)
-
-
 class FakeProcess:
     """A process whose steps take no time."""
 
@@ -281,16 +268,6 @@ def counted(**changed):
     return zeros | {"kernels": 5.0, "operators": 5.0, "waits for Horovod": 0.0} | changed
 
 
-def test_counts_are_compared_with_the_plain_optimizers():
-    plain = counted(launches=100.0, synchronizations=1.0)
-    more = counted(launches=112.0, synchronizations=2.0, **{"waits for Horovod": 3.0})
-    detail = speed.counts_detail(more, plain, asynchronous=True)
-    assert "+12.0 launches, +1.0 host synchronizations and 3.0 waits" in detail
-    assert "target missed" in detail
-    assert "target" not in speed.counts_detail(more, plain, asynchronous=False)
-    assert "target reached" in speed.counts_detail(plain, plain, asynchronous=True)
-
-
 def test_counts_of_nothing_are_refused():
     full = counted(**{"waits for Horovod": 2.0})
     speed.check_counts({"plain": counted(), "none": full}, cuda=True)
@@ -318,13 +295,6 @@ def test_differences_between_trainings():
     assert line.startswith("rank 1")
 
 
-def test_texts_about_staging():
-    found = {"copies to the host": 4, "pageable copies to the host": 4, "save": 2e9}
-    assert "4 of 4 copies go to pageable memory" in checkpoint.staging_detail(found)
-    assert "5.0 x as fast" in checkpoint.staging_detail(found | {"pinned": 1e10})
-    assert "nothing" in checkpoint.staging_detail({"copies to the host": 0})
-
-
 @pytest.fixture
 def fit_answer():
     return {
@@ -337,20 +307,10 @@ def fit_answer():
     }
 
 
-def test_fit_on_ranks_that_are_alike_passes(fit_answer):
+def test_fit_on_ranks_that_differ_fails(fit_answer):
     keras.check_fit([fit_answer, fit_answer], "cuda")
-
-
-@pytest.mark.parametrize(
-    ("changed", "why"),
-    [
-        ({"weights": "other"}, "different weights"),
-        ({"optimizer": "other"}, "different optimizer"),
-    ],
-)
-def test_fit_on_ranks_that_differ_fails(fit_answer, changed, why):
-    with pytest.raises(ValueError, match=why):
-        keras.check_fit([fit_answer, fit_answer | changed], "cuda")
+    with pytest.raises(ValueError, match="different weights"):
+        keras.check_fit([fit_answer, fit_answer | {"weights": "other"}], "cuda")
 
 
 @pytest.mark.parametrize(
@@ -374,14 +334,6 @@ def test_mixed_precision_that_does_not_skip_fails():
         keras.check_mixed([answer | {"weights": "a", "iterations": 10}])
     with pytest.raises(ValueError, match="differ"):
         keras.check_mixed([answer | {"weights": "a"}, answer | {"weights": "b"}])
-
-
-def test_why_tensorflow_is_skipped():
-    found = {"installed": True, "version": "2.21.0", "gpus": 0, "engine": True}
-    assert keras.tensorflow_reason(found, dry=True) is None
-    assert keras.tensorflow_reason(found, dry=False) == "TensorFlow 2.21.0 sees no GPU"
-    assert "not installed" in keras.tensorflow_reason(found | {"installed": False}, dry=True)
-    assert "engine" in keras.tensorflow_reason(found | {"gpus": 1, "engine": False}, dry=False)
 
 
 def test_doctor_must_name_the_gpu(tmp_path):

@@ -32,6 +32,7 @@ LAYERS = {
     "rendezvous": 0,
     "sealed": 0,
     "signals": 0,
+    "trusted_paths": 0,
     "whole_files": 0,
     "core": 1,
     "engine": 1,
@@ -59,6 +60,7 @@ ALLOWED = {
     ("exit_statuses", "errors"),
     ("mesh", "errors"),
     ("mpi_segments", "owned_folders"),
+    ("owned_folders", "trusted_paths"),
     ("mpirun", "errors"),
     ("process_limit", "cgroups"),
     ("process_limit", "errors"),
@@ -72,6 +74,7 @@ ALLOWED = {
     ("ranks", "rendezvous"),
     ("rendezvous", "mesh"),
     ("signals", "errors"),
+    ("whole_files", "plain_files"),
     ("checkpoint", "core"),
     ("cli", "bench"),
     ("cli", "tune"),
@@ -144,7 +147,7 @@ def imports_of(path):
 
 def run_python(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     ).stdout
 
 

@@ -4,14 +4,25 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from hvdkit.owned_folders import OwnedFolder
+from hvdkit.owned_folders import OwnedFolder, temporary
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+def test_no_folder_is_made_where_others_could_replace_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert temporary() == tmp_path
+    tmp_path.chmod(0o777)
+    assert temporary() in (Path("/tmp"), Path("/dev/shm"))
+    tmp_path.chmod(0o1777)  # others may add files, but not replace those of this user
+    assert temporary() == tmp_path
+
 
 # A process that is killed after one of its calls, while it makes a folder.
 KILLED = """

@@ -9,7 +9,15 @@ from rich.table import Table
 
 from hvdkit import cli
 from hvdkit.console import Console
-from hvdkit.plain_files import parse_json, printable, read_json, read_text, seconds, whole
+from hvdkit.plain_files import (
+    json_values,
+    parse_json,
+    printable,
+    read_json,
+    read_text,
+    seconds,
+    whole,
+)
 
 
 def test_a_regular_file(tmp_path):
@@ -76,6 +84,25 @@ def test_json_that_would_fill_the_memory(tmp_path, unit):
         assert tracemalloc.get_traced_memory()[1] < 64_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("escape", [rb"\a", rb"\\", rb"\\\"", rb"\u0061,"])
+def test_values_are_counted_without_much_memory(escape):
+    text = b'["' + escape * 300_000 + b'"' + b', "a,[{b"' * 30 + b"]"
+    tracemalloc.start()
+    try:
+        assert json_values(text, 100) == 1 + 30
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_values_cannot_be_hidden_by_another_encoding(encoding):
+    """U+2200 has a byte that is a quote in UTF-8."""
+    text = f'["\u2200", {"[]," * 1000} 1]'
+    with pytest.raises(ValueError, match=r"too many values|codec can't decode|Expecting value"):
+        parse_json(text.encode(encoding), 100)
 
 
 @pytest.mark.parametrize("number", [1e300, float("nan"), -1e11, 10**400, "x"])

@@ -16,7 +16,7 @@ import pytest
 from hvdkit import rendezvous
 from hvdkit.engine.describe import installed
 from hvdkit.engine.toolchain import find_compiler
-from hvdkit.launch.gloo import place_variables
+from hvdkit.launch.controller import place_variables
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK
 from hvdkit.launch.plan import make_plan
@@ -39,7 +39,7 @@ def request(server, method, path, body=None, key=None):
 
 
 def test_rendezvous_server_keeps_values_under_scope_and_key():
-    with RendezvousServer() as server:
+    with RendezvousServer(stores_without_key=True) as server:
         assert request(server, "GET", "/global/0") == (404, b"")
         assert request(server, "PUT", "/global/0", b"\x00address\xff") == (200, b"")
         assert request(server, "PUT", "/local/0", b"other") == (200, b"")
@@ -77,7 +77,7 @@ def raw(server, data):
     ],
 )
 def test_strangers_do_not_disturb_the_ranks(data, status, capfd):
-    with RendezvousServer() as server:
+    with RendezvousServer(stores_without_key=True) as server:
         assert status in raw(server, data).partition(b"\r\n")[0]
         assert server.without_key() == set()
         assert request(server, "PUT", "/global/0", b"address") == (200, b"")
@@ -126,7 +126,7 @@ def test_a_rank_registers_while_strangers_fill_the_server(monkeypatch):
 
 
 def test_a_server_of_ranks_with_the_key_stores_nothing_without_it():
-    with RendezvousServer(stores_without_key=False) as server:
+    with RendezvousServer() as server:
         assert request(server, "PUT", "/global/0", b"a stranger's") == (200, b"")
         assert request(server, "GET", "/global/0") == (404, b"")
         assert server.without_key() == set()
@@ -176,7 +176,7 @@ def test_two_ranks_exchange_addresses():
 
 @pytest.mark.parametrize("key", [None, "", "0" * 32, "\xff"])
 def test_a_rank_without_the_key_cannot_join_a_mesh(key):
-    with RendezvousServer() as server:
+    with RendezvousServer(stores_without_key=True) as server:
         status, data = request(server, "PUT", "/mesh/2.abc.0.global", b"mine", key)
         assert (status, data) == (403, b"this is not the job's key (HVDKIT_RENDEZVOUS_KEY)")
         assert server.registered() == set()
@@ -216,7 +216,7 @@ def test_a_rank_may_wait_longer_than_a_request_takes(monkeypatch):
 
 def test_strangers_cannot_fill_the_memory(monkeypatch):
     monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 2000)
-    with RendezvousServer() as server:
+    with RendezvousServer(stores_without_key=True) as server:
         assert request(server, "PUT", "/a/0", b"x" * 90) == (200, b"")
         assert request(server, "PUT", "/a/0", b"y" * 90) == (200, b"")
         assert request(server, "PUT", "/a/1", b"x" * 90) == (200, b"")
@@ -420,7 +420,7 @@ def test_ranks_of_an_engine_without_this_exchange(key):
     """They use Horovod's protocol if the server or the ranks do not support the exchange."""
     needs_the_engine()
     inherited = {} if key is not None else {rendezvous.KEY: "of an outer job"}
-    with RendezvousServer(key=key) as server:
+    with RendezvousServer(key=key, stores_without_key=True) as server:
         server.key = None  # not given to the ranks
         results = start(server, ALLREDUCE, **inherited).wait(timeout=120)
         assert [r.output.splitlines()[-1].split()[3] for r in results] == ["3", "3"]

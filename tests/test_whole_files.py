@@ -1,13 +1,16 @@
 """Files that are written as a whole."""
 
+import contextlib
+import itertools
 import os
 import resource
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from hvdkit.whole_files import check_writable, create, replacing
+from hvdkit.whole_files import check_writable, create, open_to_write, replacing
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path):
@@ -62,6 +65,76 @@ def test_what_another_user_has_put_there_is_not_written_to(tmp_path, kind):
         ):
             draft_of.append(draft)
     assert (own.read_text(), draft_of) == ("old", [])
+
+
+@contextlib.contextmanager
+def before_line(number, attack):
+    """Call `attack` before the line with this number that runs in the block, in any function.
+
+    Yield a list, which has an entry if there was such a line.
+    """
+    lines, found = itertools.count(), []
+
+    def trace(frame, event, argument):
+        if event == "line" and next(lines) == number:
+            found.append(frame)
+            sys.settrace(None)
+            attack()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+@pytest.mark.parametrize("how", ["replaced", "opened"])
+@pytest.mark.parametrize("at_first", ["nothing", "a file", "a device"])
+def test_a_link_that_appears_at_any_moment_is_not_followed(tmp_path, how, at_first):
+    own, page = tmp_path / "own", tmp_path / "page"
+    own.write_text("old")
+
+    def attack():
+        page.unlink(missing_ok=True)
+        page.symlink_to(own)
+        os.chown(page, 65534, 65534, follow_symlinks=False)
+
+    for number in itertools.count():
+        page.unlink(missing_ok=True)
+        if at_first == "a file":
+            page.write_text("page")
+        elif at_first == "a device":
+            page.symlink_to(os.devnull)
+        with contextlib.suppress(OSError), before_line(number, attack) as attacked:
+            if how == "replaced":
+                with replacing(page) as draft:
+                    draft.write_text("new")
+            else:
+                os.close(open_to_write(page, os.O_WRONLY | os.O_TRUNC))
+        assert own.read_text() == "old", number
+        if not attacked:
+            assert number > 10
+            return
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_file_is_not_opened_through_what_another_user_has_put_there(tmp_path, kind):
+    own, planted, link = tmp_path / "own", tmp_path / "planted", tmp_path / "link"
+    own.write_text("old")
+    planted.symlink_to(own) if kind == "link" else os.mkfifo(planted)
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    link.symlink_to(planted)
+    for path in (planted, link):
+        with pytest.raises(PermissionError, match=f"{kind} of another user"):
+            open_to_write(path, os.O_RDWR)
+    link.unlink()
+    link.symlink_to("own")
+    os.close(open_to_write(link, os.O_WRONLY | os.O_TRUNC))
+    assert own.read_text() == ""
 
 
 def test_a_pipe_is_not_replaced(tmp_path):

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from hvdkit.bench.figures import wide_console
 from hvdkit.processes import python_command
+from hvdkit.whole_files import replacing
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,8 @@ def main(description: str) -> int:
             for result in _run(optimizer, options, Path(folder))
         ]
     if options.json:
-        options.json.write_text(json.dumps(results))
+        with replacing(options.json) as draft:
+            draft.write_text(json.dumps(results))
     _show(results, options.ranks)
     return 0
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from hvdkit.bench import link, results
 from hvdkit.bench.software import STOCK, missing_module
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import add_options
 from hvdkit.launch.arguments import add_host_arguments
 from hvdkit.whole_files import check_writable
 
@@ -20,69 +21,45 @@ def add_arguments(verb: argparse.ArgumentParser, variants: str, turns: int) -> N
         variants: which variants are measured if none are named, for the help.
         turns: the default of `--turns`.
     """
-    verb.add_argument(
-        "-np",
-        "--num-proc",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: 2, or all slots)",
-    )
-    verb.add_argument(
-        "--variants",
-        metavar="NAMES",
-        help=f"the variants to measure, separated by commas; 'hvdkit-*' stands for several "
-        f"(default: {variants})",
-    )
-    verb.add_argument(
-        "--turns",
-        type=int,
-        default=turns,
-        metavar="N",
-        help="number of turns; each turn measures every variant once (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--stock",
-        type=Path,
-        metavar="DIR",
-        help="the folder of another Horovod, for the stock variants; `hvdkit build "
-        "--patches minimal --target DIR` makes it",
-    )
-    verb.add_argument(
-        "--two-hosts",
-        metavar="RATE",
-        help="run on two hosts that are network namespaces of this machine, with a link of this "
-        "rate, such as 1Gbit/s; needs root and iproute2",
-    )
-    verb.add_argument("--mpirun", metavar="FILE", help="the mpirun of the engine's MPI")
-    verb.add_argument(
-        "--keep-running",
-        action="store_true",
-        help="do not suspend the other variants (SIGSTOP) during a turn: shows the cost of idle "
-        "jobs",
-    )
+    text = f"""
+-np --num-proc N          number of ranks (default: 2, or all slots)
+--variants NAMES          the variants to measure, separated by commas; 'hvdkit-*' stands for
+                          several (default: {variants})
+--turns N                 number of turns; each turn measures every variant once
+                          (default: %(default)s)
+--stock DIR               the folder of another Horovod, for the stock variants; `hvdkit build
+                          --patches minimal --target DIR` makes it
+--two-hosts RATE          run on two hosts that are network namespaces of this machine, with a link
+                          of this rate, such as 1Gbit/s; needs root and iproute2
+--mpirun PROGRAM          the mpirun of the engine's MPI
+--keep-running            do not suspend the other variants (SIGSTOP) during a turn: shows the cost
+                          of idle jobs
+"""
+    add_options(verb, text, turns=turns)
     add_host_arguments(verb)
+    compare = "the file of --json of an earlier run: show what has changed beyond the noise"
     add_file_arguments(
-        verb, "write all times to FILE after each result, also if the run is interrupted"
-    ).add_argument(
-        "--compare",
-        type=Path,
-        metavar="FILE",
-        help="the file of --json of an earlier run: show what has changed beyond the noise",
+        verb,
+        "write all times to FILE after each result, also if the run is interrupted",
+        f"--compare FILE  {compare}",
     )
 
 
-def add_file_arguments(verb: argparse.ArgumentParser, json: str) -> argparse._ArgumentGroup:
-    """Add the files that a benchmark writes. Return their group.
+def add_file_arguments(verb: argparse.ArgumentParser, json: str, more: str = "") -> None:
+    """Add the files that a benchmark writes.
 
     Args:
         verb: the parser.
         json: the help of `--json`.
+        more: further options of the group.
     """
-    files = verb.add_argument_group("results")
-    files.add_argument("--json", type=Path, metavar="FILE", help=json)
-    files.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each result")
-    files.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture: .png, .svg, .pdf")
-    return files
+    text = f"""
+[results]
+--json FILE               {json}
+--csv FILE                write a row for each result
+--plot FILE               draw a picture: .png, .svg, .pdf
+{more}"""
+    add_options(verb, text)
 
 
 def check(options: argparse.Namespace, benchmark: str) -> results.Results | None:

@@ -19,7 +19,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -209,7 +208,8 @@ def _unused_network() -> ipaddress.IPv4Network:
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
     """Prevent two runs from choosing the same network."""
-    with open(Path(tempfile.gettempdir()) / "hvdkit-test-hosts.lock", "w") as lock:
+    # Not in /tmp, where another user could hold the lock, or put a link to a file of root.
+    with open("/run/hvdkit-hosts.lock", "w") as lock:
         deadline = time.monotonic() + _SECONDS
         while True:
             try:

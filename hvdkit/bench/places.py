@@ -13,7 +13,7 @@ from hvdkit.bench import link, namespaces
 from hvdkit.bench.control import TOKEN_VARIABLE
 from hvdkit.errors import UsageError
 from hvdkit.launch import allocation, hosts, network
-from hvdkit.launch.batch_systems import batch_hosts
+from hvdkit.launch.allocation import batch_hosts
 from hvdkit.processes import python_command
 from hvdkit.ranks import RankCommand, RankGroup, start_gloo, start_mpi, start_ranks
 from hvdkit.rendezvous import RendezvousServer, gloo_environment
@@ -85,8 +85,9 @@ class ThisMachine(Place):
         """See `Place`."""
         if controller == "mpi":
             return start_mpi(command, size, mpirun=self.mpirun, env=env)
-        # torch.distributed must use the same interface.
-        return start_gloo(command, size, env={**env, "GLOO_SOCKET_IFNAME": "lo"})
+        # torch.distributed must use the same interface. Stock engines send no key.
+        env = {**env, "GLOO_SOCKET_IFNAME": "lo"}
+        return start_gloo(command, size, env=env, stores_without_key=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,8 @@ class LimitedHosts(Place):
     ) -> RankGroup:
         """See `Place`."""
         each = max(1, size // len(self.cluster.hosts))
-        server = RendezvousServer(self.cluster.address)
+        # Stock engines send no key.
+        server = RendezvousServer(self.cluster.address, stores_without_key=True)
         try:
             commands = []
             for rank in range(size):

@@ -1,5 +1,6 @@
 """Pictures of the results. They need matplotlib."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,9 @@ def lines(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, float
         title: above the picture.
         series: name -> (bytes, median seconds, bus bandwidth in bytes/s).
     """
-    import matplotlib
+    # matplotlib reads a configuration in the current folder, where others may write.
+    with contextlib.chdir("/"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -47,7 +50,9 @@ def bars(path: Path, title: str, medians: Mapping[str, float], alone: float | No
         medians: name -> seconds.
         alone: the seconds of a step without reduction; None if it was not measured.
     """
-    import matplotlib
+    # matplotlib reads a configuration in the current folder, where others may write.
+    with contextlib.chdir("/"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

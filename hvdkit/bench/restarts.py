@@ -19,12 +19,14 @@ import psutil
 
 from hvdkit.bench.namespaces import Cluster, hosts, missing
 from hvdkit.engine.describe import installed
-from hvdkit.processes import python_command
+from hvdkit.processes import ProcessGroup, python_command
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
 _SECONDS = 120.0
 # Seconds of training before a failure, and seconds between two checks that spares are idle.
 _TRAIN_SECONDS, _IDLE_SECONDS = 2.0, 1.0
+# Seconds for a job to end at the end of a measurement.
+_END_SECONDS = 30.0
 _RANKS = 2
 _KEY = "a key for the benchmark"
 _PORT = 29400
@@ -153,6 +155,7 @@ class _Job:
         self._launcher = launcher
         self._folder = folder
         self._device = device
+        self._group = ProcessGroup()
         self.start()
 
     def start(self) -> None:
@@ -160,14 +163,9 @@ class _Job:
         command = [*self._launcher.arguments, *script]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         variables = {"OMP_NUM_THREADS": "1", "HVDKIT_JOB_KEY": _KEY}
+        environment = {**os.environ, **variables, "PATH": path, "TMPDIR": str(self._folder)}
         with (self._folder / "output").open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=os.environ | variables | {"PATH": path, "TMPDIR": str(self._folder)},
-            )
+            self.process = self._group.start(command, environment, stdout=output)
 
     def starts(self) -> set[str]:
         """Return the names of the files of all starts of ranks until now."""
@@ -229,15 +227,8 @@ class _Job:
         raise SystemExit(f"{count} spares were not ready and idle within {_SECONDS:g} s")
 
     def stop(self) -> None:
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for _ in self._group.terminate(_END_SECONDS):
+            time.sleep(0.05)
 
 
 def _pid(path: Path) -> int:

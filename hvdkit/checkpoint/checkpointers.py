@@ -410,7 +410,7 @@ class Checkpointers:
         self.request.answer()
         self.stops_since = None
         self._saved.clear()
-        note_end_with(RESUMABLE, self._rank)
+        note_end_with(RESUMABLE)
         return Stopped(step or 0)
 
     # The end

@@ -12,12 +12,28 @@ from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.store import Store
 from hvdkit.console import Console
 from hvdkit.errors import UsageError
+from hvdkit.flags import add_options
 
 HELP = "list, verify, prune and export the checkpoints in a folder"
 EXAMPLE = """\
   hvdkit checkpoint ls runs/digits
   hvdkit checkpoint verify runs/digits
   hvdkit checkpoint export runs/digits weights.pt"""
+
+_PRUNE = """
+-n --keep-last N          number of newest steps to keep (default: 3)
+--keep-best METRIC:min|max...  also keep the step with the best value; may be given several times
+--keep-every N            also keep steps whose number is a multiple of N
+--damaged                 also delete quarantined steps
+--older-runs              also delete all steps of older runs
+--dry-run                 only print what would be deleted
+"""
+_EXPORT = """
+--format {torch,safetensors,huggingface}  the format (default: determined by the name of TARGET):
+                          PyTorch's state_dict, one safetensors file, or a folder with
+                          model.safetensors as transformers reads it (add your model's config.json)
+--step N                  the step (default: the newest good one)
+"""
 
 #: Adds one action: (name, help, example) -> its parser.
 AddAction = Callable[[str, str, str], argparse.ArgumentParser]
@@ -51,31 +67,7 @@ def add_actions(add: AddAction, export: Export) -> None:
         "prune runs/digits -n 2",
         _prune,
     )
-    prune.add_argument(
-        *("-n", "--keep-last"),
-        type=int,
-        default=3,
-        metavar="N",
-        help="number of newest steps to keep (default: 3)",
-    )
-    prune.add_argument(
-        "--keep-best",
-        action="append",
-        default=[],
-        metavar="METRIC:min|max",
-        help="also keep the step with the best value; may be given several times",
-    )
-    prune.add_argument(
-        "--keep-every",
-        type=int,
-        metavar="N",
-        help="also keep steps whose number is a multiple of N",
-    )
-    prune.add_argument("--damaged", action="store_true", help="also delete quarantined steps")
-    prune.add_argument(
-        "--older-runs", action="store_true", help="also delete all steps of older runs"
-    )
-    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    add_options(prune, _PRUNE, keep_last=3)
     exporting = action(
         "export",
         "write the model for PyTorch, Keras, safetensors or Hugging Face",
@@ -88,16 +80,7 @@ def add_actions(add: AddAction, export: Export) -> None:
         metavar="TARGET",
         help="*.pt, *.pth, *.safetensors, *.weights.h5, or a new folder for Hugging Face",
     )
-    exporting.add_argument(
-        "--format",
-        choices=("torch", "safetensors", "huggingface"),
-        help="the format (default: determined by the name of TARGET): PyTorch's state_dict, one "
-        "safetensors file, or a folder with model.safetensors as transformers reads it (add your "
-        "model's config.json)",
-    )
-    exporting.add_argument(
-        "--step", type=int, metavar="STEP", help="the step (default: the newest good one)"
-    )
+    add_options(exporting, _EXPORT)
     _add_run(exporting)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,9 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 _SEAL = ',\n "xxh3_128": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _MAX_INT = 2**63
+#: Numbers below these have a place in the names of steps and of records of a log. Larger ones in a
+#: file of others would leave none for the next run and the next commit.
+MAX_RUN, MAX_COMMIT = 10**9, 10**18
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,13 @@ class Manifest:
     def size(self) -> int:
         """The sum of the sizes of all files, in bytes."""
         return sum(record.size for record in self.files.values())
+
+    @property
+    def values(self) -> int:
+        """The number of values that take memory: hashes, metrics and names."""
+        lists: list[Sized] = [self.metrics, self.versions, self.files, self.beside, self.unsaved]
+        lists += [record.hashes for record in self.files.values()]
+        return sum(map(len, lists))
 
     @property
     def parts_with_tensors(self) -> list[str]:
@@ -154,8 +164,8 @@ class Manifest:
                 step=_count(fields["step"]),
                 epoch=None if fields["epoch"] is None else _count(fields["epoch"]),
                 world_size=_count(fields["world_size"]),
-                commit=_count(fields["commit"]),
-                run=_count(fields.get("run", 1)),
+                commit=_count(fields["commit"], MAX_COMMIT),
+                run=_count(fields.get("run", 1), MAX_RUN),
                 time=plain_files.seconds(_number(fields["time"])),
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
@@ -264,8 +274,8 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_INT:
+def _count(value: Any, limit: int = _MAX_INT) -> int:
+    if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{value!r:.40} is not a whole number from 0")
     return value
 

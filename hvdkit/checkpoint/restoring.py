@@ -13,6 +13,7 @@ from hvdkit.checkpoint.reading import OpenCheckpoint, Outline, rank_tree
 from hvdkit.checkpoint.state import (
     CheckedRankItem,
     DependentItem,
+    OptionalItem,
     PartialItem,
     RankItem,
     RequiredRankItem,
@@ -376,13 +377,18 @@ class Restoring:
                 f"strict=False"
             )
 
+    def _is_optional(self, name: str) -> bool:
+        part = self._parts[name]
+        return isinstance(part, OptionalItem) and part.optional
+
     def _names(self, outline: Outline, same_size: bool) -> list[str]:
         """Return the names of the parts to restore."""
         step, saved = outline.manifest.step, outline.trees.keys()
         lacking = (self._parts.keys() & self._wanted) - saved - self._of_this_size
-        if lacking and self._strict:
+        required = {name for name in lacking if not self._is_optional(name)}
+        if required and self._strict:
             raise UsageError(
-                f"the checkpoint of step {step} has no {', '.join(sorted(lacking))}; it has "
+                f"the checkpoint of step {step} has no {', '.join(sorted(required))}; it has "
                 f"{', '.join(sorted(saved))}. Give the checkpointer the items that it was saved "
                 f"with, or restore with strict=False"
             )

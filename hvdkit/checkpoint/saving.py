@@ -185,16 +185,14 @@ class Saving:
             of_ranks = zip(*(each[name] for each in gathered), strict=True)
             item.select({n for n, found in zip(own, of_ranks, strict=True) if len({*found}) > 1})
 
-    def _described(self, check: ReplicaCheck | None) -> dict[str, Any] | None:
-        """Return a check as JSON values for the other ranks; None if it cannot run on this rank."""
+    def _described(self, check: ReplicaCheck | None) -> str:
+        """Return the settings of a check; empty if it cannot run on this rank."""
         if check is None or not check.settings.interval:
-            return None
-        if list(check.ranks) != list(self._collectives.ranks):
-            return None
-        return {"settings": str(check.settings), "stepped": check.has_stepped()}
+            return ""
+        return str(check.settings) if list(check.ranks) == list(self._collectives.ranks) else ""
 
-    def _compare_replicas(self, gathered: Sequence[Sequence[Any]]) -> None:
-        """Compare replicas if an optimizer has stepped since the last comparison. A collective.
+    def _compare_replicas(self, gathered: Sequence[Sequence[str]]) -> None:
+        """Compare the replicas of the optimizers whose check can run on all ranks. A collective.
 
         Args:
             gathered: rank -> optimizer -> the result of `_described`.
@@ -205,12 +203,8 @@ class Saving:
         if len({len(of_rank) for of_rank in gathered}) > 1:
             return
         for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
-            # If one rank cannot run the check, the other ranks would wait for it.
-            if check is None or not all(described):
-                continue
-            same = len({each["settings"] for each in described}) == 1
-            if same and any(each["stepped"] for each in described):
-                check.compare(self._step, f"Step {self._step} was not saved.")
+            if check is not None and all(described) and len({*described}) == 1:
+                check.compare(self._step, consequence=f"Step {self._step} was not saved.")
 
 
 def check_arguments(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:

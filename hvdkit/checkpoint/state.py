@@ -121,6 +121,18 @@ class ComparedItem(StatefulItem, Protocol):
 
 
 @runtime_checkable
+class OptionalItem(StatefulItem, Protocol):
+    """An item that checkpoints of earlier versions may lack.
+
+    Attributes:
+        optional: whether a restore continues without the item, with a warning.
+    """
+
+    @property
+    def optional(self) -> bool: ...
+
+
+@runtime_checkable
 class PartialItem(StatefulItem, Protocol):
     """An item that can restore some of its tensors, such as a model with another last layer."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,10 @@ from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.errors import UsageError
 
 MAX_STEP = 10**12
+#: The most values in the manifests of all steps of a listing. They take at most about 500 MB.
+_MOST_VALUES = 5_000_000
+#: The memory of an entry and its row in a table, in values of a manifest.
+_ENTRY_VALUES = 100
 
 _URL = re.compile(r"(.*?)://(.*)", re.DOTALL)
 
@@ -281,6 +285,26 @@ def in_commit_order(entries: Iterable[Entry]) -> list[Entry]:
     )
 
 
+def bounded(entries: Iterable[Entry | None]) -> Iterator[Entry | None]:
+    """Yield the entries of a listing. Other users may have filled the folder with steps.
+
+    Raises:
+        CheckpointError: their manifests would take too much memory.
+    """
+    values = 0
+    for number, entry in enumerate(entries):
+        values += _ENTRY_VALUES
+        if entry is not None and entry.manifest is not None:
+            values += entry.manifest.values
+        if values > _MOST_VALUES:
+            raise CheckpointError(
+                f"the list of steps takes too much memory: the manifests of {number} steps have "
+                f"{values:,} values; expected at most {_MOST_VALUES:,}. Move steps that hvdkit did "
+                f"not write to another folder, or delete old ones."
+            )
+        yield entry
+
+
 def expect_manifests(entries: Iterable[Entry], location: str) -> None:
     """Raise an error if a manifest cannot be read now.
 
@@ -334,11 +358,12 @@ def open_storage(
             f"second slash: give the URL as a string."
         )
     url = _URL.fullmatch(text)
-    if url is not None and url[1] in ("file", "local") and not url[2].startswith("/"):
+    is_file = url is not None and url[1].lower() in ("file", "local")
+    if url is not None and is_file and not url[2].startswith("/"):
         raise UsageError(
             f"the checkpoint folder is {text}; expected an absolute path, such as file:///a/b."
         )
-    if url is not None and url[1] not in ("file", "local"):
+    if url is not None and not is_file:
         from hvdkit.checkpoint.objects.storage import ObjectStorage
 
         return ObjectStorage(text, options or {})

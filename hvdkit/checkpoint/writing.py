@@ -234,6 +234,14 @@ class Writer:
         Returns:
             The step's name.
         """
+        commit = self._writer.commit_number
+        if self.run >= manifest.MAX_RUN or commit >= manifest.MAX_COMMIT:
+            raise CheckpointError(
+                f"step {step} would be commit {commit} of run {self.run} in {self._storage}; "
+                f"expected numbers below {manifest.MAX_COMMIT} and {manifest.MAX_RUN}. Another "
+                f"step there has a number that hvdkit does not write: move it away, or give "
+                f"another folder."
+            )
         # Files that an earlier attempt failed to remove take space.
         self._writer.sweep()
         draft = self._draft = self._writer.draft(step, self.run)

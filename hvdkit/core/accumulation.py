@@ -11,16 +11,9 @@ A pass is one outermost backward pass.
 """
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import group_by_text
-from hvdkit.errors import HvdkitError, UsageError
-
-
-class PassesDiffer(HvdkitError):
-    """Ranks are not at the same point of a step.
-
-    They have made different numbers of backward passes, have wrapped different numbers of
-    optimizers, or need different gradients.
-    """
+from hvdkit.core.consistency import all_equal, group_by_text
+from hvdkit.core.step_errors import PassesDiffer
+from hvdkit.errors import UsageError
 
 
 class Window:
@@ -173,7 +166,7 @@ def check_passes(collectives: Collectives, passes: int) -> None:
         PassesDiffer: on every rank, when the numbers differ.
     """
     count, total, squares = collectives.sum([1, passes, passes * passes], "hvdkit.passes")
-    if count * squares == total * total:
+    if all_equal(count, total, squares):
         return
     each = f"{len(collectives.ranks) - count} of them have called join()"
     if count == len(collectives.ranks):

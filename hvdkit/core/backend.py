@@ -62,6 +62,11 @@ class BucketMemory(Protocol[Buffer]):
 class RoundMemory(BucketMemory[Buffer], Protocol[Buffer]):
     """`BucketMemory` in a framework without graphs, which a synchronizer uses in many rounds."""
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether anything has changed a gradient since this round has packed it."""
+        ...
+
     def end_round(self, reduced: bool) -> None:
         """Give each gradient that needs memory of its own this memory, with its new value.
 
@@ -76,6 +81,10 @@ class Backend(Protocol[Buffer, Handle]):
 
     def memory(self, bucket: Bucket) -> RoundMemory[Buffer]:
         """Return access to the bucket's gradients. Called once per bucket of a plan."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients by `factor` in place: the reduction of a single rank."""
         ...
 
     def sum(self, buffer: Buffer, name: str, factor: float) -> Handle:

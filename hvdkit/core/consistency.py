@@ -5,14 +5,17 @@ difference it raises an error on every rank, which names the line and its value 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.errors import HvdkitError
 
 _T = TypeVar("_T")
+_Value = TypeVar("_Value", bound=Hashable)
 
 
 class RankMismatchError(HvdkitError):
@@ -32,16 +35,26 @@ def group_by_text(collectives: Collectives, text: str, name: str) -> list[str]:
         text: this rank's text.
         name: the name of the collective.
     """
-    gathered = collectives.allgather(text.encode(), name)
-    return grouped(dict(zip(collectives.ranks, map(bytes.decode, gathered), strict=True)))
+    return grouped(gather(collectives, text, name))
+
+
+def gather(collectives: Collectives, own: Any, name: str) -> dict[int, Any]:
+    """Return each rank with its `own`, a value for JSON. A collective."""
+    gathered = collectives.allgather(json.dumps(own).encode(), name)
+    return dict(zip(collectives.ranks, map(json.loads, gathered), strict=True))
 
 
 def grouped(text_of_rank: Mapping[int, str]) -> list[str]:
     """Return "ranks R, S: TEXT" for each different text. Not a collective."""
-    ranks_of_text: dict[str, list[int]] = {}
-    for rank, text in text_of_rank.items():
-        ranks_of_text.setdefault(text, []).append(rank)
-    return [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_of_text.items()]
+    return [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_by_value(text_of_rank).items()]
+
+
+def ranks_by_value(value_of_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Return each different value with the ranks that have it."""
+    ranks_of: dict[_Value, list[int]] = {}
+    for rank, value in value_of_rank.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def error_text(error: Exception | None) -> str:
@@ -54,17 +67,25 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def are_equal(collectives: Collectives, number: int, name: str) -> bool:
-    """Return whether a number is the same on all ranks. A collective.
+def digest24(content: bytes) -> int:
+    """Return a digest of 24 bits: the sum of its squares over 30,000 ranks fits into 64 bits."""
+    return zlib.crc32(content) & 0xFFFFFF
+
+
+def all_equal(count: int, total: int, squares: int) -> bool:
+    """Return whether integers are equal: exactly if n * sum(x^2) == sum(x)^2.
 
     Args:
-        collectives: the collectives of the ranks.
-        number: this rank's number, of at most 24 bits, so that the sum of squares over 30,000 ranks
-            fits into 64 bits.
-        name: the name of the collective.
+        count: the number of integers.
+        total: their sum.
+        squares: the sum of their squares.
     """
-    count, total, squares = collectives.sum([1, number, number * number], name)
     return count * squares == total * total
+
+
+def are_equal(collectives: Collectives, number: int, name: str) -> bool:
+    """Return whether a number of at most 24 bits is the same on all ranks. A collective."""
+    return are_same(collectives, number.to_bytes(3, "little"), name)[0]
 
 
 _ADVICE = "Every rank must build the same model and use the same settings."
@@ -87,22 +108,11 @@ def check_consistency(
         RankMismatchError: on every rank, naming the first line that differs and its value on each
             rank.
     """
-    equal, joined = compare(collectives, digest(lines), "hvdkit.agreement")
-    if equal:
-        return
-    if joined:
-        # Ranks in `join` take part in reductions only, so nothing can be gathered.
-        raise RankMismatchError(
-            f"ranks disagree about {subject}. The difference is unknown, because {joined} of "
-            f"{len(collectives.ranks)} ranks have called join() already. {advice}"
-        )
-    # All ranks have the same sums, so all of them enter this collective.
-    gathered = collectives.allgather("\n".join(lines).encode(), "hvdkit.agreement.lines")
-    by_rank = {
-        rank: data.decode().split("\n")
-        for rank, data in zip(collectives.ranks, gathered, strict=True)
-    }
-    raise RankMismatchError(f"{first_difference(by_rank, subject)} {advice}")
+    name = "hvdkit.agreement"
+    by_rank, unknown = gather_if_different(collectives, digest(lines), list(lines), name)
+    if by_rank or unknown:
+        found = unknown or first_difference(by_rank)
+        raise RankMismatchError(f"ranks disagree about {subject}. {found} {advice}")
 
 
 def prepare_on_all_ranks(
@@ -118,9 +128,8 @@ def prepare_on_all_ranks(
 
     Args:
         collectives: the collectives of the ranks.
-        prepare: checks the arguments of this rank, and returns a value and its lines. See
-            `check_consistency` for the lines.
-        subject: see `check_consistency`.
+        prepare: checks the arguments of this rank, and returns a value and its lines.
+        subject: see `check_consistency`, also for the lines.
         advice: see `check_consistency`.
 
     Returns:
@@ -142,7 +151,35 @@ def prepare_on_all_ranks(
     return value
 
 
-def compare(collectives: Collectives, own: bytes, name: str) -> tuple[bool, int]:
+def gather_if_different(
+    collectives: Collectives, content: bytes, own: Any, name: str
+) -> tuple[dict[int, Any], str]:
+    """Compare `content` between the ranks; if it differs, gather `own`. A collective.
+
+    Args:
+        collectives: the collectives of the ranks.
+        content: bytes of the same length on all ranks, such as a digest.
+        own: this rank's description of the content, for JSON.
+        name: the name of the collective.
+
+    Returns:
+        Each rank with its `own`, empty if the ranks have the same content; and a sentence if they
+        differ, but ranks in `join` prevent that `own` is gathered.
+    """
+    equal, joined = are_same(collectives, content, name)
+    if equal:
+        return {}, ""
+    if joined:
+        # Ranks in `join` take part in reductions only.
+        return {}, (
+            f"The difference is unknown, because {joined} of {len(collectives.ranks)} ranks have "
+            f"called hvd.join()."
+        )
+    # All ranks have the same sums, so all of them enter this collective.
+    return gather(collectives, own, f"{name}.all"), ""
+
+
+def are_same(collectives: Collectives, own: bytes, name: str) -> tuple[bool, int]:
     """Return whether `own` is the same on all ranks, and the number of ranks in `join`.
 
     A collective: one small allreduce. Ranks in `join` are not compared.
@@ -152,30 +189,21 @@ def compare(collectives: Collectives, own: bytes, name: str) -> tuple[bool, int]
         own: this rank's bytes, of the same length on all ranks, such as a digest.
         name: the name of the collective.
     """
-    # n values are all equal if and only if n * sum(x^2) == sum(x)^2. A rank that has called `join`
-    # adds zeros to all three sums, including n, so it does not count.
+    # A rank that has called `join` adds zeros to all three sums, so it does not count.
     sums = collectives.sum([1, *own, *(byte * byte for byte in own)], name)
     count, values, squares = sums[0], sums[1 : 1 + len(own)], sums[1 + len(own) :]
     pairs = zip(values, squares, strict=True)
-    equal = all(count * square == value * value for value, square in pairs)
+    equal = all(all_equal(count, value, square) for value, square in pairs)
     return equal, len(collectives.ranks) - count
 
 
-def first_difference(by_rank: Mapping[int, Sequence[str]], subject: str) -> str:
-    """Return a sentence about the first line that differs between ranks.
-
-    Args:
-        by_rank: rank -> its lines.
-        subject: the name of the thing that the lines describe.
-    """
-    longest = max(len(lines) for lines in by_rank.values())
-    for number in range(longest):
-        groups = grouped(
-            {
-                rank: lines[number] if number < len(lines) else "nothing more"
-                for rank, lines in by_rank.items()
-            }
-        )
-        if len(groups) > 1:
-            return f"ranks disagree about {subject}. First difference: {'; '.join(groups)}."
-    raise AssertionError("digests differ although all lines are equal")
+def first_difference(lines_of_rank: Mapping[int, Sequence[str]]) -> str:
+    """Return a sentence about the first line that differs between ranks; "" if none differs."""
+    for number in range(max(map(len, lines_of_rank.values()))):
+        texts = {
+            rank: lines[number] if number < len(lines) else "nothing more"
+            for rank, lines in lines_of_rank.items()
+        }
+        if len(groups := grouped(texts)) > 1:
+            return f"First difference: {'; '.join(groups)}."
+    return ""

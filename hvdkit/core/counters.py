@@ -29,8 +29,8 @@ class Counters:
         self.checkpoint_seconds = 0.0
         self.wire_formats: set[str] = set()
         self._clock = clock
-        self._in_checkpoint = False
-        self._waited_in_checkpoint = 0.0
+        # For each call of a checkpointer that has begun, the seconds of its waits.
+        self._waits: list[list[float]] = []
 
     def count_request(self, request: Request) -> None:
         """Add the bytes of a collective that a wire format has requested."""
@@ -44,8 +44,8 @@ class Counters:
 
     def count_wait(self, seconds: float) -> None:
         """Exclude the seconds that the training thread waited in a collective of a checkpointer."""
-        if self._in_checkpoint:
-            self._waited_in_checkpoint += seconds
+        for waits in self._waits:
+            waits.append(seconds)
 
     def timing_checkpoint(
         self, call: Callable[_Arguments, _Result]
@@ -54,16 +54,16 @@ class Counters:
 
         @functools.wraps(call)
         def timed(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if self._in_checkpoint:
+            if self._waits:
                 return call(*args, **kwargs)
-            self._in_checkpoint, began = True, self._clock()
-            self._waited_in_checkpoint = 0.0
+            waits: list[float] = []
+            self._waits.append(waits)
+            began = self._clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                self._in_checkpoint = False
-                spent = self._clock() - began - self._waited_in_checkpoint
-                self.checkpoint_seconds += max(spent, 0.0)
+                self._waits.pop()
+                self.checkpoint_seconds += max(self._clock() - began - sum(waits), 0.0)
 
         return timed
 

@@ -44,7 +44,7 @@ class Departure:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
         self._size = 1
-        self._note: Path | None = None
+        self._written: list[Path] = []
 
     def begin(self, size: int) -> None:
         """Set the number of ranks, after `init`."""
@@ -64,14 +64,13 @@ class Departure:
         with contextlib.suppress(OSError):  # such as a full disk
             with replacing(note) as draft:
                 draft.write_text(json.dumps({"rank": rank, "text": text}))
-            self._note = note
+            self._written.append(note)
 
     def remove(self) -> None:
         """Remove this rank's note, before it starts the engine again."""
-        if self._note is not None:
+        while self._written:
             with contextlib.suppress(OSError):
-                self._note.unlink()
-            self._note = None
+                self._written.pop().unlink()
 
     def explain(self, seconds: float = _SECONDS) -> str:
         """Return which rank has called `hvd.shutdown()`; "" if no rank has.

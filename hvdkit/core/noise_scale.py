@@ -40,30 +40,34 @@ class Estimate:
     noise: float
 
 
+@dataclass(frozen=True)
 class Average:
     """The exponential moving average of estimates, without the bias of its beginning.
 
-    Args:
+    Attributes:
         decay: the weight of the earlier estimates, at least 0 and below 1.
+        steps: the number of estimates.
+        weighted: their weighted sum.
     """
 
-    def __init__(self, decay: float) -> None:
-        self._decay = decay
-        self._signal = self._noise = self._weight = 0.0
+    decay: float
+    steps: int = 0
+    weighted: Estimate = Estimate(0.0, 0.0)
 
-    def add(self, new: Estimate) -> None:
-        """Add the estimates of a step."""
-        keep = self._decay
-        self._signal = keep * self._signal + (1 - keep) * new.signal
-        self._noise = keep * self._noise + (1 - keep) * new.noise
-        self._weight = keep * self._weight + (1 - keep)
+    def after(self, new: Estimate) -> "Average":
+        """Return the average with the estimates of a further step."""
+        keep = self.decay
+        signal = keep * self.weighted.signal + (1 - keep) * new.signal
+        noise = keep * self.weighted.noise + (1 - keep) * new.noise
+        return Average(keep, self.steps + 1, Estimate(signal, noise))
 
     @property
     def mean(self) -> Estimate | None:
         """The mean estimates; None without any."""
-        if not self._weight:
+        if not self.steps:
             return None
-        return Estimate(self._signal / self._weight, self._noise / self._weight)
+        weight = 1 - self.decay**self.steps
+        return Estimate(self.weighted.signal / weight, self.weighted.noise / weight)
 
     @property
     def scale(self) -> float | None:

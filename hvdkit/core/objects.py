@@ -14,7 +14,7 @@ import cloudpickle
 import numpy as np
 
 from hvdkit.core.collectives import Collectives, broadcast_in_chunks, check_root
-from hvdkit.core.consistency import RankMismatchError, group_by_text
+from hvdkit.core.consistency import RankMismatchError, all_equal, group_by_text
 from hvdkit.core.rank_errors import attempt, raise_on_all_ranks, raise_together
 from hvdkit.errors import UsageError
 
@@ -59,7 +59,7 @@ def broadcast_object(
     count, invalid, failed, roots, squares, size = collectives.sum(own, f"{name}.sz")
     if invalid:
         raise_together(collectives, problem, f"{name}: an argument is invalid", name, UsageError)
-    if count * squares != roots * roots:
+    if not all_equal(count, roots, squares):
         by_rank = "; ".join(group_by_text(collectives, f"root_rank is {root}", f"{name}.root"))
         raise RankMismatchError(
             f"{name}: ranks disagree about the rank that sends ({by_rank}). Pass the same "

@@ -29,6 +29,7 @@ from typing import IO, Any
 
 from hvdkit import record_files
 from hvdkit.errors import UsageError
+from hvdkit.owned_folders import is_own
 
 #: The folder for records.
 FOLDER_VARIABLE = "HVDKIT_RECORD_DIR"
@@ -110,7 +111,6 @@ class Recorder:
         if not folder or self._function("write_records") is None:
             return
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
             if not self._watched:
                 _delete_earlier(Path(folder), rank, size)
             self._watched = True
@@ -215,11 +215,30 @@ def _delete_earlier(folder: Path, rank: int, size: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def make_folder_absolute(environ: MutableMapping[str, str]) -> None:
-    """Make the path in HVDKIT_RECORD_DIR absolute: the script may change its working directory."""
-    with contextlib.suppress(OSError):  # the working directory does not exist any more
-        if folder := environ.get(FOLDER_VARIABLE):
-            environ[FOLDER_VARIABLE] = os.path.abspath(folder)
+def use_folder(environ: MutableMapping[str, str]) -> None:
+    """Make the folder of HVDKIT_RECORD_DIR, and its path absolute.
+
+    Unset the variable if the folder belongs to another user, or if other users can make files in
+    it: a link there would lead the files of this rank to any other file of this user.
+    """
+    if not (folder := environ.get(FOLDER_VARIABLE)):
+        return
+    try:
+        # The script may change its working directory, and another user the links of the path.
+        path = Path(folder).resolve()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        problem = "" if is_own(path) else "other users can make files in it, or own it"
+    except OSError as error:
+        problem = str(error.strerror)
+    if not problem:
+        environ[FOLDER_VARIABLE] = str(path)
+        return
+    del environ[FOLDER_VARIABLE]
+    _log.warning(
+        "cannot write to %s: %s. A hang will have no record. Set %s to a folder of this user in "
+        "which only this user can write.",
+        *(folder, problem, FOLDER_VARIABLE),
+    )
 
 
 def stall_seconds(environ: Mapping[str, str]) -> float:

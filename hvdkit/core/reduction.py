@@ -193,7 +193,8 @@ def plan_buckets(
     plan = bucketing.plan(
         specs,
         reduction.bucket_bytes,
-        order=[i for i in ready if i not in absent],
+        # A single rank has nothing to send.
+        order=[] if collectives.single_rank else [i for i in ready if i not in absent],
         groups=[[i] for i in range(len(specs))]
         if reduction.format.tensor_by_tensor
         else reduction.groups,

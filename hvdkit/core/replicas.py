@@ -1,12 +1,13 @@
-"""Compare the ranks' replicas of parameters and optimizer state while they train.
+"""Compare what must be equal on all ranks: parameters, optimizer state, options.
 
-All ranks apply the same reduced gradients, so their parameters stay equal to the last bit. They
-differ after a fault of memory or of a processor, and after code that changes parameters, optimizer
-state or a learning rate on some ranks only. Without a comparison, nobody notices the difference.
+All ranks apply the same reduced gradients, so equal parameters stay equal to the last bit, and
+different ones stay different. They differ after a forgotten broadcast, a fault of memory or of a
+processor, and after code that changes values on some ranks only. Nobody would notice.
 
-Every `interval` steps, and before each checkpoint, each rank computes a digest, and one small
-allreduce compares the digests. If the digests differ, the ranks find out which tensors and elements
-differ, and on which ranks.
+An adapter lists the values of its rank: `Replicas`. `find_difference` computes a digest of each,
+and one small allreduce compares them. If they differ, the ranks find out which tensors and elements
+differ, and on which ranks. `CheckSettings.is_due` is the schedule. `ReplicaCheck` raises, logs or
+repairs.
 
 A wrong gradient before the sum cannot be found this way: all ranks apply the same wrong sum.
 """
@@ -14,39 +15,46 @@ A wrong gradient before the sum cannot be found this way: all ranks apply the sa
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import platform
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hvdkit.core.bucketing import unique_names
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import (
     RankMismatchError,
-    compare,
     error_text,
     first_difference,
+    gather,
+    gather_if_different,
     name_ranks,
+    ranks_by_value,
 )
 from hvdkit.core.nonfinite import describe_weight
 from hvdkit.errors import UsageError
+from hvdkit.whole_files import replacing
 
 #: The default number of steps between two comparisons.
 INTERVAL = 100
-# The step of the first comparison. Until the interval is over, the ranks also compare after twice,
-# four times as many steps and so on: many mistakes show in the first steps, and a short job should
-# not end without a comparison.
-_FIRST = 10
+# Until the interval is over, the ranks also compare after this number of steps, twice, four times
+# as many and so on: many mistakes show in the first steps, and a short job should not end without a
+# comparison.
+_EARLY = 10
 #: What to do about a difference.
 STOP, REPAIR = "stop", "repair"
+#: The number of parameters that are searched for NaN.
+SMALL = 8
+#: The folder, in the working directory, in which each rank saves its tensors that differ.
+FOLDER = "hvdkit-mismatch"
 
 # The largest difference that counts as rounding, relative to the largest element of the tensor.
-# Ranks on different processors may round a step differently, by about 1e-7.
+# Ranks on different processors may round a step differently, by about 1e-7. Different initial
+# values differ by about 1.
 _ROUNDING = 1e-4
 # Tensors that an error describes.
 _SHOWN = 3
@@ -64,63 +72,70 @@ VALUES_ADVICE = (
     "Restore a checkpoint of an earlier step. on_mismatch='repair' of hvd.DistributedOptimizer "
     "copies the values of the majority instead. If ranks should differ, pass check_interval=0."
 )
-_RATE_ADVICE = (
-    "Ranks with different learning rates train different models. Change a learning rate on all "
-    "ranks alike, for example in a callback that every rank has. Restore a checkpoint of an "
-    "earlier step."
-)
-_JOIN_ADVICE = (
-    " The ranks have called hvd.join() or hvd.init() since the last comparison. After such a "
-    "call, broadcast the parameters and the optimizer state of one rank before you train or save."
-)
 _ROUNDING_ADVICE = (
     "The differences are small, as if processors round differently. The job continues, and logs "
     "this only once. on_mismatch='repair' of hvd.DistributedOptimizer keeps the ranks equal."
 )
-#: The number of parameters that `Replicas.small` returns.
-SMALL = 8
-#: The folder, in the working directory, in which each rank saves its tensors that differ.
-FOLDER = "hvdkit-mismatch"
+_NONFINITE_ADVICE = (
+    "on_nonfinite='raise' of hvd.DistributedOptimizer or hvd.DistributedGradientTape raises in the "
+    "first such step, and names the rank."
+)
 
 _log = logging.getLogger("hvdkit")
 
 
-class Replicas(Protocol):
-    """The tensors and settings of one rank that must be equal on all ranks."""
+class Access(Protocol):
+    """The access of an adapter to its tensors or variables."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the tensors."""
+    def digests(self, values: Sequence[Any]) -> Sequence[int]:
+        """Return a 64-bit digest of each value."""
         ...
 
-    @property
-    def settings(self) -> Sequence[str]:
-        """Lines of text that must be equal, such as learning rates and the names of tensors."""
+    def read(self, value: Any) -> np.ndarray:
+        """Return the bytes of a value as a one-dimensional uint8 array, maybe without a copy."""
         ...
 
-    def digests(self) -> Sequence[int]:
-        """Return a 64-bit digest of each tensor."""
+    def write(self, value: Any, data: np.ndarray) -> None:
+        """Set a value to the bytes of a result of `read`."""
         ...
 
-    def small(self) -> Sequence[int]:
-        """Return the indices of a few floating-point parameters, the smallest first."""
+    def elements(self, value: Any, data: np.ndarray) -> np.ndarray:
+        """Return the bytes of a value as elements: float64, int64, complex128 or bool."""
         ...
 
-    def read(self, index: int) -> np.ndarray:
-        """Return the bytes of a tensor as a one-dimensional uint8 array."""
-        ...
 
-    def write(self, index: int, data: np.ndarray) -> None:
-        """Set a tensor to the bytes of a result of `read`."""
-        ...
+@dataclass(frozen=True)
+class Item:
+    """A value that must be equal on all ranks.
 
-    def values(self, index: int, data: np.ndarray) -> np.ndarray:
-        """Return the bytes of a tensor as its elements: float64, int64, complex128 or bool."""
-        ...
+    Attributes:
+        name: its name, for errors.
+        line: a text that must be equal on all ranks, such as the name, dtype and shape.
+        value: the value, for `Access`.
+        trained: the number of elements, if it is a trained parameter of real floats; otherwise 0.
+        written: called after `Access.write`.
+    """
 
-    def save(self, indices: Sequence[int], path: Path) -> Path:
-        """Write tensors to a file. Return its path, with the suffix of the format."""
-        ...
+    name: str
+    line: str
+    value: Any
+    trained: int = 0
+    written: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The values and lines of this rank that must be equal on all ranks.
+
+    Attributes:
+        access: reads and writes the values.
+        items: the values.
+        options: further lines of text that must be equal, such as learning rates.
+    """
+
+    access: Access
+    items: Sequence[Item]
+    options: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,7 @@ class CheckSettings:
     """The settings of the comparison of replicas.
 
     Attributes:
-        interval: the number of steps between two comparisons; 0 for none.
+        interval: the number of steps between two comparisons; 0 for the first one only.
         on_mismatch: `stop` or `repair`.
 
     Raises:
@@ -151,291 +166,312 @@ class CheckSettings:
                 f"on_mismatch is {self.on_mismatch!r}: expected {STOP!r} or {REPAIR!r}"
             )
 
-
-@dataclass(frozen=True)
-class _Difference:
-    """One tensor that differs between ranks.
-
-    Attributes:
-        index: its index among the names.
-        root: the first rank of the largest group of ranks that have equal values.
-        ranks: the ranks that differ from `root`.
-        majority: whether the largest group has more than half of the ranks.
-    """
-
-    index: int
-    root: int
-    ranks: Sequence[int]
-    majority: bool
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """The result of comparing one tensor of this rank with that of another rank.
-
-    Attributes:
-        far: whether it differs by more than rounding.
-        text: a text about the difference; empty if there is none.
-        failure: why the tensor was not compared or repaired; empty if it was.
-    """
-
-    far: bool = False
-    text: str = ""
-    failure: str = ""
-
-
-class ReplicaCheck:
-    """Compare the replicas of one optimizer. Every rank has one, with the same settings.
-
-    Args:
-        collectives: the collectives of the ranks to compare.
-        settings: the settings.
-        replicas: returns this rank's tensors.
-        steps: returns the number of steps that this rank has made, or another number that changes
-            with each step; 0 as long as the ranks need not be equal.
-        advice: the end of an error about values.
-    """
-
-    def __init__(
-        self,
-        collectives: Collectives,
-        settings: CheckSettings,
-        replicas: Callable[[], Replicas],
-        steps: Callable[[], int],
-        advice: str = VALUES_ADVICE,
-    ) -> None:
-        self._collectives = collectives
-        self._settings = settings
-        self._replicas = replicas
-        self._steps = steps
-        self._advice = advice
-        self._compared_steps = 0
-        self._generation = collectives.generation
-        # Whether a repair has saved the tensors. Later repairs do not, to keep the disk free.
-        self._repaired = False
-        self._logged = self._logged_nonfinite = False
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The ranks that are compared."""
-        return self._collectives.ranks
-
-    @property
-    def settings(self) -> CheckSettings:
-        """The settings."""
-        return self._settings
-
-    def has_stepped(self) -> bool:
-        """Return whether this rank has made a step since the last comparison.
-
-        Ranks that have called `join` may return different results.
-        """
-        return self._steps() not in (0, self._compared_steps)
-
     def is_due(self, step: int, together: int = 1) -> bool:
-        """Return whether to compare after `step` steps. The same on all ranks.
+        """Return whether to compare after `step` steps: the schedule. The same on all ranks.
 
         Args:
-            step: the number of steps.
+            step: the number of steps; 0 is always due.
             together: the number of the last steps that have ended together.
         """
         return any(map(self._is_due_after, range(step - together + 1, step + 1)))
 
     def _is_due_after(self, step: int) -> bool:
-        interval = self._settings.interval
-        if not interval or step <= 0:
-            return False
-        multiple, rest = divmod(step, _FIRST)
-        is_early = step < interval and not rest and multiple.bit_count() == 1
-        return is_early or step % interval == 0
+        if not self.interval or step <= 0:
+            return step == 0
+        multiple, rest = divmod(step, _EARLY)
+        is_early = step < self.interval and not rest and multiple.bit_count() == 1
+        return is_early or step % self.interval == 0
 
-    def compare(self, step: int, consequence: str = "") -> None:
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference between ranks, the same on all of them.
+
+    Attributes:
+        text: sentences about it.
+        far: whether values differ by more than rounding, or names or options differ.
+        ranks_of: the index of an item that differs -> the ranks that differ, after the rank with
+            which they were compared. Empty if names or options differ.
+        is_known: False if ranks are in `join`, which take part in reductions only.
+        repaired: whether all ranks now have the values of the majority.
+    """
+
+    text: str
+    far: bool = True
+    ranks_of: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    is_known: bool = True
+    repaired: bool = False
+
+
+@dataclass(frozen=True)
+class ReplicaCheck:
+    """Compare the replicas of one optimizer or model. Every rank has one, with the same settings.
+
+    Attributes:
+        collectives: the collectives of the ranks to compare.
+        settings: the settings.
+        replicas: lists what this rank has.
+        advice: the end of an error about values.
+        first_advice: the same for a first comparison.
+        has_begun: returns whether this rank has made a step. As long as no rank has, only a first
+            comparison finds differences.
+        unit: what the steps are.
+        done: what earlier checks have done once: logged a line of a kind, or saved before a repair.
+    """
+
+    collectives: Collectives
+    settings: CheckSettings
+    replicas: Callable[[], Replicas]
+    advice: str = VALUES_ADVICE
+    first_advice: str = ""
+    has_begun: Callable[[], bool] = lambda: True
+    unit: str = "step"
+    done: set[str] = field(default_factory=set)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that are compared."""
+        return self.collectives.ranks
+
+    def compare(
+        self, step: int, first: bool = False, consequence: str = "", raises: bool = True
+    ) -> None:
         """Compare the replicas. A collective.
 
         Args:
-            step: the number of steps that were made, for the error.
+            step: the number of steps that were made. A first comparison after 0 steps is exact,
+                because nothing can have been rounded.
+            first: whether the ranks may never have been equal. Nothing is then repaired, because
+                the majority may be wrong, and the versions of the ranks are not saved.
             consequence: a sentence for the error.
+            raises: whether to raise; otherwise the first rank logs the first such error.
 
         Raises:
             RankMismatchError: on every rank, naming the tensors, the ranks and the elements.
         """
-        joined = self._collectives.generation != self._generation
-        self._generation = self._collectives.generation
-        try:
-            self._compare(step)
-        except RankMismatchError as error:
-            text = f"{error}{_JOIN_ADVICE if joined else ''}"
-            raise RankMismatchError(f"{text} {consequence}" if consequence else text) from None
-        self._compared_steps = self._steps()
+        own = self.replicas()
+        when = "at the first comparison" if first else f"after {self.unit} {step}"
 
-    def _compare(self, step: int) -> None:
-        """Implement `compare`."""
-        own = self._replicas()
-        digests = np.array(own.digests(), np.uint64)
-        text = "\n".join(own.settings)
-        content = hashlib.sha256(text.encode() + digests.tobytes()).digest()
-        equal, joined = compare(self._collectives, content, "hvdkit.replicas")
-        if equal:
-            self._warn_of_nonfinite(step, own)
-        # Ranks in `join` take part in reductions only, so nothing can be gathered. The difference
-        # is found at the next comparison.
-        if equal or joined:
-            return
-        texts = self._gather(text.encode(), "names")
-        if len(set(texts.values())) > 1:
-            by_rank = {rank: data.decode().split("\n") for rank, data in texts.items()}
-            raise RankMismatchError(
-                f"{first_difference(by_rank, f'the optimizer after step {step}')} {_OPTIONS_ADVICE}"
-            )
-        self._handle(step, own, self._differences(digests))
+        def save(ranks_of: Mapping[int, Sequence[int]]) -> None:
+            # Later repairs save nothing, to keep the disk free.
+            if "repair" not in self.done:
+                self._save(step, own, ranks_of)
+            self.done.add("repair")
 
-    def _warn_of_nonfinite(self, step: int, own: Replicas) -> None:
+        repairs = self.settings.on_mismatch == REPAIR and not first
+        begun = first or self.has_begun()
+        found = find_difference(self.collectives, own, when, save if repairs else None, begun)
+        if found is None or not found.far:
+            # Ranks may have NaN with different bits.
+            self._warn_of_nonfinite(when, own)
+        if found is None or not (found.is_known or first):
+            return  # a later comparison finds the difference
+        if found.repaired:
+            self._log(f"{found.text} The values of the majority were copied to these ranks.")
+        elif not found.far and not (first and step == 0):
+            self._log(f"{found.text} {_ROUNDING_ADVICE}", once="rounding")
+        else:
+            saved = ""
+            if found.ranks_of and raises and not first:
+                self._save(step, own, found.ranks_of)
+                ranks = sorted({rank for ranks in found.ranks_of.values() for rank in ranks})
+                saved = (
+                    f"In their working directories, {name_ranks(ranks)} have saved their versions "
+                    f"of the tensors as {FOLDER}/step-{step}-rank-N.npz."
+                )
+            advice = self._advice_on(found, own, first)
+            text = " ".join(filter(None, [found.text, advice, saved, consequence]))
+            if raises:
+                raise RankMismatchError(text)
+            self._log(text, once="values")
+
+    def _advice_on(self, found: Difference, own: Replicas, first: bool) -> str:
+        rates = any(own.items[index].name.endswith("learning_rate'") for index in found.ranks_of)
+        if rates or (found.is_known and not found.ranks_of):
+            return _OPTIONS_ADVICE
+        return self.first_advice if first else self.advice
+
+    def _warn_of_nonfinite(self, when: str, own: Replicas) -> None:
         """Log if the parameters of all ranks contain NaN or infinity. Not a collective.
 
         This happens after a step in which the loss was NaN on one rank. Such a loss makes all
         parameters NaN that the loss depends on, so only a few small parameters are read.
         """
-        for index in () if self._logged_nonfinite else own.small():
-            values = own.values(index, own.read(index))
-            if np.isfinite(values).all():
-                continue
-            self._logged_nonfinite = True
-            weight = describe_weight(
-                own.names[index], bool(np.isnan(values).any()), f"After step {step}"
-            )
-            self._log(
-                f"{weight} on_nonfinite='raise' of hvd.DistributedOptimizer raises in the first "
-                f"such step, and names the rank."
-            )
+        trained = [] if "nonfinite" in self.done else [i for i in own.items if i.trained]
+        for item in sorted(trained, key=lambda item: item.trained)[:SMALL]:
+            values = own.access.elements(item.value, own.access.read(item.value))
+            if not np.isfinite(values).all():
+                has_nan = bool(np.isnan(values).any())
+                text = describe_weight(item.name, has_nan, when[0].upper() + when[1:])
+                self._log(f"{text} {_NONFINITE_ADVICE}", once="nonfinite")
+                return
+
+    def _save(self, step: int, own: Replicas, ranks_of: Mapping[int, Sequence[int]]) -> None:
+        """Save this rank's versions of the items that differ. Not a collective."""
+        rank, access = self.collectives.rank, own.access
+        items = [own.items[index] for index, ranks in ranks_of.items() if rank in ranks]
+        if not items:
             return
-
-    def _gather(self, data: bytes, name: str) -> dict[int, bytes]:
-        """Return rank -> its data. A collective."""
-        gathered = self._collectives.allgather(data, f"hvdkit.replicas.{name}")
-        return dict(zip(self._collectives.ranks, gathered, strict=True))
-
-    def _differences(self, digests: np.ndarray) -> list[_Difference]:
-        """Return the tensors that differ, and on which ranks. A collective."""
-        gathered = self._gather(digests.tobytes(), "digests")
-        table = {rank: np.frombuffer(data, np.uint64) for rank, data in gathered.items()}
-        found = []
-        for index in range(len(digests)):
-            ranks_of: dict[int, list[int]] = {}
-            for rank, row in table.items():
-                ranks_of.setdefault(int(row[index]), []).append(rank)
-            if len(ranks_of) > 1:
-                # If several groups are the largest, take the one with the lowest rank.
-                largest = max(ranks_of.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-                others = [rank for rank in table if rank not in largest]
-                found.append(_Difference(index, largest[0], others, len(largest) > len(others)))
-        return found
-
-    def _handle(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
-        """Describe differences; then repair them, log them or raise. A collective."""
-        repairs = self._settings.on_mismatch == REPAIR and all(d.majority for d in differences)
-        if repairs and not self._repaired:
-            self._repaired = True
-            self._save(step, own, differences)
-        found = [self._examine(own, difference, repairs) for difference in differences]
-        answer = {
-            "host": socket.gethostname(),
-            "processor": _processor(),
-            "far": any(each.far for each in found),
-            "failure": next((each.failure for each in found if each.failure), ""),
-            "texts": [each.text for each in found[:_SHOWN]],
-        }
-        gathered = self._gather(json.dumps(answer).encode(), "values")
-        answers = {rank: json.loads(data) for rank, data in gathered.items()}
-        text = self._describe(step, own, differences, answers)
-        failures = {rank: answer["failure"] for rank, answer in answers.items()}
-        for rank in (rank for rank, failure in failures.items() if failure):
-            text += f" Rank {rank} cannot copy the values of the majority: {failures[rank]}."
-        if repairs and not any(failures.values()):
-            self._log(f"{text} The values of the majority were copied to these ranks.")
-        elif not any(answer["far"] or answer["failure"] for answer in answers.values()):
-            if not self._logged:
-                self._log(f"{text}{_processors(answers)} {_ROUNDING_ADVICE}")
-            self._logged = True
-            # Ranks may have NaN with different bits.
-            self._warn_of_nonfinite(step, own)
-        else:
-            self._save(step, own, differences)
-            ranks = sorted({rank for d in differences for rank in (d.root, *d.ranks)})
-            rates = any(own.names[d.index].endswith("learning_rate'") for d in differences)
-            advice = _RATE_ADVICE if rates else self._advice
-            raise RankMismatchError(
-                f"{text} {advice} In their working directories, {name_ranks(ranks)} have "
-                f"saved their versions of the tensors as {FOLDER}/step-{step}-rank-N.*."
-            )
-
-    def _examine(self, own: Replicas, difference: _Difference, repairs: bool) -> _Finding:
-        """Compare one tensor with that of `difference.root`, and repair it. A collective."""
-        data = own.read(difference.index)
-        root = difference.root
-        theirs = np.frombuffer(
-            self._collectives.broadcast(data.tobytes(), root, "hvdkit.replicas.tensor"), np.uint8
-        )
-        if self._collectives.rank not in difference.ranks:
-            return _Finding()
-        if len(theirs) != len(data):
-            text = f"has {len(data):,} bytes, and {len(theirs):,} on rank {root}"
-            return _Finding(True, text, "the sizes differ" if repairs else "")
-        far, text = True, f"differs from rank {root}"
-        try:
-            far, text = _compare(
-                own.values(difference.index, data), own.values(difference.index, theirs), root
-            )
-            if repairs:
-                own.write(difference.index, theirs)
-        except Exception as error:
-            # Any error: the other ranks wait in the next collective. PyTorch raises a RuntimeError
-            # if elements of a tensor share memory.
-            return _Finding(True, text, error_text(error))
-        return _Finding(far, text)
-
-    def _describe(
-        self,
-        step: int,
-        own: Replicas,
-        differences: Sequence[_Difference],
-        answers: dict[int, dict[str, Any]],
-    ) -> str:
-        parts = []
-        for k, difference in enumerate(differences[:_SHOWN]):
-            name = own.names[difference.index]
-            for rank in difference.ranks[:_SHOWN]:
-                host, text = answers[rank]["host"], answers[rank]["texts"][k]
-                parts.append(f"{name} on rank {rank} (host {host}) {text}")
-            if len(difference.ranks) > _SHOWN:
-                more = len(difference.ranks) - _SHOWN
-                parts.append(f"{name} differs on {more} more ranks")
-        more = len(differences) - _SHOWN
-        rest = f" {more} more tensors differ." if more > 0 else ""
-        if not all(difference.majority for difference in differences):
-            rest += " No majority of ranks agrees, so either value may be the wrong one."
-        return f"Ranks have different values after step {step}: {'; '.join(parts)}.{rest}"
-
-    def _save(self, step: int, own: Replicas, differences: Sequence[_Difference]) -> None:
-        """Save this rank's version of the tensors. Not a collective."""
-        rank = self._collectives.rank
-        indices = [d.index for d in differences if rank == d.root or rank in d.ranks]
-        if not indices:
-            return
+        names = unique_names([item.name for item in items])
+        values = [item.value for item in items]
         try:
             Path(FOLDER).mkdir(exist_ok=True)
-            own.save(indices, Path(FOLDER) / f"step-{step}-rank-{rank}")
+            content: dict[str, Any] = {
+                name: access.elements(value, access.read(value)).reshape(tuple(value.shape))
+                for name, value in zip(names, values, strict=True)
+            }
+            path = Path(FOLDER) / f"step-{step}-rank-{rank}.npz"
+            with replacing(path) as draft, draft.open("wb") as file:
+                np.savez(file, **content)
         except Exception as error:
-            # Any error: the other ranks wait in the next collective. torch.save raises a
-            # RuntimeError if the disk is full.
+            # Any error, such as a full disk: the other ranks wait in the next collective.
             _log.warning("rank %d cannot save the tensors that differ: %s", rank, error)
 
-    def _log(self, text: str) -> None:
-        if self._collectives.rank == self._collectives.ranks[0]:
+    def _log(self, text: str, once: str = "") -> None:
+        """Log on the first rank; with `once`, only the first text of this kind."""
+        if once not in self.done and self.collectives.rank == self.collectives.ranks[0]:
             _log.warning("%s", text)
+        if once:
+            self.done.add(once)
+
+
+def find_difference(
+    collectives: Collectives,
+    own: Replicas,
+    when: str,
+    before_repair: Callable[[Mapping[int, Sequence[int]]], None] | None = None,
+    begun: bool = True,
+) -> Difference | None:
+    """Compare the replicas of all ranks; None if they are equal. A collective.
+
+    If they are equal, this costs one small allreduce. Ranks in `join` are not compared.
+
+    Args:
+        collectives: the collectives of the ranks.
+        own: what this rank has.
+        when: when the ranks are compared, for texts.
+        before_repair: called with `Difference.ranks_of` before the values of the majority are
+            copied to all ranks; None to copy nothing.
+        begun: whether this rank expects equal replicas. If no rank does, they count as equal.
+    """
+    digests = np.array(own.access.digests([item.value for item in own.items]), np.uint64)
+    lines = [*own.options, *(item.line for item in own.items)]
+    content = hashlib.sha256("\n".join(lines).encode() + digests.tobytes()).digest()
+    mine = [lines, digests.tolist(), begun]
+    told, unknown = gather_if_different(collectives, content, mine, "hvdkit.replicas")
+    text = f"Ranks have different values {when}"
+    if unknown:
+        return Difference(f"{text}. {unknown}", is_known=False)
+    if not any(begun for _, _, begun in told.values()):
+        return None
+    if difference := first_difference({rank: lines for rank, (lines, _, _) in told.items()}):
+        subject = f"the parameters or the optimizer {when}"
+        return Difference(f"ranks disagree about {subject}. {difference}")
+    splits = _splits({rank: digests for rank, (_, digests, _) in told.items()})
+    ranks_of = {split.index: [split.root, *split.others] for split in splits}
+    majority = all(2 * len(split.others) < len(told) for split in splits)
+    repairs = before_repair is not None and majority
+    if before_repair is not None and repairs:
+        before_repair(ranks_of)
+    versions: list[_Version] = []
+    for part in filter(None, (splits[:_SHOWN], splits[_SHOWN:])):
+        versions += [_examine(collectives, own, split, repairs) for split in part]
+        mine = [socket.gethostname(), versions]
+        answers = gather(collectives, mine, "hvdkit.replicas.values")
+        of_rank = {rank: [_Version(*v) for v in found] for rank, (_, found) in answers.items()}
+        far = any(version.far for found in of_rank.values() for version in found)
+        if far and not repairs:
+            break  # The first tensors show the difference. A repair needs all of them.
+    parts = []
+    for k, split in enumerate(splits[:_SHOWN]):
+        name = own.items[split.index].name
+        parts += [
+            f"{name} on rank {rank} (host {answers[rank][0]}) {of_rank[rank][k].text}"
+            for rank in split.others[:_SHOWN]
+        ]
+        if (more := len(split.others) - _SHOWN) > 0:
+            parts.append(f"{name} differs on {more} more ranks")
+    text += f": {'; '.join(parts)}."
+    if (more := len(splits) - _SHOWN) > 0:
+        text += f" {more} more tensors differ."
+    if not majority:
+        text += " No majority of ranks agrees, so either value may be the wrong one."
+    failures = {r: v.failure for r, found in of_rank.items() for v in found if v.failure}
+    for rank, failure in failures.items():
+        text += f" Rank {rank} cannot copy the values of the majority: {failure}."
+    return Difference(text, far, ranks_of, repaired=repairs and not failures)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """An item of which ranks have different versions.
+
+    Attributes:
+        index: its index.
+        root: the first rank of the largest group of ranks that have equal versions.
+        others: the ranks whose versions differ from that of `root`.
+    """
+
+    index: int
+    root: int
+    others: Sequence[int]
+
+
+class _Version(NamedTuple):
+    """A rank's version of an item, compared with that of `_Split.root`.
+
+    Attributes:
+        text: a text about the difference; empty if the versions are equal.
+        far: whether it is more than rounding.
+        failure: why the value of the majority could not be copied; empty if it was.
+    """
+
+    text: str = ""
+    far: bool = False
+    failure: str = ""
+
+
+def _splits(digests_of: Mapping[int, Sequence[int]]) -> list[_Split]:
+    """Return the items whose digests differ between ranks.
+
+    If several groups of ranks are the largest, take the one with the lowest rank.
+    """
+    found = []
+    for index, digests in enumerate(zip(*digests_of.values(), strict=True)):
+        ranks_of = ranks_by_value(dict(zip(digests_of, digests, strict=True)))
+        if len(ranks_of) > 1:
+            largest = max(ranks_of.values(), key=len)
+            others = [rank for rank in digests_of if rank not in largest]
+            found.append(_Split(index, largest[0], others))
+    return found
+
+
+def _examine(collectives: Collectives, own: Replicas, split: _Split, repairs: bool) -> _Version:
+    """Compare one item with that of `split.root`, and repair it. A collective."""
+    item = own.items[split.index]
+    data = own.access.read(item.value)
+    sent = collectives.broadcast(data.tobytes(), split.root, "hvdkit.replicas.tensor")
+    if collectives.rank not in split.others:
+        return _Version()
+    theirs = np.frombuffer(sent, np.uint8)
+    text = f"differs from rank {split.root}"
+    try:
+        mine, others = (own.access.elements(item.value, each) for each in (data, theirs))
+        far, text = _compare(mine, others, split.root)
+        if repairs:
+            own.access.write(item.value, theirs)
+            item.written()
+    except Exception as error:
+        # Any error: the other ranks wait in the next collective. PyTorch raises a RuntimeError
+        # if elements of a tensor share memory.
+        return _Version(text, True, error_text(error))
+    return _Version(text, far)
 
 
 def _compare(own: np.ndarray, theirs: np.ndarray, root: int) -> tuple[bool, str]:
     """Return whether values differ by more than rounding, and a text about the difference."""
+    if own.size != theirs.size:
+        return True, f"has {own.size:,} elements, and {theirs.size:,} on rank {root}"
     equal = (own == theirs) | ((own != own) & (theirs != theirs))
     where = np.flatnonzero(~equal)
     if not where.size:
@@ -454,22 +490,3 @@ def _compare(own: np.ndarray, theirs: np.ndarray, root: int) -> tuple[bool, str]
         return True, text
     largest = np.max(np.abs(theirs[np.isfinite(theirs)]), initial=0.0)
     return bool(np.max(np.abs(own[where] - theirs[where])) > _ROUNDING * largest), text
-
-
-def _processor() -> str:
-    """Return the name of this host's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def _processors(answers: dict[int, dict[str, Any]]) -> str:
-    """Return a sentence with the processors of the ranks, if these differ."""
-    names = {answer["processor"]: rank for rank, answer in reversed(answers.items())}
-    if len(names) < 2:
-        return ""
-    listed = ", ".join(f"{name} (rank {rank})" for name, rank in sorted(names.items())[:_SHOWN])
-    return f" The processors are {listed}."

@@ -19,7 +19,7 @@ from hvdkit import record_files
 from hvdkit.core import loaded_modules
 from hvdkit.core.departure import Departure
 from hvdkit.core.host_collectives import HostCollectives, check_choice
-from hvdkit.core.recorder import Recorder, make_folder_absolute, stall_seconds
+from hvdkit.core.recorder import Recorder, stall_seconds, use_folder
 from hvdkit.core.shared_gpus import separate_for_nccl
 from hvdkit.core.standard_streams import write_whole_output
 from hvdkit.errors import HvdkitError, UsageError
@@ -192,26 +192,30 @@ class Runtime:
         self._use_own_gpu = use_own_gpu
         self._torchrun_variables = torchrun_variables
         self._refuse_collectives = refuse_collectives
-        self._generation = 0
-        # The calls of `init` that have connected this rank with all ranks.
-        self._starts = 0
-        self._warned = False
-        self._prepared_forks = False
+        # For each generation, whether it began with an `init` of all ranks.
+        self._generations: list[bool] = []
         #: The notes of ranks that have called `shutdown`.
         self.departure = Departure()
         #: The engine's shared memory for the ranks of one host.
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
         #: The engine's flight recorder.
         self.recorder = Recorder(horovod._basics.MPI_LIB_CTYPES)
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(after_in_child=lambda: self._after_fork(libc))
 
     @property
     def generation(self) -> int:
         """A number that `init` and the return from `join` increase, on all ranks."""
-        return self._generation
+        return len(self._generations)
 
     def begin_generation(self) -> None:
         """Increase `generation`: the ranks must check their consistency again."""
-        self._generation += 1
+        self._generations.append(False)
+
+    @property
+    def _starts(self) -> int:
+        """The calls of `init` that have connected this rank with all ranks."""
+        return sum(self._generations)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Initialise Horovod. Takes the arguments of Horovod's `init`: `comm`, `process_sets`.
@@ -245,7 +249,7 @@ class Runtime:
         write_whole_output()
         limit_stalls(os.environ)
         check_gloo_timeout(os.environ)
-        make_folder_absolute(os.environ)
+        use_folder(os.environ)
         # `comm` may name only some of the ranks that were started.
         whole_world = not (args or kwargs.get("comm"))
         by_torchrun = ranks_started_by_torchrun(os.environ)
@@ -287,12 +291,6 @@ class Runtime:
             self.recorder.note_init(record_files.ENTERED, self._starts + 1)
         with one_rank_over_gloo(os.environ) if single else nullcontext():
             horovod.init(*args, **kwargs)
-        if whole_world:
-            self._starts += 1
-            self.recorder.note_init(record_files.CONNECTED, self._starts)
-        # This runs once, and before the shutdown that Horovod has registered.
-        atexit.unregister(self._note_leaving)
-        atexit.register(self._note_leaving)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()
             raise HvdkitError(
@@ -300,15 +298,21 @@ class Runtime:
                 f"the launcher of the MPI that Horovod was built with (see `hvdkit doctor`). srun "
                 f"may need --mpi=pmix."
             )
-        self._prepare_forks()
+        self._generations.append(whole_world)
+        if whole_world:
+            self.recorder.note_init(record_files.CONNECTED, self._starts)
+        # This runs once, and before the shutdown that Horovod has registered.
+        atexit.unregister(self._note_leaving)
+        atexit.register(self._note_leaving)
         if horovod.local_size() > 1:
             self._use_own_gpu(horovod.local_rank())
-        self.begin_generation()
         self.departure.begin(horovod.size())
         self.recorder.watch(horovod.rank(), horovod.size(), stall_limit(os.environ))
         loaded_modules.report(horovod.rank())
         self._report()
-        self._warn_once()
+        # A rank that has started before has warned.
+        if self.generation == 1:
+            self._warn_of_engine()
 
     def shutdown(self) -> None:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
@@ -324,26 +328,20 @@ class Runtime:
         """Note for the launcher that this rank shuts Horovod down."""
         self.recorder.note_init(record_files.LEAVING, self._starts)
 
-    def _prepare_forks(self) -> None:
-        """Let processes that are forked from this one end without the engine's clean-up.
+    def _after_fork(self, libc: ctypes.CDLL) -> None:
+        """Let a process that is forked after `init` end without the engine's clean-up.
 
         The engine's thread does not exist in a forked process, so a shutdown would wait forever.
         The destructors of Gloo would close connections of this rank.
         """
-        if self._prepared_forks:
+        if not self._generations:
             return
-        self._prepared_forks = True
-        libc = ctypes.CDLL(None)
-
-        def after_fork() -> None:
-            self._refuse_collectives()
-            atexit.unregister(self._horovod._basics.shutdown)
-            atexit.unregister(self._note_leaving)
-            with contextlib.suppress(AttributeError):  # a C library without `on_exit`
-                # `exit` then calls `_exit` with its status, before the destructors.
-                libc.on_exit(libc._exit, None)
-
-        os.register_at_fork(after_in_child=after_fork)
+        self._refuse_collectives()
+        atexit.unregister(self._horovod._basics.shutdown)
+        atexit.unregister(self._note_leaving)
+        with contextlib.suppress(AttributeError):  # a C library without `on_exit`
+            # `exit` then calls `_exit` with its status, before the destructors.
+            libc.on_exit(libc._exit, None)
 
     def _report(self) -> None:
         """Log on rank 0 how buckets are reduced."""
@@ -354,11 +352,10 @@ class Runtime:
             "buckets are reduced %s", f"through sockets: {reason}" if reason else "in shared memory"
         )
 
-    def _warn_once(self) -> None:
+    def _warn_of_engine(self) -> None:
         """Warn on rank 0 about an engine without hvdkit's patches or for another version."""
-        if self._warned or self._horovod.rank() != 0:
+        if self._horovod.rank() != 0:
             return
-        self._warned = True
         engine = self._engine
         log = logging.getLogger(f"hvdkit.{self._framework}")
         if not engine.ours:

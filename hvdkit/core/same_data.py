@@ -5,12 +5,11 @@ batches. So each rank makes a digest of its own in its first passes, before any 
 gather the digests once. Later passes cost nothing.
 """
 
-import json
 import logging
 from collections.abc import Callable
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import grouped, name_ranks
+from hvdkit.core.consistency import gather, grouped, name_ranks, ranks_by_value
 
 #: The number of backward passes whose gradients are in the digest. One pass is not enough: a batch
 #: may be the same by chance, for example in a small data set.
@@ -57,10 +56,8 @@ class SameData:
         if having < len(ranks):
             return
         assert own is not None
-        message = json.dumps([own, seeds]).encode()
-        gathered = self._collectives.allgather(message, "hvdkit.same_data.all")
+        told = gather(self._collectives, [own, seeds], "hvdkit.same_data.all")
         if self._collectives.rank == ranks[0]:
-            told = dict(zip(ranks, map(json.loads, gathered), strict=True))
             digests = {rank: digest for rank, (digest, _) in told.items()}
             warn_of_equal(digests, self._subject, self._advice)
             _report_seeds({rank: seeds for rank, (_, seeds) in told.items()})
@@ -74,10 +71,7 @@ def warn_of_equal(digests: dict[int, int], subject: str, advice: str) -> None:
         subject: see `SameData`.
         advice: see `SameData`.
     """
-    alike: dict[int, list[int]] = {}
-    for rank, digest in digests.items():
-        alike.setdefault(digest, []).append(rank)
-    same = [name_ranks(ranks) for ranks in alike.values() if len(ranks) > 1]
+    same = [name_ranks(ranks) for ranks in ranks_by_value(digests).values() if len(ranks) > 1]
     if same:
         _log.warning(
             "in each of the first %d passes, %s computed the same %s, to the last bit, so they "

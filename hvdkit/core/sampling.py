@@ -10,8 +10,8 @@ any number of ranks can resume from it. The samplers of the adapters are subclas
 import logging
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -200,6 +200,22 @@ class _Loop:
         self.problem = ""
 
 
+class _Now(NamedTuple):
+    """The position of a job, and how this rank reads from it.
+
+    Attributes:
+        epoch: the number of the epoch.
+        share: this rank's share of the epoch.
+        batches: the batches of the share that were counted.
+        iterated: whether a loop over the epoch has begun.
+    """
+
+    epoch: int
+    share: Share
+    batches: int = 0
+    iterated: bool = False
+
+
 class Epochs:
     """Base class of the samplers: the position of a job in its data.
 
@@ -246,91 +262,81 @@ class Epochs:
                 f"order is {order!r:.40}: expected a function, called as order(numbers, epoch)"
             )
         self._order = order
-        self._checksum: tuple[int, int] | None = None
+        # Epoch -> the checksum of its order.
+        self._checksums: dict[int, int] = {}
         self._loop: _Loop | None = None
         self.samples = _whole("the number of samples", count, 1)
         self.batch_size = _whole("batch_size", batch_size, 1)
         self._seed = _whole("seed", seed, 0)
         self._shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
-        self._set_place(rank, ranks)
+        self._place = rank, ranks
         self._how_to_count = how_to_count
         self.uncounted = False
         whole = self._share(0)
         if whole.tail and rank == 0:
             _log.info("in every epoch %s", whole.tail)
-        self._go_to(Position())
+        # Always a single assignment, because a thread that reads ahead may read it at any time.
+        self._now = _Now(0, whole)
 
     def _current_place(self) -> tuple[int, int]:
         """Return the index of this rank and the number of ranks, as they are now."""
-        return self._rank, self._ranks
+        return self._place
 
     def _follow_ranks(self) -> None:
         """Divide the rest of the epoch again if the number of ranks or this rank has changed.
 
         In an elastic job of Horovod's launcher, Horovod starts again in the same process.
         """
-        place = self._current_place()
-        if place != (self._rank, self._ranks):
-            position = self.position
-            self._set_place(*place)
-            self._now = (position.epoch, self._share(position.consumed), 0)
+        epoch, share, _, iterated = self._now
+        if self._current_place() != (share.rank, share.ranks):
+            self._now = _Now(epoch, self._share(self.position.consumed), 0, iterated)
 
-    def _set_place(self, rank: int, ranks: int) -> None:
-        """Set the index of this rank and the number of ranks.
+    def _share(self, begin: int) -> Share:
+        """Return the share of this rank in the rest of an epoch.
 
         Raises:
             UsageError: no rank would have a batch.
         """
+        rank, ranks = self._current_place()
         whole = Share(self.samples, 0, rank, ranks, self.batch_size, self.drop_last)
         if not whole.batches:
             raise UsageError(
                 f"{self.samples} samples do not make a batch of {self.batch_size} on each of "
                 f"{ranks} ranks: expected more data, a smaller batch_size, or drop_last=False"
             )
-        self._rank, self._ranks = rank, ranks
-
-    def _share(self, begin: int) -> Share:
-        return Share(self.samples, begin, self._rank, self._ranks, self.batch_size, self.drop_last)
-
-    def _go_to(self, position: Position) -> None:
-        self._set_place(*self._current_place())
-        # A single assignment, because a thread that reads ahead may read this at any time.
-        self._now = (position.epoch, self._share(position.consumed), 0)
-        self._iterated = False
+        return replace(whole, begin=begin)
 
     @property
     def epoch(self) -> int:
         """The number of the current epoch, from 0. Between two epochs, that of the next one."""
-        return self._now[0]
+        return self._now.epoch
 
     @property
     def position(self) -> Position:
         """The position of all ranks together."""
-        epoch, share, batches = self._now
+        epoch, share, batches, _ = self._now
         return Position(epoch, share.after(batches))
 
     @property
     def batches_per_epoch(self) -> int:
         """The number of batches of a whole epoch, the same on every rank."""
-        self._follow_ranks()
         return self._share(0).batches
 
     @property
     def batches_left(self) -> int:
         """The number of remaining batches of this epoch, the same on every rank."""
-        _, share, batches = self._now
-        return share.batches - batches
+        return self._now.share.batches - self._now.batches
 
     @property
     def next_length(self) -> int:
         """The number of batches of the next loop over `batches()`."""
-        return self.batches_per_epoch if self._iterated else self.batches_left
+        return self.batches_per_epoch if self._now.iterated else self.batches_left
 
     def left(self) -> tuple[int, np.ndarray]:
         """Return the epoch, and the numbers of its remaining samples on this rank."""
         self._follow_ranks()
-        epoch, share, batches = self._now
+        epoch, share, batches, _ = self._now
         order = self._order_of(epoch)
         return epoch, order[share.places()][batches * self.batch_size :]
 
@@ -347,17 +353,16 @@ class Epochs:
                 f"{self.samples - 1} once, in an array of shape {(self.samples,)}"
             )
         order = order.astype(np.int64)
-        self._checksum = (epoch, zlib.crc32(order.tobytes()))
+        self._checksums[epoch] = zlib.crc32(order.tobytes())
         return order
 
     def _checksum_of(self, epoch: int) -> int | None:
         """Return a checksum of an epoch's order; None without a function `order`."""
         if self._order is None:
             return None
-        if self._checksum is None or self._checksum[0] != epoch:
+        if epoch not in self._checksums:
             self._order_of(epoch)
-        assert self._checksum is not None
-        return self._checksum[1]
+        return self._checksums[epoch]
 
     def begin_iteration(self) -> bool:
         """Prepare a loop over the rest of the epoch.
@@ -375,22 +380,22 @@ class Epochs:
             f"its end: expected one loop at a time. To read several batches per step, call next() "
             f"several times on one iterator"
         )
-        if self._iterated:
-            if self._rank == 0 and self.batches_left:
+        if self._now.iterated:
+            if self._now.share.rank == 0 and self.batches_left:
                 epoch, left, all_batches = self.epoch, self.batches_left, self.batches_per_epoch
                 _log.info("epoch %d: %d of %d batches were left out", epoch, left, all_batches)
             self.end_epoch()
         if not self.batches_left:
             self.end_epoch()
             return False
-        self._iterated = True
+        self._now = self._now._replace(iterated=True)
         self._loop = _Loop()
         return True
 
     def cancel_iteration(self) -> None:
         """Let the next loop begin at the position of the current one, as after an error."""
         self._end_loop()
-        self._iterated = False
+        self._now = self._now._replace(iterated=False)
 
     def _end_loop(self, problem: str = "") -> None:
         """End the current loop, if any. If `problem` is not empty, its next `next()` raises it."""
@@ -427,8 +432,8 @@ class Epochs:
 
     def advance(self, batches: int = 1) -> None:
         """Count batches that are done on every rank. `batches()` and Keras's `fit` call this."""
-        epoch, share, done = self._now
-        self._now = (epoch, share, min(done + batches, share.batches))
+        now = self._now
+        self._now = now._replace(batches=min(now.batches + batches, now.share.batches))
         self.uncounted = False
 
     def end_epoch(self) -> None:
@@ -439,9 +444,9 @@ class Epochs:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, or continue the current one where a loop has left it."""
         if epoch != self.epoch:
-            self._go_to(Position(_whole("epoch", epoch, 0)))
+            self._now = _Now(_whole("epoch", epoch, 0), self._share(0))
             self._end_loop()
-        self._iterated = False
+        self._now = self._now._replace(iterated=False)
 
     def save(self) -> dict[str, Any]:
         """Return the position and the identity of the data, for a checkpoint.
@@ -507,7 +512,7 @@ class Epochs:
             "the sampler was restored in this loop over batches(), which reads the data from "
             "another position: begin a new loop over batches() after restore()"
         )
-        self._go_to(Position(tree["epoch"], tree["consumed"]))
+        self._now = _Now(tree["epoch"], self._share(tree["consumed"]))
         self.uncounted = False
 
 

@@ -18,9 +18,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
@@ -68,35 +67,52 @@ def wait_measured(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return measured
 
 
-@dataclass(eq=False)
+class _Current(NamedTuple):
+    """The section of a rank.
+
+    Attributes:
+        section: the section.
+        since: the time at which it began; None if nothing is counted.
+        thread: the thread that trains. A backward pass on a GPU has another one.
+        forward_began: see `StepTimes`.
+    """
+
+    section: str = FORWARD
+    since: float | None = None
+    thread: int = 0
+    forward_began: float = float("-inf")
+
+
 class StepTimes:
     """The time that this rank has spent in each section.
 
-    Attributes:
+    Args:
         clock: returns seconds.
+
+    Attributes:
         seconds: section -> seconds since the beginning.
-        forward_began: the seconds of `FORWARD` when this section began last, after another one.
     """
 
-    clock: Callable[[], float] = time.perf_counter
-    seconds: dict[str, float] = field(default_factory=dict)
-    forward_began: float = float("-inf")
-    _section: str = FORWARD
-    _since: float | None = None
-    # The thread that trains. A backward pass on a GPU has another one.
-    _thread: int = 0
-    # `seconds` at the last `take`.
-    _taken: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._current = _Current()
+        # `seconds` at the last `take`.
+        self._taken: dict[str, float] = {}
         _measured.add(self)
+
+    @property
+    def forward_began(self) -> float:
+        """The seconds of `FORWARD` when this section began last, after another one."""
+        return self._current.forward_began
 
     def enter(self, section: str) -> None:
         """Record that a section begins, and the current one ends."""
         if section == FORWARD:
-            self._thread = threading.get_ident()
-            if self._since is not None and self._section != FORWARD:
-                self.forward_began = self.seconds.get(FORWARD, 0.0)
+            now = self._current._replace(thread=threading.get_ident())
+            if now.since is not None and now.section != FORWARD:
+                now = now._replace(forward_began=self.seconds.get(FORWARD, 0.0))
+            self._current = now
         self._switch(section)
 
     def begin_wait(self) -> str | None:
@@ -104,34 +120,34 @@ class StepTimes:
 
         Returns None if this thread does not train, or nothing is counted.
         """
-        if self._since is None or self._thread != threading.get_ident() or self._section == WAIT:
+        now = self._current
+        if now.since is None or now.thread != threading.get_ident() or now.section == WAIT:
             return None
-        section = self._section
         self._switch(WAIT)
-        return section
+        return now.section
 
     def end_wait(self, section: str | None) -> None:
         """Record that the collective of `begin_wait` has ended: the section continues."""
-        if section is not None and self._section == WAIT:
+        if section is not None and self._current.section == WAIT:
             self._switch(section)
 
     def _switch(self, section: str) -> None:
-        now = self.clock()
-        if self._since is not None:
-            spent = self.seconds.get(self._section, 0.0) + now - self._since
-            self.seconds[self._section] = spent
-        self._section, self._since = section, now
+        now, before = self._clock(), self._current
+        if before.since is not None:
+            spent = self.seconds.get(before.section, 0.0) + now - before.since
+            self.seconds[before.section] = spent
+        self._current = before._replace(section=section, since=now)
 
     def start(self) -> None:
         """Count again after `stop`, beginning with the section `FORWARD`."""
-        if self._since is None:
+        if self._current.since is None:
             self.enter(FORWARD)
 
     def stop(self) -> None:
         """Stop counting until the next `enter` or `start`."""
-        if self._since is not None:
-            self._switch(self._section)
-        self._since = None
+        if self._current.since is not None:
+            self._switch(self._current.section)
+        self._current = self._current._replace(since=None)
 
     def end_step(self) -> None:
         """Record that a step ends, and the next one begins."""
@@ -139,14 +155,15 @@ class StepTimes:
 
     def totals(self) -> dict[str, float]:
         """Return the seconds in each section since the beginning."""
-        if self._since is not None:
-            self._switch(self._section)
+        if self._current.since is not None:
+            self._switch(self._current.section)
         return dict(self.seconds)
 
     def take(self) -> dict[str, float]:
         """Return the seconds in each section since the last call of this method."""
-        before, self._taken = self._taken, self.totals()
-        spent = {s: seconds - before.get(s, 0.0) for s, seconds in self._taken.items()}
+        totals = self.totals()
+        spent = {s: seconds - self._taken.get(s, 0.0) for s, seconds in totals.items()}
+        self._taken.update(totals)
         return {section: seconds for section, seconds in spent.items() if seconds}
 
 
@@ -169,9 +186,8 @@ class StragglerReport:
     def __init__(self, collectives: Collectives, times: MeasuredTimes) -> None:
         self._collectives = collectives
         self._times = times
-        # The consecutive reports in which this rank was slow, the seconds that they cover, and
-        # whether the rank was named.
-        self._slow_reports, self._slow_seconds, self._named = 0, 0.0, False
+        # The seconds of the last reports in a row in which this rank was slow.
+        self._slow: list[float] = []
 
     def report(self) -> None:
         """Compare the times since the last report. A slow rank logs a warning. A collective.
@@ -209,14 +225,15 @@ class StragglerReport:
             return
         rank = self._collectives.rank
         if rank not in times or not is_slow(rank, times):
-            self._slow_reports, self._slow_seconds, self._named = 0, 0.0, False
+            self._slow.clear()
             return
-        self._slow_reports += 1
-        self._slow_seconds += seconds
-        persists = self._slow_reports >= _REPORTS and self._slow_seconds >= _PERSISTENT_SECONDS
-        if persists and not self._named:
-            self._named = True
+        self._slow.append(seconds)
+        if _persists(self._slow) and not _persists(self._slow[:-1]):
             _log.warning("%s", describe(rank, times))
+
+
+def _persists(reports: Sequence[float]) -> bool:
+    return len(reports) >= _REPORTS and sum(reports) >= _PERSISTENT_SECONDS
 
 
 def own_time(seconds: Mapping[str, float]) -> float:

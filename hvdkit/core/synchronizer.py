@@ -6,7 +6,7 @@ The `Synchronizer` works in rounds. In a round every rank reduces every bucket o
     send()              start a few of the buckets that have not started
     wait()              start the other buckets, wait for all, and unpack the reduced gradients
 
-`hvdkit.core.coordination` decides when there is a round. No decision about a collective depends on
+The adapter decides when there is a round. No decision about a collective depends on
 data of one rank alone. Before the first bucket the ranks compare their parameters and settings.
 Buckets follow the order in which gradients arrived in the first backward pass, averaged over the
 ranks. Ranks may send buckets in different orders, because Horovod matches them by name.
@@ -150,6 +150,11 @@ class Synchronizer(Generic[Buffer, Handle]):
         return self._plan
 
     @property
+    def is_changed(self) -> bool:
+        """Whether anything has changed a gradient since this round has packed it."""
+        return any(memory.is_changed for memory in self._memory)
+
+    @property
     def name(self) -> str:
         """The prefix of the buckets' names; empty before `make_plan`."""
         return self._name
@@ -202,6 +207,8 @@ class Synchronizer(Generic[Buffer, Handle]):
             # stay in flight.
             if self._plan is None or self._planned_generation != current.generation:
                 return
+            if not self._plan.buckets:
+                return  # there is one rank
             thread = threading.get_ident()
             for entry in [entry for entry in current.full if entry[0] == thread]:
                 current.full.remove(entry)
@@ -401,6 +408,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         """Start the buckets that have not started, and complete every bucket reduction."""
         assert self._plan is not None
         buckets = self._plan.buckets
+        if not buckets and self._collectives.single_rank:
+            self._backend.scale(self._scaling().total)
+            return
         reductions = self._round.reductions
         # Wait in the order of the buckets, which is the same on all ranks. Buckets may have started
         # in another order. Only a few are in flight, to limit the memory in the first round.

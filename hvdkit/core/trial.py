@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from hvdkit.core.reduction import Reduction
@@ -99,8 +100,6 @@ class BatchCount:
             its batches, because only the last one communicates.
         clock: returns seconds.
 
-    Attributes:
-        made: the batches that were trained.
     """
 
     def __init__(
@@ -110,34 +109,39 @@ class BatchCount:
         window: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.made = 0
         self._rank = rank
         self._measures = plan.turns > 0
         self._window = window
         steps = WARM_UP + plan.turns * plan.turn_steps
         self._last = steps * window if self._measures else plan.steps
         self._clock = clock
-        # The time at which the last step ended, and the batches until then.
-        self._since, self._before = clock(), 0
-        self._times: list[float] = []
+        # The batches that were trained, and the time: at the beginning, and after each `add`.
+        self._trained = [(0, clock())]
         report_at_exit(rank, lambda: self.made)
+
+    @property
+    def made(self) -> int:
+        """The batches that were trained."""
+        return self._trained[-1][0]
 
     @property
     def over(self) -> bool:
         """Whether the last batch was trained, and a step was timed if candidates are measured."""
-        return self.made >= self._last and (bool(self._times) or not self._measures)
+        return self.made >= self._last and (bool(self._times()) or not self._measures)
 
     def add(self, batches: int = 1) -> None:
         """Count batches that have been trained, together if there are several."""
-        self.made += batches
-        if self.made % self._window:
-            return
-        now = self._clock()
+        self._trained.append((self.made + batches, self._clock()))
+
+    def _times(self) -> list[float]:
+        """Return the times of the steps after the warm-up."""
         # With `steps_per_execution`, the first batches may end together with later ones.
-        if self._before >= WARM_UP * self._window:
-            steps = (self.made - self._before) / self._window
-            self._times.append((now - self._since) / steps)
-        self._since, self._before = now, self.made
+        ends = [(made, now) for made, now in self._trained if not made % self._window]
+        return [
+            (now - since) / (made - before) * self._window
+            for (before, since), (made, now) in pairwise(ends)
+            if before >= WARM_UP * self._window
+        ]
 
     def report(self, reduction: Reduction, gradient_bytes: int) -> None:
         """Print the report of this rank. Not a collective.
@@ -151,7 +155,7 @@ class BatchCount:
             measured["run"] = {
                 "settings": [reduction.bucket_bytes, reduction.format.name],
                 "gradient_bytes": gradient_bytes,
-                "seconds": statistics.median(self._times),
+                "seconds": statistics.median(self._times()),
             }
         report(self._rank, self.made, **measured)
 

@@ -12,8 +12,9 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,21 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.bucket_bytes / 1e6:g} MB, {self.wire_format}"
+
+
+@dataclass(frozen=True)
+class TunerState:
+    """The settings in use.
+
+    Attributes:
+        candidate: the settings.
+        done: whether they are final.
+        tuned: whether they were measured.
+    """
+
+    candidate: Candidate
+    done: bool = False
+    tuned: bool = False
 
 
 _Choice = TypeVar("_Choice")
@@ -107,9 +123,7 @@ class Tuner:
 
     Attributes:
         current: the settings at the beginning.
-        candidate: the settings in use.
-        done: whether the settings are final.
-        tuned: whether the settings were measured: in this job, or in an earlier job (`use`).
+        state: the settings in use.
         seconds: candidate -> the time of a step in each turn, the maximum over the ranks.
         report: called on the first rank when a candidate was chosen.
     """
@@ -124,19 +138,30 @@ class Tuner:
         apply: Callable[[Candidate], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.candidate = self.current = current
-        self.done = self.tuned = False
+        self.current = current
+        self.state = TunerState(current)
         self.seconds: dict[Candidate, list[float]] = {each: [] for each in candidates}
         self._collectives = collectives
         self._turns, self._steps = turns, steps
         self._apply = apply
         self._clock = clock
-        # The candidates in the order in which they are used.
-        self._plan: list[Candidate] = []
-        self._made = 0  # steps with the current candidate
-        self._times: list[float] = []
-        self._last = 0.0
+        self._measuring = self._measure()
         self.report: Callable[[], None] = lambda: None
+
+    @property
+    def candidate(self) -> Candidate:
+        """The settings in use."""
+        return self.state.candidate
+
+    @property
+    def done(self) -> bool:
+        """Whether the settings are final."""
+        return self.state.done
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the settings were measured: in this job, or in an earlier job (`use`)."""
+        return self.state.tuned
 
     @property
     def bucket_bytes(self) -> int:
@@ -155,50 +180,51 @@ class Tuner:
 
     def begin(self) -> None:
         """Begin with the first candidate. Not a collective."""
+        next(self._measuring)
+
+    def use(self, candidate: Candidate) -> None:
+        """Use settings that were chosen before, and measure nothing. Not a collective."""
+        self._use(TunerState(candidate, done=True, tuned=True))
+
+    def cancel(self) -> None:
+        """Return to the settings at the beginning, unless `done`. Not a collective."""
+        if not self.done:
+            self._use(TunerState(self.current, done=True))
+
+    def after_step(self) -> None:
+        """Record that a step has ended. After the steps of a candidate, a small collective."""
+        if not self.done:
+            next(self._measuring, None)
+
+    def _measure(self) -> Iterator[None]:
+        """Use all candidates in turns, and choose one. Each `yield` waits until a step has ended.
+
+        After the steps of a candidate, a small collective.
+        """
         for turn in range(self._turns):
             # A random order, the same on all ranks, so that a candidate does not follow the same
             # candidate in every turn.
             order = sorted(self.seconds)
             random.Random(turn).shuffle(order)
-            self._plan += order
-        self._use(self._plan[0])
-
-    def use(self, candidate: Candidate) -> None:
-        """Use settings that were chosen before, and measure nothing. Not a collective."""
-        self._end(candidate)
-        self.tuned = True
-
-    def cancel(self) -> None:
-        """Return to the settings at the beginning, unless `done`. Not a collective."""
-        if not self.done:
-            self._end(self.current)
-
-    def after_step(self) -> None:
-        """Record that a step has ended. After the steps of a candidate, a small collective."""
-        if self.done:
-            return
-        now = self._clock()
-        self._made += 1
-        if self._made > WARM_UP:
-            self._times.append(now - self._last)
-        self._last = now
-        if len(self._times) < self._steps:
-            return
-        own = round(statistics.median(self._times) * 1e6)
-        candidate = self._plan.pop(0)
-        # A rank in `join` adds zero. It would not take part in a change of the settings.
-        (count,) = self._collectives.sum([1], f"{_NAME}.ranks")
-        if count < len(self._collectives.ranks):
-            _log.warning("hvd.autotune has chosen nothing, because a rank has called hvd.join()")
-            self.cancel()
-            return
-        (slowest,) = self._collectives.max([own], f"{_NAME}.microseconds")
-        self.seconds[candidate].append(max(slowest, 1) / 1e6)
-        if self._plan:
-            self._use(self._plan[0])
-            return
-        self._end(choose(self.seconds, self.current))
-        self.tuned = True
+            for candidate in order:
+                self._use(TunerState(candidate))
+                ends = []
+                for _ in range(WARM_UP + self._steps):
+                    yield
+                    ends.append(self._clock())
+                times = [end - begin for begin, end in pairwise(ends[WARM_UP - 1 :])]
+                own = round(statistics.median(times) * 1e6)
+                # A rank in `join` adds zero. It would not take part in a change of the settings.
+                (count,) = self._collectives.sum([1], f"{_NAME}.ranks")
+                if count < len(self._collectives.ranks):
+                    _log.warning(
+                        "hvd.autotune has chosen nothing, because a rank has called hvd.join()"
+                    )
+                    self.cancel()
+                    return
+                (slowest,) = self._collectives.max([own], f"{_NAME}.microseconds")
+                self.seconds[candidate].append(max(slowest, 1) / 1e6)
+        self.use(choose(self.seconds, self.current))
         if self._collectives.rank == self._collectives.ranks[0]:
             self.report()
 
@@ -219,17 +245,10 @@ class Tuner:
             arguments.append(f'compression="{self.wire_format}"')
         return ", ".join(arguments)
 
-    def _use(self, candidate: Candidate) -> None:
-        self._made, self._times = 0, []
-        self._last = self._clock()
-        if candidate != self.candidate:
-            self.candidate = candidate
-            self._apply(candidate)
-
-    def _end(self, candidate: Candidate) -> None:
-        self._plan = []
-        self._use(candidate)
-        self.done = True
+    def _use(self, state: TunerState) -> None:
+        before, self.state = self.state, state
+        if state.candidate != before.candidate:
+            self._apply(state.candidate)
 
 
 def load(

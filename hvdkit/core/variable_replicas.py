@@ -1,122 +1,49 @@
-"""The variables of a Keras optimizer that must be equal on all ranks, see `hvdkit.core.replicas`.
+"""The variables of Keras and TensorFlow that must be equal on all ranks; see `replicas`.
 
-The adapters for Keras and TensorFlow use `VariableReplicas`. They read and write variables as NumPy
-arrays. A slot is a variable that an optimizer keeps for one trained variable, such as a momentum.
+A slot is a variable that an optimizer keeps for one trained variable, such as a momentum.
 """
 
 import math
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
-
-from hvdkit.core.bucketing import unique_names, without_model_names
+from hvdkit.core.bucketing import without_model_names
 from hvdkit.core.optimizer_slots import slots_of
-from hvdkit.core.replicas import SMALL
+from hvdkit.core.replicas import Access, Item, Replicas
 
 # Keras numbers layers of the same class, also within the name of a slot:
 # `adam/sequential_1_dense_2_kernel_momentum`.
 _NUMBER = re.compile(r"_\d+(?=[_/]|$)")
 
 
-class VariableAccess(Protocol):
-    """The access of an adapter to variables."""
+def variable_replicas(
+    access: Access, variables: Sequence[tuple[str, Any]], state: Sequence[tuple[str, Any]] = ()
+) -> Replicas:
+    """Return the replicas of variables, and of the variables of optimizers.
 
-    def name_of(self, variable: Any) -> str:
-        """Return the name of a variable."""
-        ...
-
-    def dtype_of(self, variable: Any) -> np.dtype:
-        """Return the dtype of a variable, for NumPy."""
-        ...
-
-    def read(self, variable: Any) -> np.ndarray:
-        """Return the content of a variable as a one-dimensional uint8 array."""
-        ...
-
-    def write(self, variable: Any, content: np.ndarray) -> None:
-        """Set a variable to a result of `read`."""
-        ...
-
-    def digests(self, variables: Sequence[Any]) -> list[int]:
-        """Return a 64-bit digest of each variable."""
-        ...
-
-
-class VariableReplicas:
-    """`Replicas` of trained variables, and of the variables of optimizers.
+    Names contain the numbers of layers, which differ between ranks if a rank has made other models
+    before, and the name of a model, unless a file was loaded. These parts need not be equal.
 
     Args:
-        access: reads and writes variables.
-        variables: the trained variables that must be equal.
-        state: the variables of optimizers that must be equal, such as learning rates.
+        access: reads and writes the values.
+        variables: names and values that must be equal, such as those that are trained.
+        state: names and values of optimizers that must be equal, such as learning rates.
     """
 
-    def __init__(
-        self, access: VariableAccess, variables: Sequence[Any], state: Sequence[Any]
-    ) -> None:
-        # Counters and learning rates come first: if they differ, trained variables differ, too.
-        scalars = [variable for variable in state if not len(variable.shape)]
-        slots = [variable for variable in state if len(variable.shape)]
-        self._access = access
-        self._parameters = range(len(scalars), len(scalars) + len(variables))
-        self._variables = [*scalars, *variables, *slots]
-        paths = [access.name_of(variable) for variable in self._variables]
-        #: The names of the variables. They contain numbers of layers, which differ between ranks if
-        #: a rank has made other models before, and the name of a model, unless a file was loaded.
-        self.names: Sequence[str] = [repr(path) for path in paths]
-        plain = [_NUMBER.sub("", path) for path in paths]
-        for index in self._parameters:
-            plain[index] = without_model_names(plain[index])
-        for index in range(self._parameters.stop, len(plain)):
-            # Such as `adam/sequential_dense_kernel_momentum`; the order says of which variable.
-            plain[index] = plain[index].rsplit("_", 1)[-1]
-        #: The names without the parts that may differ.
-        self.settings: Sequence[str] = [
-            f"variable {name}, {access.dtype_of(v)} {list(v.shape)}"
-            for name, v in zip(plain, self._variables, strict=True)
-        ]
+    def item(name: str, value: Any, common: Callable[[str], str], trains: bool = False) -> Item:
+        # TensorFlow's dtypes have names. The texts of the others are "float32", "torch.float32".
+        dtype = str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
+        line = f"variable {common(_NUMBER.sub('', name))}, {dtype} {list(value.shape)}"
+        trained = math.prod(value.shape) if trains and "float" in dtype else 0
+        return Item(repr(name), line, value, trained)
 
-    def digests(self) -> Sequence[int]:
-        """Return a 64-bit digest of each variable."""
-        return self._access.digests(self._variables)
-
-    def small(self) -> Sequence[int]:
-        """Return the indices of a few trained variables of floats, the smallest first."""
-        sizes = {
-            index: math.prod(self._variables[index].shape)
-            for index in self._parameters
-            if self._access.dtype_of(self._variables[index]).kind not in "iubc"
-        }
-        filled = [index for index in sizes if sizes[index]]
-        return sorted(filled, key=lambda index: sizes[index])[:SMALL]
-
-    def read(self, index: int) -> np.ndarray:
-        """Return the bytes of a variable as a one-dimensional uint8 array."""
-        return self._access.read(self._variables[index])
-
-    def write(self, index: int, data: np.ndarray) -> None:
-        """Set a variable to the bytes of a result of `read`."""
-        self._access.write(self._variables[index], data)
-
-    def values(self, index: int, data: np.ndarray) -> np.ndarray:
-        """Return the bytes of a variable as its elements, as float64, int64 or complex128."""
-        # A copy, because `data` may be unaligned.
-        elements = data.copy().view(self._access.dtype_of(self._variables[index]))
-        if elements.dtype.kind == "c":
-            return elements.astype(np.complex128)
-        # NumPy does not know that bfloat16 and float8 are floating-point types.
-        return elements.astype(np.int64 if elements.dtype.kind in "iub" else np.float64)
-
-    def save(self, indices: Sequence[int], path: Path) -> Path:
-        """Write variables to an .npz file: name -> uint8 array of the bytes. Return its path."""
-        file = path.with_name(f"{path.name}.npz")
-        keys = unique_names([self._access.name_of(self._variables[i]) for i in indices])
-        contents: dict[str, Any] = {key: self.read(i) for key, i in zip(keys, indices, strict=True)}
-        np.savez(file, **contents)
-        return file
+    # Counters and learning rates come first: if they differ, trained variables differ, too.
+    scalars = [item(name, v, str) for name, v in state if not len(v.shape)]
+    parameters = [item(name, v, without_model_names, trains=True) for name, v in variables]
+    # Such as `adam/sequential_dense_kernel_momentum`; the order says of which variable.
+    slots = [item(name, v, lambda n: n.rsplit("_", 1)[-1]) for name, v in state if len(v.shape)]
+    return Replicas(access, [*scalars, *parameters, *slots])
 
 
 def state_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:

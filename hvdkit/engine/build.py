@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from hvdkit.engine import (
 from hvdkit.engine.plan import Plan
 from hvdkit.engine.progress import BuildProgress
 from hvdkit.errors import HvdkitError
+from hvdkit.processes import kill_group, wait_for_end, wait_for_killed
 from hvdkit.whole_files import replacing
 
 #: The timeout of a build. The slowest measured took 8 minutes on 2 cores.
@@ -169,7 +170,7 @@ def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) 
                     stream.write(line)
                     progress.update(line)
                     tail = [*tail[-200:], line]
-                status = process.wait()
+                status = wait_for_end(process)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise HvdkitError(f"the disk of {log.parent} is full. Free some space.") from error
@@ -207,8 +208,7 @@ def _running(
 
     def expire() -> None:
         expired.set()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
 
     # A build that hangs may print nothing, so the reader cannot check the time.
     timer = threading.Timer(_SECONDS, expire)
@@ -229,17 +229,14 @@ def _running(
         timer.cancel()
         timer.join()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.poll() is not None:
-                break
-            os.killpg(process.pid, number)
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                continue
+            if wait_for_end(process, 0) is None:
+                kill_group(process, number)
+                wait_for_end(process, 5)
+        wait_for_killed(process)
         output.close()
 
 
-def _diagnosis(status: int, tail: Sequence[str], log: Path) -> str:
+def _diagnosis(status: int | None, tail: Sequence[str], log: Path) -> str:
     """Return why a build failed, from its last lines."""
     text = "".join(tail)
     if "No space left on device" in text:
@@ -270,6 +267,11 @@ def _log_file() -> Path:
 def _scratch() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="hvdkit-build-"))
     try:
+        if reason := cache.untrusted(path):
+            raise HvdkitError(
+                f"the engine cannot be built in {path.parent}, because {reason}: others could "
+                "replace the files of the build. Set TMPDIR to a folder of your own."
+            )
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

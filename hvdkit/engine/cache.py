@@ -10,14 +10,11 @@ build uses private copies only.
 from __future__ import annotations
 
 import errno
-import grp
 import hashlib
 import json
 import logging
 import os
-import pwd
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +25,7 @@ import platformdirs
 
 from hvdkit.errors import HvdkitError
 from hvdkit.plain_files import read_json
+from hvdkit.trusted_paths import untrusted
 
 log = logging.getLogger("hvdkit.engine")
 
@@ -49,60 +47,6 @@ def folder() -> Path:
 def _given() -> Path | None:
     chosen = os.environ.get("HVDKIT_CACHE_DIR")
     return Path(chosen).absolute() if chosen else None
-
-
-def untrusted(path: Path) -> str:
-    """Return how another user could replace a file or folder; "" if none could.
-
-    Checks the owner and the mode of `path` and of every folder above it, because an installed
-    engine runs with the rights of this user.
-
-    Raises:
-        OSError: there is no such file.
-    """
-    path, real = path.absolute(), path.resolve(strict=True)
-    # Both, because a link in a folder of another user may lead to a file of this user.
-    for part in dict.fromkeys((path, *path.parents, real, *real.parents)):
-        found = part.lstat()
-        if found.st_uid not in (0, os.geteuid()):
-            return f"{part} belongs to user {_user_name(found.st_uid)}"
-        if stat.S_ISLNK(found.st_mode):
-            continue
-        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-            continue  # Others may add files, but not replace them.
-        if found.st_mode & stat.S_IWOTH:
-            return f"all users may write to {part}"
-        if found.st_mode & stat.S_IWGRP and _has_list(part):
-            return f"its access control list lets others write to {part}"
-        if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
-            return f"its group may write to {part}"
-    return ""
-
-
-def _has_list(path: Path) -> bool:
-    """Return whether a path has an access control list. Its mask are the bits of the group."""
-    try:
-        return bool(os.getxattr(path, "system.posix_acl_access"))
-    except OSError:
-        return False
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
-
-
-def _is_private(group: int) -> bool:
-    """Return whether this user is the only member of a group."""
-    try:
-        found = grp.getgrgid(group)
-        own = pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return False
-    primary = [user.pw_name for user in pwd.getpwall() if user.pw_gid == group]
-    return {*found.gr_mem, *primary} <= {own.pw_name}
 
 
 def make(path: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ _FRAMEWORKS = {
     "torch": ("torch/mpi_lib_v2*.so", "pytorch"),
     "tensorflow": ("tensorflow/mpi_lib*.so", "tensorflow"),
 }
+
+#: The folder with the description of an installed Horovod; its name has the version.
+_DISTRIBUTION = "horovod-*.dist-info"
 
 
 class EngineMissing(HvdkitError, ImportError):
@@ -71,11 +73,12 @@ def installed(target: Path | None = None) -> Engine | None:
         The engine; None if there is none.
     """
     path = [str(target)] if target else sys.path
-    for distribution in metadata.distributions(name="horovod", path=path):
-        package = Path(str(distribution.locate_file("horovod")))
+    # Not with importlib.metadata, whose import takes long.
+    for distribution in (found for folder in path for found in Path(folder).glob(_DISTRIBUTION)):
+        package = distribution.parent / "horovod"
         if package.is_dir():
             return Engine(
-                version=distribution.version,
+                version=distribution.stem.split("-")[1],
                 path=package,
                 frameworks=_frameworks(package),
                 record=_json(package / RECORD),

@@ -2,7 +2,6 @@
 
 records   the files that the engine's flight recorder writes, one per rank
 stacks    Python's stacks in a record
-alignment the times of several records by one clock
 verdict   which ranks wait for which collective, and what the missing ranks do
 mismatch  which ranks have called a collective with another tensor than the others
 outdated  which records are of an earlier stall

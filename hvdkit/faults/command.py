@@ -6,30 +6,23 @@ import contextlib
 import functools
 import itertools
 import re
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.exit_statuses import status_text
 from hvdkit.faults import records, stacks
-from hvdkit.faults.alignment import aligned
-from hvdkit.faults.call_names import describe_call
 from hvdkit.faults.mismatch import mismatch
-from hvdkit.faults.outdated import without_outdated
-from hvdkit.faults.process_states import CONTINUED, ELSEWHERE
-from hvdkit.faults.rank_names import name_ranks
+from hvdkit.faults.names import CONTINUED, ELSEWHERE, describe_call, name_ranks, shortened
 from hvdkit.faults.record_folder import PREFIX, request
 from hvdkit.faults.records import Record
-from hvdkit.faults.start_folders import ERROR, START, newest
+from hvdkit.faults.start_folders import START, Start, newest
+from hvdkit.faults.start_folders import read as read_start
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
-from hvdkit.faults.waits import late_calls, long_waits
-from hvdkit.owned_folders import has_owner, is_own
-from hvdkit.plain_files import printable, rank_number, read_json, seconds
+from hvdkit.faults.waits import longest_wait, without_outdated
+from hvdkit.owned_folders import has_owner, is_own, temporary
+from hvdkit.plain_files import Budget, printable, read_json
 from hvdkit.record_files import JOB, STACKS
 
 #: In the output folder of a start: the folder for records, the states of the ranks' processes,
@@ -47,26 +40,31 @@ _UNFINISHED = "The job has not ended, or `hvdkit run` was killed."
 
 
 def why(
-    folder: Path, count: int = 20, replayed: Callable[[Path], dict[str, Any] | None] | None = None
+    folder: Path,
+    count: int = 20,
+    replayed: Callable[[Path], str | None] = lambda _: None,
+    budget: Budget | None = None,
 ) -> str:
     """Return why a job hung or failed.
 
     Args:
         folder: a folder of `--output-dir`, the folder of one start in it, or a folder of records.
         count: the number of collectives in the timeline.
-        replayed: returns the failure in the form of `error.json`, computed from the events in the
-            folder of a start; None without events. By default, `error.json` is read.
+        replayed: returns the reason for the end of a start, computed from the events in its folder;
+            None without events. By default, the description of the start is read.
+        budget: the memory for the content of the files. Default: a new budget.
 
     Raises:
         UsageError: the folder has no records and no failure.
     """
     start, note = newest(folder, FOLDER)
     place = start / FOLDER if (start / FOLDER).is_dir() else start
-    found = records.read(place)
-    description = _description(start / START)
-    content = None if replayed is None else replayed(start)
-    failure = _failure(start / ERROR, content) or _reason(description, has_records=bool(found))
-    if not found and failure is None:
+    budget = budget or Budget()
+    found = records.read(place, budget)
+    unread = records.files(place).keys() - found.keys()
+    end = read_start(start / START)
+    reason = _reason(end, replayed(start), has_records=bool(found))
+    if not found and reason is None:
         raise UsageError(
             note
             or f"{folder} has neither records nor the failure of a rank: expected a folder of "
@@ -75,19 +73,23 @@ def why(
         )
     current = without_outdated(found)
     states = dict.fromkeys(found.keys() - current.keys(), CONTINUED) | _texts(place / STATES)
+    states |= dict.fromkeys(unread, ELSEWHERE)
     silent = _silent(place / SILENT)
-    hosts, raised = _hosts(description), _texts(place / RAISED)
+    hosts, network = ([], "") if end is None else (end.host_of_rank, end.network)
+    raised = _texts(place / RAISED)
 
     def verdict(found: Mapping[int, Record], size: int) -> str:
-        late = late_calls(found.values())
-        return judge(found, states, size, silent, late, hosts, raised).whole_text
+        # A younger call may have ended a moment later.
+        seconds = longest_wait(found) / 2
+        return judge(found, states, size, seconds, silent, hosts, raised).whole_text
 
     paragraphs = [
         note and f"{note} The start {start.name}:",
-        failure,
-        _network(description),
-        _age(description, current),
+        reason,
+        network and f"After the failure, connections between the hosts failed: {network}.",
+        _age(end, current),
         *_explain(current, verdict, count),
+        budget.note,
     ]
     return printable("\n\n".join(filter(None, paragraphs)))
 
@@ -97,19 +99,20 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
 
     Args:
         count: the number of collectives in the timeline.
-        folder: the folder in which the jobs make their folders; default `tempfile.gettempdir()`.
+        folder: the folder in which the jobs make their folders; default `temporary()`.
 
     Raises:
         UsageError: no job of `hvdkit run` runs here.
     """
     # The folders of each job. Over MPI and in Slurm, each rank has a folder.
     jobs: dict[str, list[Path]] = {}
-    places = (folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")
+    places = (folder or temporary()).glob(f"{PREFIX}*")
     for path in filter(is_own, sorted(places)):
         names = [file.name for file in path.glob(JOB.format("*"))]
         jobs.setdefault(names[0] if names else path.name, []).append(path)
     paragraphs = []
-    for folders, found in zip(jobs.values(), _ask(list(jobs.values())), strict=True):
+    answers, note = _ask(list(jobs.values()))
+    for folders, found in zip(jobs.values(), answers, strict=True):
         if found:
             size = next(iter(found.values())).size
             paragraphs.append(f"{len(found)} of {size} ranks answered on this host.")
@@ -125,56 +128,43 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
             "there are no ranks of `hvdkit run` on this host: expected a job of this user that has "
             "called hvd.init()"
         )
-    return printable("\n\n".join(paragraphs))
+    return printable("\n\n".join(filter(None, [*paragraphs, note])))
 
 
-def _ask(jobs: Sequence[Sequence[Path]]) -> list[dict[int, Record]]:
-    """Ask the ranks that write to the folders of jobs for records, and return each job's answers.
+def _ask(jobs: Sequence[Sequence[Path]]) -> tuple[list[dict[int, Record]], str]:
+    """Ask the ranks that write to the folders of jobs for records.
 
-    They are empty for a job whose ranks do not answer.
+    Returns:
+        The answers of each job, empty for a job whose ranks do not answer; and a sentence about
+        files that were not read.
     """
-    asked = _Asked(time.monotonic(), time.time())
+    asked = time.monotonic()
     for folder in itertools.chain(*jobs):
         request(folder)
     deadline = time.monotonic() + _ANSWER_SECONDS
     while True:
-        answers = [_answers(folders, asked) for folders in jobs]
-        if all(complete for _, complete in answers) or time.monotonic() > deadline:
-            return [found for found, _ in answers]
+        budget = Budget()
+        answers = [_answers(folders, asked, budget) for folders in jobs]
+        complete = all(complete for _, complete in answers) or budget.left_out
+        if complete or time.monotonic() > deadline:
+            return [found for found, _ in answers], budget.note
         time.sleep(_POLL_SECONDS)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """When ranks were asked for records, in seconds.
-
-    Attributes:
-        monotonic: by the monotonic clock.
-        day: since 1970.
-    """
-
-    monotonic: float
-    day: float
-
-    def answered_by(self, record: Record) -> bool:
-        """Return whether a record of this host was made since then."""
-        if record.offset is None:
-            return record.time >= self.day
-        return record.time - record.offset >= self.monotonic
-
-
-def _answers(folders: Sequence[Path], asked: _Asked) -> tuple[dict[int, Record], bool]:
+def _answers(
+    folders: Sequence[Path], asked: float, budget: Budget
+) -> tuple[dict[int, Record], bool]:
     """Return the records that ranks have made since `asked`, and whether all ranks have one."""
     found: dict[int, Record] = {}
     ranks: set[int] = set()
     for folder in folders:
         # An error: another user's folder, or a job that has ended meanwhile.
         with contextlib.suppress(HvdkitError, OSError):
-            read = records.read(folder)
+            read = records.read(folder, budget)
             ranks |= _ranks([folder])
             # Not the time of the file: a rank may have made an earlier record before the request,
             # and written it afterwards.
-            found |= {rank: record for rank, record in read.items() if asked.answered_by(record)}
+            found |= {rank: r for rank, r in read.items() if r.time - r.offset >= asked}
     return found, found.keys() >= ranks
 
 
@@ -193,10 +183,9 @@ def _live_verdict(found: Mapping[int, Record], size: int, here: Collection[int])
         here: the ranks on this host. Of the other ranks, nothing is known.
     """
     elsewhere = {rank: ELSEWHERE for rank in range(size) if rank not in here}
-    late = long_waits(found, size, _LEAST_SECONDS, elsewhere)
-    if late or not any(record.open for record in found.values()):
-        text = judge(found, elsewhere, size, late=late).whole_text
-    else:
+    verdict = judge(found, elsewhere, size, _LEAST_SECONDS)
+    text = verdict.whole_text
+    if verdict.call is None and any(record.open for record in found.values()):
         least = f"{_LEAST_SECONDS:.0f} s"
         text = (
             f"No collective has waited {least} since the last rank on this host called it: the job "
@@ -223,7 +212,7 @@ def _explain(
     """
     if not found:
         return
-    found = records.with_all_groups(aligned(found))
+    found = records.with_all_groups(found)
     failed = sorted((r for r in found.values() if r.error), key=lambda record: record.time)
     if failed:
         yield "\n".join(filter(None, [mismatch(found), *_failed_lines(failed)]))
@@ -234,11 +223,8 @@ def _explain(
         if frames := stacks.main_thread(record.stacks):
             by_stack.setdefault(tuple(frames), []).append(rank)
     for stack, ranks in by_stack.items():
-        shown = [f"{rank} ({found[rank].host}, process {found[rank].pid})" for rank in ranks[:4]]
-        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        title = (
-            f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}, innermost call first:"
-        )
+        named = [f"{rank} ({found[rank].host}, process {found[rank].pid})" for rank in ranks]
+        title = f"Rank{'s' if len(ranks) > 1 else ''} {shortened(named)}, innermost call first:"
         yield "\n".join([title, *(f"  {frame}" for frame in stack)])
     if any(record.done or record.open for record in found.values()):
         yield "\n".join(
@@ -267,118 +253,46 @@ def _waits_after_error(record: Record) -> bool:
     return record.reason != "error" and any(call.ended is None for call in record.open)
 
 
-def _failure(path: Path, replayed: dict[str, Any] | None) -> str | None:
-    """Return a line about the rank whose failure ended the job; None if there was none."""
-    try:
-        content: dict[str, Any] = replayed or read_json(path)
-        if content["rank"] is None:
-            return None  # a deadlock or a lost host, for example
-        ending = content["signal"] or status_text(content["status"])
-        # Earlier versions did not write this field.
-        if hint := content.get("hint"):
-            ending += f", {hint}"
-        # A lost peer is only a consequence of the failure.
-        causes = content.get("possible_causes")
-        error = causes or content["exception"] or ""
-        if error and not causes and content["signal"]:
-            error = f"Earlier, the rank had written a traceback: {error}"
-        if not error and content["last_lines"]:
-            error = f"Its last line of output: {content['last_lines'][-1]}"
-        who = f"Rank {content['rank']} on {content['host']} failed"
-        # Earlier versions did not write this field.
-        alike = sorted(content.get("suspects", ()))
-        if len(alike) > 1 and not content["signal"]:
-            who = f"{name_ranks(alike)} failed with the same error"
-        elif not causes:
-            who += " first"
-        return f"{who}: {ending}. {error}".rstrip()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HvdkitError(
-            f"cannot read {path}: {error!r}. Expected the file that `hvdkit run --output-dir` "
-            "writes. Delete it to read the records alone"
-        ) from error
-
-
-def _description(path: Path) -> Any:
-    """Return the content of the description of a start; None without a readable file."""
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None
-
-
-def _reason(content: Any, has_records: bool) -> str | None:
-    """Return a line about the end of a job in which no rank failed first, such as a lost host.
+def _reason(start: Start | None, replayed: str | None, has_records: bool) -> str | None:
+    """Return a line about the end of a start; None if the records alone say it.
 
     Args:
-        content: the description of the start.
-        has_records: whether there are records. Then the line contains no verdict on a stall, which
-            is derived from the records again. If the job succeeded, the line says so. If there are
-            no records and the job has no end, the line says this.
+        start: the end of the start, if it is known.
+        replayed: as for `why`.
+        has_records: whether there are records. The text of a verdict is derived from them again.
     """
-    try:
-        reason = str(content["reason"]) if content["failed"] else ""
-        # Earlier versions did not write all of these fields.
-        succeeded = content.get("status") == 0
-        unfinished = content.get("ended", 0.0) is None
-        is_verdict = bool(content.get("verdict", False))
-    except (KeyError, TypeError, AttributeError):
+    if start is None:
         return None
-    if unfinished and not has_records:
+    if start.ended is None and not has_records:
         return f"{_UNFINISHED} No rank has reported a problem."
-    if succeeded and has_records:
+    if start.status == 0 and has_records:
         return "The job succeeded. The ranks wrote these records earlier:"
-    return None if not reason or (is_verdict and has_records) else f"The job failed: {reason}"
+    reason = replayed or start.reason
+    if not (start.failed and reason) or (start.verdict and has_records):
+        return None
+    return f"The job failed: {reason}"
 
 
-def _age(content: Any, found: Mapping[int, Record]) -> str:
+def _age(start: Start | None, found: Mapping[int, Record]) -> str:
     """Return a line about records that may not show the last state of the job; may be empty.
 
     They were made some time before the job failed, or the job has not ended.
-
-    Args:
-        content: as for `_reason`.
-        found: the records, by rank.
     """
-    try:
-        last = max(record.time for record in found.values())
-        if content["ended"] is None:
-            return (
-                f"{_UNFINISHED} On a host of a running job, `hvdkit inspect --live` shows the "
-                f"present state. The ranks wrote these records {max(time.time() - last, 0):,.0f} s "
-                f"ago:"
-            )
-        before = seconds(content["ended"]) - last
-        # A verdict may end a job long after the records, because ranks may save. `_reason` has a
-        # line about a success.
-        other = content["verdict"] or content["status"] == 0
-    except (KeyError, TypeError, ValueError):
+    if start is None or not found:
         return ""
-    if other or before < _RECENT_SECONDS:
+    last = max(record.time for record in found.values())
+    if start.ended is None:
+        return (
+            f"{_UNFINISHED} On a host of a running job, `hvdkit inspect --live` shows the "
+            f"present state. The ranks wrote these records {max(time.time() - last, 0):,.0f} s "
+            f"ago:"
+        )
+    # A verdict may end a job long after the records, because ranks may save. `_reason` has a line
+    # about a success.
+    before = start.ended - last
+    if start.verdict or start.status == 0 or before < _RECENT_SECONDS:
         return ""
     return f"The ranks wrote these records {before:,.0f} s before the end of the job:"
-
-
-def _network(content: Any) -> str:
-    """Return a line about connections that failed after the end of the ranks; may be empty.
-
-    Args:
-        content: as for `_reason`.
-    """
-    found = content.get("network") if isinstance(content, dict) else None
-    return f"After the failure, connections between the hosts failed: {found}." if found else ""
-
-
-def _hosts(content: Any) -> list[str]:
-    """Return the host of each rank, from the description of the start; empty if not known."""
-    try:
-        hosts = {name: rank_number(count) for name, count in content["hosts"].items()}
-        rank_number(sum(hosts.values()))
-        return [name for name, count in hosts.items() for _ in range(count)]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return []
 
 
 def _texts(path: Path) -> dict[int, str]:

@@ -1,36 +1,27 @@
-"""Read the report that a rank leaves of its own end (`launch/hook/_hvdkit_self_report.py`)."""
+"""The report that a rank leaves of its own end (`launch/hook/_hvdkit_self_report.py`)."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hvdkit.plain_files import parse_json, read_text
+from hvdkit.plain_files import whole
 
 #: The report of a rank, and the stack of its crash: the rank, and the number of the process.
 REPORT, CRASH = "end-{}-{}.json", "crash-{}-{}"
-_REPORT = re.compile(REPORT.format(r"(\d+)", r"\d+"))
-#: The engine's words for another rank that has ended or does not answer, as in the rank's hook.
-LOST_PEER = (
-    *("Horovod has been shut down", "collective in shared memory", "collective over the network"),
-    *("gloo/transport/", "by peer", "Broken pipe", "ncclRemoteError", "remote process exited"),
-)
-# Bytes. A rank can write anything.
-_MOST_BYTES = 1 << 19
+#: Bytes. A rank can write anything.
+LONGEST = 1 << 19
 _MOST_LINES = 200
-_STARTED: Mapping[str, Any] = {
+#: The content of a report if the command of the rank has started another Python.
+STARTED: Mapping[str, Any] = {
     "how": "start",
     "error": "",
     "kind": "",
     "chained": False,
     "traceback": [],
 }
-_LONGEST = 1000
+_LONGEST_LINE = 1000
 
 
 @dataclass(frozen=True)
@@ -47,6 +38,8 @@ class RankReport:
             without an error.
         chained: whether another exception has led to it.
         traceback: its lines; none after `sys.exit`.
+        status: the exit status with which the script makes an orderly end, although the process may
+            still run; None for others.
         time: when the rank has written it (`time.monotonic` of its host); 0 if it is not known.
     """
 
@@ -56,6 +49,7 @@ class RankReport:
     chained: bool = False
     traceback: tuple[str, ...] = ()
     time: float = 0.0
+    status: int | None = None
 
     @classmethod
     def of(cls, content: Any) -> RankReport:
@@ -64,49 +58,13 @@ class RankReport:
         Raises:
             ValueError, KeyError or TypeError: it is not a report.
         """
-        lines = [str(line)[:_LONGEST] for line in content["traceback"]]
+        lines = [str(line)[:_LONGEST_LINE] for line in content["traceback"]]
         return cls(
             str(content["how"]),
-            str(content["error"])[:_LONGEST],
+            str(content["error"])[:_LONGEST_LINE],
             str(content["kind"]),
             bool(content["chained"]),
             tuple(lines[-_MOST_LINES:]),
             float(content.get("time", 0.0)),
+            None if content.get("status") is None else whole(content["status"]),
         )
-
-
-class RankReports:
-    """The reports that the ranks of one host write to a folder."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, int] = {}
-
-    def new(self, folder: Path) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
-        """Yield the reports since the last call: rank, age in seconds, and content."""
-        files = {file.name: file for file in folder.glob(REPORT.format("*", "*"))}
-        ranks = {name.split("-")[1] for name in files}
-        for name in self._seen.keys() - files.keys():
-            del self._seen[name]
-            if (rank := name.split("-")[1]) not in ranks:
-                yield int(rank), 0.0, _STARTED
-        for file in sorted(files.values()):
-            # After an error the next call reads the file again.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-                stamp = file.stat().st_mtime_ns
-                match = _REPORT.fullmatch(file.name)
-                if self._seen.get(file.name) == stamp or match is None:
-                    continue
-                content = parse_json(read_text(file, _MOST_BYTES))
-                RankReport.of(content)
-                age = max(0.0, time.monotonic() - float(content["time"]))
-                self._seen[file.name] = stamp
-                yield int(match[1]), age, content
-
-
-def crash_stack(folder: Path, rank: int) -> list[str]:
-    """Return the lines that faulthandler has written when a rank crashed; empty for none."""
-    for file in sorted(folder.glob(CRASH.format(rank, "*"))):
-        with contextlib.suppress(OSError):
-            if lines := read_text(file, _MOST_BYTES).splitlines():
-                return [line[:_LONGEST] for line in lines[:_MOST_LINES]]
-    return []

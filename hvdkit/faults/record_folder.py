@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from hvdkit.faults.rank_report import RankReports, crash_stack
-from hvdkit.owned_folders import OwnedFolder
+from hvdkit.faults.rank_report import CRASH, LONGEST, REPORT, STARTED, RankReport
+from hvdkit.owned_folders import OwnedFolder, temporary
+from hvdkit.plain_files import parse_json, read_text
 from hvdkit.record_files import (
     COMMITTED,
     CONNECTED,
@@ -24,14 +24,12 @@ from hvdkit.record_files import (
     RECORD,
     REQUEST,
     SAVED,
-    SCRIPT_ENDED,
 )
 from hvdkit.whole_files import replacing
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"
-_NOTE = re.compile(NOTE.format(r"(\d+)"))
-_SCRIPT_ENDED = re.compile(SCRIPT_ENDED.format(*[r"(\d+)"] * 3))
+_CRASH_LINES, _LONGEST_LINE = 200, 1000
 
 
 class RecordFolder:
@@ -44,67 +42,84 @@ class RecordFolder:
 
     def __init__(self, job: str = "") -> None:
         self._job = job
-        self._folder: OwnedFolder | None = None
-        # The size and time of each file that `changed` has returned.
-        self._seen: dict[str, tuple[int, int]] = {}
-        # The notes that `changed_notes` has returned, or `write_note` has written.
-        self._notes: dict[int, str] = {}
-        self._reports = RankReports()
+        # The name of each file that was returned -> its rank, its size and its time.
+        self._seen: dict[str, tuple[int, int, int]] = {}
+
+    @cached_property
+    def _owned(self) -> OwnedFolder:
+        folder = OwnedFolder(temporary(), PREFIX)
+        if self._job:
+            (folder.path / JOB.format(self._job)).touch()
+        return folder
 
     @property
     def path(self) -> Path:
         """The path of the folder, which only this user can read."""
-        if self._folder is None:
-            self._folder = OwnedFolder(Path(tempfile.gettempdir()), PREFIX)
-            if self._job:
-                (self._folder.path / JOB.format(self._job)).touch()
-        return self._folder.path
+        return self._owned.path
+
+    @property
+    def _is_made(self) -> bool:
+        return "_owned" in vars(self)
 
     def request(self) -> None:
         """Ask the ranks for records."""
         request(self.path)
 
-    def changed(self) -> Iterator[str]:
-        """Yield the records that were written since the last call."""
-        if self._folder is None:
-            return
-        for file in sorted(self._folder.path.glob(RECORD.format("*"))):
+    def _changed(self, name: str) -> Iterator[tuple[int, str]]:
+        """Yield the files with a name that have changed since the last call: rank, text.
+
+        The text is "" for a file that was removed.
+        """
+        pattern = re.compile(name)
+        files = self.path.glob("*") if self._is_made else ()
+        found = {file.name: file for file in files if pattern.fullmatch(file.name)}
+        for gone in [each for each in self._seen.keys() - found if pattern.fullmatch(each)]:
+            yield self._seen.pop(gone)[0], ""
+        for file in sorted(found.values()):
             # After an error the next call reads the file again.
             with contextlib.suppress(OSError):
-                facts = file.stat()
-                stamp = facts.st_size, facts.st_mtime_ns
+                stamp = self._stamp(file)
                 if self._seen.get(file.name) != stamp:
-                    text = file.read_text(encoding="utf-8", errors="replace")
+                    text = read_text(file)
                     self._seen[file.name] = stamp
-                    yield text
+                    yield stamp[0], text
+
+    def _stamp(self, file: Path) -> tuple[int, int, int]:
+        facts, rank = file.stat(), re.search("[0-9]+", file.name)
+        return int(rank[0]) if rank else 0, facts.st_size, facts.st_mtime_ns
+
+    def changed(self) -> Iterator[str]:
+        """Yield the records that were written since the last call."""
+        return (text for _, text in self._changed(RECORD.format("[0-9]+")) if text)
 
     def reports(self) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
-        """Yield the ranks' reports on their ends, see `RankReports.new`."""
-        if self._folder is not None:
-            yield from self._reports.new(self._folder.path)
+        """Yield the ranks' new reports on their ends: rank, age in seconds, and content."""
+        changed = list(self._changed(REPORT.format("[0-9]+", "[0-9]+")))
+        reported = {rank for rank, text in changed if text}
+        for rank, text in changed:
+            if not text and rank not in reported:
+                yield rank, 0.0, STARTED
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                content = parse_json(text[:LONGEST])
+                age = max(0.0, time.monotonic() - RankReport.of(content).time)
+                yield rank, age, content
 
     def crash(self, rank: int) -> list[str]:
         """Return the lines of faulthandler after the crash of a rank; empty for none."""
-        return [] if self._folder is None else crash_stack(self._folder.path, rank)
+        files = self.path.glob(CRASH.format(rank, "*")) if self._is_made else ()
+        for file in sorted(files):
+            with contextlib.suppress(OSError):
+                if lines := read_text(file, LONGEST).splitlines():
+                    return [line[:_LONGEST_LINE] for line in lines[:_CRASH_LINES]]
+        return []
 
     def saved(self) -> bool:
         """Return whether a new checkpoint or commit was saved since the last call."""
-        return self._was_touched(SAVED)
+        return any(self._changed(SAVED))
 
     def committed(self) -> bool:
         """Return whether a rank has reported since the last call that its host has a commit."""
-        return self._was_touched(COMMITTED)
-
-    def _was_touched(self, name: str) -> bool:
-        if self._folder is None:
-            return False
-        try:
-            stamp = 0, (self._folder.path / name).stat().st_mtime_ns
-        except OSError:
-            return False
-        before = self._seen.get(name)
-        self._seen[name] = stamp
-        return before != stamp
+        return any(self._changed(COMMITTED))
 
     def init_state(self) -> tuple[int, bool, bool]:
         """Return how far Horovod is in the only rank that uses this folder.
@@ -113,48 +128,19 @@ class RecordFolder:
         whether this start has connected the rank, and whether the rank shuts Horovod down.
         """
         start = 0
-        if self._folder is None:
-            return start, False, False
-        while (self._folder.path / ENTERED.format(start + 1)).exists():
+        while self._is_made and (self.path / ENTERED.format(start + 1)).exists():
             start += 1
         connected, leaving = (
-            (self._folder.path / name.format(start)).exists() for name in (CONNECTED, LEAVING)
+            start > 0 and (self.path / name.format(start)).exists() for name in (CONNECTED, LEAVING)
         )
         return start, connected, leaving
-
-    def script_ends(self, ranks: Collection[int] = ()) -> dict[int, int]:
-        """Return rank -> exit status, of scripts that have ended in processes that still run.
-
-        Args:
-            ranks: the numbers of the ranks' own processes. A note of one of them also counts after
-                the end of the process, because no other script can follow.
-        """
-        found: dict[int, int] = {}
-        if self._folder is None:
-            return found
-        for file in self._folder.path.glob(SCRIPT_ENDED.format("*", "*", "*")):
-            if match := _SCRIPT_ENDED.fullmatch(file.name):
-                rank, status, pid = map(int, match.groups())
-                if pid in ranks or psutil.pid_exists(pid):
-                    found[rank] = status
-        return found
 
     def changed_notes(self) -> Iterator[tuple[int, str]]:
         """Yield the notes of shutdowns that were written since the last call: rank, content.
 
         The content is "" for a note that was removed.
         """
-        if self._folder is None:
-            return
-        found = {}
-        for file in self._folder.path.glob(NOTE.format("*")):
-            if match := _NOTE.fullmatch(file.name):
-                with contextlib.suppress(OSError):
-                    found[int(match[1])] = file.read_text(encoding="utf-8", errors="replace")
-        before, self._notes = self._notes, found
-        for rank in sorted(before.keys() | found.keys()):
-            if before.get(rank) != found.get(rank):
-                yield rank, found.get(rank, "")
+        return self._changed(NOTE.format("[0-9]+"))
 
     def write_note(self, rank: int, content: str) -> None:
         """Write the note of a rank on another host, or remove it if the content is ""."""
@@ -163,16 +149,15 @@ class RecordFolder:
             if content:
                 with replacing(path) as draft:
                     draft.write_text(content, encoding="utf-8")
-                self._notes[rank] = content
+                self._seen[path.name] = self._stamp(path)
             else:
                 path.unlink(missing_ok=True)
-                self._notes.pop(rank, None)
+                self._seen.pop(path.name, None)
 
     def remove(self) -> None:
         """Delete the folder."""
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        if self._is_made:
+            self._owned.remove()
 
 
 def request(folder: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import parse_json, rank_number, read_text, seconds, whole
+from hvdkit.plain_files import Budget, parse_json, rank_number, read_text, seconds, whole
 from hvdkit.record_files import RECORD
 
 #: The version of the format.
@@ -78,8 +80,7 @@ class Record:
         reason: why the record was written: `stall`, `request`, `signal` or `error`.
         time: when the record was written, in seconds since 1970.
         offset: the time of day minus the monotonic clock, in seconds, when the record was written.
-            All times of the record have this offset. None in the record of an earlier engine,
-            whose times are those of the system's clock.
+            All times of the record have this offset.
         machine: the id of the running kernel, whose monotonic clock the rank reads. Empty if it is
             not known.
         limit: the seconds that a collective may wait before the job ends; 0 for no limit.
@@ -108,7 +109,7 @@ class Record:
     open: Sequence[Call] = ()
     done: Sequence[Call] = ()
     stacks: str = ""
-    offset: float | None = None
+    offset: float = 0.0
     machine: str = ""
 
     def shifted(self, seconds: float) -> Record:
@@ -123,8 +124,21 @@ class Record:
             time=self.time + seconds,
             open=[later(call) for call in self.open],
             done=[later(call) for call in self.done],
-            offset=None if self.offset is None else self.offset + seconds,
+            offset=self.offset + seconds,
         )
+
+    @functools.cached_property
+    def open_by_collective(self) -> Mapping[tuple[int, str], Sequence[Call]]:
+        """The collectives that wait, see `Call.collective`."""
+        found: dict[tuple[int, str], list[Call]] = {}
+        for call in self.open:
+            found.setdefault(call.collective, []).append(call)
+        return found
+
+    @functools.cached_property
+    def joined(self) -> Collection[int]:
+        """The process sets in whose `join` the rank waits."""
+        return {call.group for call in self.open if call.operation == "join"}
 
     @property
     def failed_call(self) -> Call | None:
@@ -135,6 +149,15 @@ class Record:
         calls = [call for call in (*self.done, *self.open) if call.name == self.failed]
         failed = [call for call in failing if call.name == self.failed] or calls
         return max(failed, key=lambda call: call.enqueued, default=None)
+
+    @cached_property
+    def completed(self) -> Mapping[tuple[int, str], Call]:
+        """Process set and name -> the last counted call that ended without an error."""
+        failure = self.failed_call.ended if self.failed_call else None
+        if self.error and failure is None:
+            return {}
+        ended = (call for call in self.done if call.number and call.ended is not None)
+        return {c.collective: c for c in ended if failure is None or (c.ended or 0.0) < failure}
 
     def label(self, name: str) -> str | None:
         """Return what a collective reduces, such as a bucket's parameters; None if not known."""
@@ -175,13 +198,16 @@ def parse(text: str) -> Record:
                 for group, ranks in content["groups"].items()
             },
             labels={part: str(text) for part, text in content["labels"].items()},
-            calls=dict(_counts(content["calls"], content["groups"])),
+            calls={
+                (whole(group), name): whole(count)
+                for group, counts in content["calls"].items()
+                for name, count in counts.items()
+            },
             open=[_call(call) for call in content["open"]],
             done=[_call(call) for call in content["done"]],
             stacks=str(content["stacks"]),
-            # Earlier engines did not write these fields.
-            offset=None if content.get("offset") is None else seconds(content["offset"]),
-            machine=str(content.get("machine", "")),
+            offset=seconds(content["offset"]),
+            machine=str(content["machine"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise HvdkitError(
@@ -199,27 +225,17 @@ def with_all_groups(records: Mapping[int, Record]) -> dict[int, Record]:
     Args:
         records: the records, by rank.
     """
+    known = known_groups(records)
+    return {rank: replace(record, groups=known) for rank, record in records.items()}
+
+
+def known_groups(records: Mapping[int, Record]) -> Mapping[int, Sequence[int]]:
+    """Return the process sets of all records: id -> ranks."""
     known: dict[int, Sequence[int]] = {}
     for record in records.values():
         for group, ranks in record.groups.items():
             known.setdefault(group, ranks)
-    return {
-        rank: replace(record, groups=known | dict(record.groups))
-        for rank, record in records.items()
-    }
-
-
-def _counts(
-    content: Mapping[str, Any], groups: Collection[str]
-) -> Iterator[tuple[tuple[int, str], int]]:
-    for key, value in content.items():
-        if isinstance(value, dict):
-            for name, count in value.items():
-                yield (whole(key), name), whole(count)
-        else:
-            # An earlier engine counted the calls of a name in all process sets together.
-            for group in {"0", *groups}:
-                yield (whole(group), key), whole(value)
+    return known
 
 
 def _call(content: Mapping[str, Any]) -> Call:
@@ -233,7 +249,6 @@ def _call(content: Mapping[str, Any]) -> Call:
         bytes=whole(content["bytes"]),
         enqueued=seconds(content["enqueued"]),
         ended=None if ended is None else seconds(ended),
-        # Earlier engines did not write this field.
         line=str(content.get("line", "")),
     )
 
@@ -243,29 +258,50 @@ def _named(names: Sequence[str], number: int) -> str:
     return names[number] if 0 <= number < len(names) else str(number)
 
 
-def read(folder: Path) -> dict[int, Record]:
+def files(folder: Path) -> dict[int, Path]:
+    """Return the files with records in a folder, by rank.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = ((_FILE.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _by_size(file: tuple[int, Path]) -> tuple[int, int]:
+    rank, path = file
+    return path.lstat().st_size, rank
+
+
+def read(folder: Path, budget: Budget) -> dict[int, Record]:
     """Return the records in a folder, by rank.
+
+    Args:
+        folder: the folder.
+        budget: the memory for the records. The largest files are left out.
 
     Raises:
         HvdkitError: the folder cannot be read, or a file in it is not a record.
     """
-    found = {}
+    found: dict[int, Record] = {}
     try:
-        for path in sorted(folder.iterdir()):
-            if match := _FILE.fullmatch(path.name):
-                try:
-                    text = read_text(path)
-                    record = found[int(match[1])] = parse(text)
-                    if record.rank != int(match[1]):
-                        raise HvdkitError(
-                            f"the file has the record of rank {record.rank}; expected that of rank "
-                            f"{match[1]}. Give the file the name with which it was written"
-                        )
-                except HvdkitError as error:
-                    raise HvdkitError(f"{path}: {error}") from error
+        for rank, path in sorted(files(folder).items(), key=_by_size):
+            if not budget.allows(path):
+                continue
+            try:
+                text = read_text(path)
+                budget.spend(text)
+                record = found[rank] = parse(text)
+                if record.rank != rank:
+                    raise HvdkitError(
+                        f"the file has the record of rank {record.rank}; expected that of rank "
+                        f"{rank}. Give the file the name with which it was written"
+                    )
+            except HvdkitError as error:
+                raise HvdkitError(f"{path}: {error}") from error
     except OSError as error:
         raise HvdkitError(
             f"cannot read {error.filename or folder}: {error.strerror}. Expected a folder of "
             f"`hvdkit run --output-dir`, or of HVDKIT_RECORD_DIR"
         ) from error
-    return found
+    return dict(sorted(found.items()))

@@ -49,9 +49,6 @@ _NEVER_TRAIN = {"horovod", "hvdkit", "torch", "tensorflow", "keras"}
 _PROGRAM = re.compile(r".*/bin/[^/.]+")
 # The outermost function of a thread that Python has started.
 _BOOTSTRAP = "_bootstrap"
-# The outermost functions of a main thread that runs the script. At its end, Python calls functions
-# of `atexit` directly.
-_SCRIPT = ("<module>", "_run_module_as_main")
 # faulthandler does not write the frames outside of this number.
 _MOST_FRAMES = 100
 # The packages whose hooks a backward pass calls, beside those of the user.
@@ -139,12 +136,6 @@ def waiting_thread(text: str) -> Sequence[Frame]:
     main = main_thread(text)
     others = (frames for current, frames in _threads(text) if not current and waits(frames))
     return main if waits(main) else next(others, main)
-
-
-def has_other_thread(text: str) -> bool:
-    """Return whether a thread other than the main thread runs the user's code."""
-    others = (frames for current, frames in _threads(text) if not current)
-    return any(not frame.is_library for frames in others for frame in frames)
 
 
 def other_thread(text: str) -> Frame | None:
@@ -252,11 +243,6 @@ def is_ending(frames: Sequence[Frame]) -> bool:
     """Return whether the script has ended, and Python waits for threads that are not daemons."""
     end, function = _WAITS_FOR_THREADS
     return bool(frames) and frames[-1].file.endswith(end) and frames[-1].function == function
-
-
-def runs_script(frames: Sequence[Frame]) -> bool:
-    """Return whether the main thread runs the script, and not what Python calls at its end."""
-    return len(frames) >= _MOST_FRAMES or (bool(frames) and frames[-1].function in _SCRIPT)
 
 
 def runs_graph(frames: Sequence[Frame]) -> bool:

@@ -1,25 +1,31 @@
 """Say which ranks wait for which collective, and where the missing ranks are.
 
 A collective ends only after every rank of its process set has called it. So if a rank waits for
-call n of a collective, and another rank has made fewer calls of it, the other rank is missing.
+call n of a collective, and another rank has made fewer calls of it, the other rank is missing. The
+counts alone decide: clocks of ranks are not compared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hvdkit.faults import stacks
-from hvdkit.faults.alignment import aligned
-from hvdkit.faults.call_names import is_internal
-from hvdkit.faults.missing_ranks import SHOWN, Chain, below_line, first_line, traceback_of
-from hvdkit.faults.process_states import CONTINUED, ELSEWHERE, ENDED, LEAVING, STOPPED
-from hvdkit.faults.rank_names import name_ranks
+from hvdkit.faults.mismatch import different_lines, is_unnamed
+from hvdkit.faults.missing_ranks import SHOWN, Hang, below_line, first_line, traceback_of
+from hvdkit.faults.names import (
+    CONTINUED,
+    ELSEWHERE,
+    ENDED,
+    LEAVING,
+    STOPPED,
+    is_internal,
+    name_ranks,
+)
 from hvdkit.faults.records import Call, Record, with_all_groups
-from hvdkit.faults.unnamed_calls import different_lines, is_unnamed
-from hvdkit.faults.waits import Wait, find_waits, in_cycles, seconds_waited
+from hvdkit.faults.waits import Wait, find_waits, seconds_waited, stalled
 
 _DEADLOCK = "Every rank waits in a collective that another rank has not called: a deadlock."
 _ENDED = "Every rank that still runs waits for a rank that has ended: the job cannot continue."
@@ -33,7 +39,6 @@ _SAME_NAME = (
     "Outside of a tf.function, ranks match calls without a name by their line of code. If these "
     "calls belong together, give all of them the same name."
 )
-
 _SHUTDOWN_WAITS = (
     "hvd.shutdown() waits for all ranks, and over MPI also for mpirun and its daemons: check "
     "whether one of these processes is stopped."
@@ -48,16 +53,15 @@ class Verdict:
         text: a paragraph for the user.
         waiting: the ranks that wait for the collective.
         missing: the ranks that have not called the collective.
-        call: the collective; None if no rank waits.
+        call: the collective; None if no collective has stalled.
         waited: the seconds since the first rank has called the collective.
         limit: the seconds that a rank may wait for the collective before the job ends; 0 for no
             limit.
-        deadlock: whether no rank can continue, because each waits for another one.
-        for_ended: whether a missing rank has ended.
-        expired: whether the collective has waited for longer than its limit.
+        certain: a sentence if no rank can continue, because each waits for another one or for a
+            rank that has ended; "" otherwise.
         stopped: whether the process of a missing rank is stopped.
-        last_ranks: whether some ranks have ended or shut Horovod down, and no rank waits for a
-            collective.
+        stalled: the keys of all collectives that have stalled.
+        left: the seconds until one of these has waited for its limit; infinite without a limit.
     """
 
     text: str
@@ -66,25 +70,26 @@ class Verdict:
     call: Call | None = None
     waited: float = 0.0
     limit: float = 0.0
-    deadlock: bool = False
-    for_ended: bool = False
-    expired: bool = False
+    certain: str = ""
     stopped: bool = False
-    last_ranks: bool = False
+    stalled: Sequence[tuple[int, str, int]] = ()
+    left: float = float("inf")
+
+    @property
+    def expired(self) -> bool:
+        """Whether the collective has waited for longer than its limit."""
+        return 0 < self.limit <= self.waited
 
     @property
     def is_final(self) -> bool:
         """Whether the job must end."""
-        return self.deadlock or self.expired
+        return bool(self.certain) or self.expired
 
     @property
     def whole_text(self) -> str:
         """The paragraph, with a line about why the job must end."""
-        if self.deadlock:
-            return f"{self.text}\n{_ENDED if self.for_ended else _DEADLOCK}"
-        if self.expired:
-            return f"{self.text}\nThe limit of {self.limit:,.0f} s has passed ({_LIMIT})."
-        return self.text
+        expired = f"The limit of {self.limit:,.0f} s has passed ({_LIMIT})." if self.expired else ""
+        return "\n".join(filter(None, [self.text, self.certain or expired]))
 
     @property
     def outlook(self) -> str:
@@ -94,17 +99,15 @@ class Verdict:
             earlier = f", or earlier ({_RECEIVE_LIMIT})" if self.stopped else ""
             limit = f"{self.limit:,.0f} s without progress ({_LIMIT})"
             return f"The job waits. It ends after {limit}{earlier}."
-        if self.last_ranks:
-            return "The job ends when all ranks have ended."
-        return "The job waits." if self.waiting else "The job has continued."
+        return "The job waits." if self.call else "The job ends when all ranks have ended."
 
 
 def judge(
     records: Mapping[int, Record],
     states: Mapping[int, str],
     size: int,
+    seconds: float = 0.0,
     silent: Sequence[str] = (),
-    late: Collection[tuple[int, str, int]] = (),
     hosts: Sequence[str] = (),
     raised: Mapping[int, str] = MappingProxyType({}),
 ) -> Verdict:
@@ -115,82 +118,94 @@ def judge(
         states: rank -> `STOPPED`, `ENDED`, `LEAVING`, `CONTINUED` or `ELSEWHERE`. Other ranks have
             no entry.
         size: the number of ranks of the job.
+        seconds: the time after which a collective has stalled, see `waits.stalled`.
         silent: for each host that did not answer the launcher for some time, a sentence. The
             verdict contains them, unless a rank with a record is missing.
-        late: the keys of the calls that have waited for too long. If all ranks have called
-            them, the verdict is on these calls: other waits are younger, and may end in a moment.
-            The same holds if ranks have called only the first of them, and wait in it. Empty: the
-            verdict is on any call.
         hosts: the host of each rank, for ranks without a record; empty if the hosts are not known.
-        raised: rank -> the exception, for each running rank that has written a traceback after its
-            last collective.
+        raised: rank -> the exception, for each running rank whose script an exception has ended.
     """
     # A rank that has ended does not wait any more. Its record is an older one, unless it failed.
     records = {
         rank: replace(r, open=[]) if states.get(rank) == ENDED and not r.error else r
-        for rank, r in with_all_groups(aligned(records)).items()
+        for rank, r in with_all_groups(records).items()
     }
     elsewhere = {rank for rank, state in states.items() if state == ELSEWHERE}
     waits = find_waits(records, size, elsewhere)
-    of_late = [wait for wait in waits if wait.call.key in late]
-    stuck = [wait for wait in of_late if not wait.missing]
-    # The ranks that wait in these calls could not make later ones, although the calls may have
-    # ended on other ranks.
-    held = {rank for wait in stuck for rank in wait.waiting}
-    if stuck and all(held.issuperset(wait.missing) for wait in of_late):
-        waits = stuck
-    if not waits:
-        text = _without_wait(records, states, size, silent, raised)
-        return Verdict(text, last_ranks=not {ENDED, LEAVING}.isdisjoint(states.values()))
-    # The cause is the oldest call that a rank has not made. Later calls wait because of it.
-    incomplete = [wait for wait in waits if wait.missing]
+    late: Sequence[Wait] = stalled(waits, records, seconds)
+    if not late:
+        return Verdict(_without_wait(records, states, size, silent, raised))
+    hang = Hang(records, states, [wait for wait in waits if wait.missing], hosts, raised)
     # A call that all ranks have made ends, and its ranks continue. In a deadlock, there is none.
     are_counted = all(wait.missing and wait.call.number for wait in waits)
-    may_be_deadlock = are_counted and _all_wait(records, states, size)
-    ended = {rank for rank, state in states.items() if state == ENDED}
-    cycles = in_cycles(incomplete, ended) if may_be_deadlock else ()
-    deadlock = bool(cycles)
-    # A rank in `join` waits for all others, as long as any of them trains or hangs.
-    of_training = [wait for wait in incomplete if wait.call.operation != "join"]
-    causes = cycles or of_training or incomplete or waits
-    oldest = min(causes, key=lambda wait: wait.call.enqueued)
-    if deadlock and len(oldest.missing) > len(oldest.waiting):
-        # Most ranks wait elsewhere: probably a few ranks have made an additional call.
-        by_most = [wait for wait in causes if len(wait.waiting) > len(wait.missing)]
-        oldest = min(by_most, key=lambda wait: wait.call.enqueued, default=oldest)
-    # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
-    # hvdkit itself, such as a comparison of states, says less.
-    alike = [w for w in causes if w.missing == oldest.missing]
-    wait = min(alike, key=lambda w: (is_internal(w.call), w.call.enqueued))
+    certain = ""
+    if are_counted and _all_wait(records, states, size):
+        late, certain = waits, _DEADLOCK
+    left = {w.call.key: _limit(w, records) - seconds_waited(w, records) for w in late}
+    wait = _cause([w for w in late if left[w.call.key] <= 0] or late, hang)
+    if certain and any(states.get(rank) == ENDED for rank in wait.missing):
+        certain = _ENDED
     lines = [first_line(wait, records)]
     first = stacks.own_frame(stacks.waiting_thread(records[wait.waiting[0]].stacks))
     if first is not None:
         lines[0] += f" Rank {wait.waiting[0]} is at {first}."
     if not wait.missing:
         lines.append(_all_entered(wait, records, states))
-    chain = Chain(wait, incomplete, records, states, hosts, raised)
-    chain.describe(wait, "it")
-    chain.describe_further_waits(late)
-    lines += chain.lines
+    lines += hang.lines(wait, late)
     if _differ_in_line(wait, records):
         lines.append(_SAME_NAME)
     if any(is_unnamed(call.name) for record in records.values() for call in record.open):
         lines += filter(None, [different_lines(records)])
     if not any(rank in records for rank in wait.missing):
         lines += silent
-    # The ranks may have different limits. `join` has none, because other ranks train meanwhile.
-    limits = [records[rank].limit for rank in wait.waiting if wait.call.operation != "join"]
+    limit = _limit(wait, records)
     return Verdict(
         "\n".join(lines),
         wait.waiting,
         wait.missing,
         wait.call,
         seconds_waited(wait, records),
-        0.0 if 0.0 in limits else max(limits, default=0.0),
-        deadlock,
-        not ended.isdisjoint(wait.missing),
-        stopped=any(states.get(rank) == STOPPED for rank in wait.missing),
+        limit if limit < float("inf") else 0.0,
+        certain,
+        any(states.get(rank) == STOPPED for rank in wait.missing),
+        [each.call.key for each in late],
+        min(left.values()),
     )
+
+
+def _limit(wait: Wait, records: Mapping[int, Record]) -> float:
+    """Return the seconds that a collective may wait before the job ends; infinite for no limit."""
+    # The ranks may have different limits. `join` has none, because other ranks train meanwhile.
+    limits = [records[rank].limit for rank in wait.waiting if wait.call.operation != "join"]
+    return max(limits) if limits and 0.0 not in limits else float("inf")
+
+
+def _cause(late: Sequence[Wait], hang: Hang) -> Wait:
+    """Return the collective for which the others wait, directly or through further ranks."""
+    # The ranks that wait in complete calls could not make later ones, although these calls may have
+    # ended on other ranks.
+    complete = [wait for wait in late if not wait.missing]
+    held = {rank for w in complete for rank in w.waiting if hang.awaits(rank, w.call)}
+    lacking = [wait for wait in late if not held.issuperset(wait.missing)]
+    # A rank in `join` waits for all others, as long as any of them trains or hangs.
+    causes = [w for w in lacking if w.call.operation != "join"] or lacking or complete
+    # A rank that waits for no other one is the cause, if there is such a rank.
+    causes = [w for w in causes if any(not hang.blocker(r) for r in w.missing)] or causes
+
+    places = {
+        rank: {call.key: n for n, call in enumerate(record.open)}
+        for rank, record in hang.records.items()
+    }
+
+    def place(wait: Wait) -> int:
+        """Return the place of the call among those of the first waiting rank."""
+        return places[wait.waiting[0]].get(wait.call.key, len(places))
+
+    # If most ranks wait, the few others are at fault.
+    first = min(causes, key=lambda w: (len(w.missing) - len(w.waiting), place(w), w.waiting[0]))
+    # Of the collectives that lack the same ranks, name one of the user or a bucket. A collective of
+    # hvdkit itself, such as a comparison of states, says less.
+    alike = [wait for wait in causes if wait.missing == first.missing]
+    return min(alike, key=lambda w: (is_internal(w.call), place(w), w.waiting[0]))
 
 
 def overdue(
@@ -215,12 +230,9 @@ def overdue(
     Returns:
         The verdict; None if there is no such collective.
     """
-    late = {rank: replace(r, open=overdue_calls(r)) for rank, r in aligned(records).items()}
-    # The record of a missing rank is an older one.
-    now = max((record.time for record in late.values()), default=0.0)
-    late = {rank: replace(r, time=r.time if r.error else now) for rank, r in late.items()}
+    late = {rank: replace(record, open=overdue_calls(record)) for rank, record in records.items()}
     verdict = judge(late, states, size, hosts=hosts, raised=raised)
-    return replace(verdict, expired=True) if verdict.missing else None
+    return verdict if verdict.missing else None
 
 
 def overdue_calls(record: Record) -> list[Call]:
@@ -270,58 +282,34 @@ def _without_wait(
     silent: Sequence[str],
     raised: Mapping[int, str],
 ) -> str:
-    ended = sorted(rank for rank, state in states.items() if state == ENDED)
-    here = " on this host" if ELSEWHERE in states.values() else ""
-    text = f"No rank{here} waits for a collective."
+    """Return what the ranks do if no collective has stalled."""
+
+    def of(state: str) -> list[int]:
+        return sorted(rank for rank, each in states.items() if each == state)
+
+    def text(ranks: Sequence[int], one: str, several: str) -> str:
+        return f"{name_ranks(ranks)} {several if len(ranks) > 1 else one}."
+
+    ended, here = of(ENDED), " on this host" if of(ELSEWHERE) else ""
+    waits = "has waited long" if any(record.open for record in records.values()) else "waits"
+    lines = [f"No {'other ' if ended else ''}rank{here} {waits} for a collective."]
     if ended:
-        have = "have" if len(ended) > 1 else "has"
-        text = f"{name_ranks(ended)} {have} ended. No other rank waits for a collective."
-    lines = [text, *silent]
-    if leaving := sorted(rank for rank, state in states.items() if state == LEAVING):
-        are, have = ("are", "have") if len(leaving) > 1 else ("is", "has")
-        lines.append(
-            f"{name_ranks(leaving)} {are} in hvd.shutdown(), or {have} reached the end of the "
-            f"script but not ended. {_SHUTDOWN_WAITS}"
-        )
-    lines += [
-        f"Rank {rank} is {state}." for rank, state in sorted(states.items()) if state == STOPPED
-    ]
+        lines[0] = f"{text(ended, 'has ended', 'have ended')} {lines[0]}"
+    lines += silent
+    if leaving := of(LEAVING):
+        one = "is in hvd.shutdown(), or has reached the end of the script but not ended"
+        several = one.replace("is in", "are in").replace("has", "have")
+        lines.append(f"{text(leaving, one, several)} {_SHUTDOWN_WAITS}")
+    lines += [f"Rank {rank} is stopped." for rank in of(STOPPED)]
     # The record of a rank that has ended is an older one.
-    running = [record for rank, record in sorted(records.items()) if rank not in ended]
-    lines += filter(None, [_place(record, raised) for record in running[:SHOWN]])
-    absent = [rank for rank in range(size) if rank not in records and rank not in states]
-    if continued := sorted(rank for rank, state in states.items() if state == CONTINUED):
-        since = "have continued since their" if len(continued) > 1 else "has continued since its"
-        records_of = "last records" if len(continued) > 1 else "last record"
-        lines.append(f"{name_ranks(continued)} {since} {records_of}.")
-    if absent:
-        lines.append(f"{name_ranks(absent)} did not report.")
+    running = sorted(records.keys() - ended, key=lambda rank: (rank not in raised, rank))
+    lines += filter(None, [_place(records[rank], raised) for rank in running[:SHOWN]])
+    if continued := of(CONTINUED):
+        one = "has continued since its last record"
+        lines.append(text(continued, one, "have continued since their last records"))
+    if absent := [rank for rank in range(size) if rank not in records and rank not in states]:
+        lines.append(text(absent, "did not report", "did not report"))
     return "\n".join(lines)
-
-
-def unended(records: Mapping[int, Record], raised: Mapping[int, str]) -> Verdict | None:
-    """Return the verdict on ranks whose scripts have ended with an exception, and that still run.
-
-    Args:
-        records: the records, by rank.
-        raised: as for `judge`.
-
-    Returns:
-        The verdict; None if there is no such rank.
-    """
-    found = [
-        record
-        for rank, record in sorted(records.items())
-        if rank in raised
-        and (frames := stacks.main_thread(record.stacks))
-        and not stacks.runs_script(frames)
-    ]
-    if not found:
-        return None
-    lines = [_place(record, raised) for record in found[:SHOWN]]
-    if (more := len(found) - SHOWN) > 0:
-        lines.append(f"The scripts of {more} more rank{'s' if more > 1 else ''} have ended, too.")
-    return Verdict("\n".join(lines), last_ranks=True)
 
 
 def _place(record: Record, raised: Mapping[int, str]) -> str:
@@ -338,14 +326,12 @@ def _all_wait(records: Mapping[int, Record], states: Mapping[int, str], size: in
     """Return whether each rank's main thread waits for a collective, and no other thread runs
     code of the user, which might call one. Ranks that have ended call none.
     """
-    for rank in range(size):
-        if states.get(rank) == ENDED:
-            continue
-        record = records.get(rank)
-        if rank in states or record is None or not record.open:
-            return False
-        if not stacks.waits(stacks.main_thread(record.stacks)):
-            return False
-        if stacks.has_other_thread(record.stacks):
-            return False
-    return True
+    return all(
+        rank in records
+        and rank not in states
+        and records[rank].open
+        and stacks.waits(stacks.main_thread(records[rank].stacks))
+        and stacks.other_thread(records[rank].stacks) is None
+        for rank in range(size)
+        if states.get(rank) != ENDED
+    )

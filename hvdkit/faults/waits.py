@@ -1,11 +1,24 @@
-"""Find the collectives that some ranks have called and others have not."""
+"""Find the collectives that some ranks have called and others have not.
+
+Each rank counts its calls of each collective. A rank has not made call n of a collective if it has
+made fewer than n calls. No clocks of different ranks are compared.
+
+Ranks write records when a collective waits for too long. If this stall ends by itself, the records
+stay. Later records of other ranks show that a rank has continued: a collective ends only after all
+ranks of its process set have called it, except for ranks that wait in `join`.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdkit.faults.records import Call, Record
+from hvdkit.faults.records import Call, Record, known_groups
+
+# The most pairs of a call and a rank that are compared, about 2,400 calls of 4,096 ranks. Of more
+# calls, the first ones count. Otherwise, a small record could take all memory.
+_MOST_PAIRS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -13,7 +26,7 @@ class Wait:
     """A collective that some ranks have called and that has not ended.
 
     Attributes:
-        call: the call of the rank that called it first.
+        call: the call of the first waiting rank.
         waiting: the ranks that wait for it.
         missing: the ranks that have not called it.
         unknown: the ranks on other hosts, which may have called it.
@@ -36,14 +49,12 @@ def find_waits(
         elsewhere: the ranks on other hosts, whose records are not known here. They do not count as
             missing.
     """
-    found: dict[tuple[int, str, int], Call] = {}
-    for record in records.values():
+    found: dict[tuple[int, str, int], tuple[Call, Record]] = {}
+    for _, record in sorted(records.items()):
         for call in record.open:
-            if call.key not in found or call.enqueued < found[call.key].enqueued:
-                found[call.key] = call
+            found.setdefault(call.key, (call, record))
     waits = []
-    for call in found.values():
-        owner = next(r for r in records.values() if _waits_for(r, call))
+    for call, owner in itertools.islice(found.values(), max(1, _MOST_PAIRS // max(1, size))):
         members = [rank for rank in owner.members(call.group) if rank < size]
         entered = [
             r
@@ -51,101 +62,59 @@ def find_waits(
             if r in records and (has_called(records[r], call) or _has_joined(records[r], call))
         ]
         waiting = [r for r in entered if _waits_for(records[r], call)]
-        missing = [r for r in members if r not in entered and r not in elsewhere]
-        unknown = [r for r in members if r in elsewhere]
         # There may be no waiting member if the records are from several starts of a job, with
         # different process sets.
         if waiting:
-            waits.append(Wait(call, waiting, missing, unknown))
+            missing = [r for r in members if r not in entered and r not in elsewhere]
+            waits.append(Wait(call, waiting, missing, [r for r in members if r in elsewhere]))
     return waits
 
 
-def in_cycles(incomplete: Sequence[Wait], ended: Collection[int] = ()) -> Sequence[Wait]:
-    """Return the collectives without those that wait only because others do.
+def stalled(waits: Sequence[Wait], records: Mapping[int, Record], seconds: float) -> Sequence[Wait]:
+    """Return the collectives that have waited for at least `seconds`, by each rank's own clock.
 
-    If no rank waits for the ranks that have called a collective, this collective is not part of the
-    deadlock, unless it waits for a rank that has ended.
+    A collective that all known ranks have called waits since the last of them has called it. In
+    records that were written one after the other, it may wait on one rank and have ended on
+    another one.
 
     Args:
-        incomplete: the collectives.
-        ended: the ranks that have ended.
+        waits: the collectives.
+        records: as for `find_waits`.
+        seconds: more seconds than between the first and the last record.
     """
-    while True:
-        blocking = {rank for wait in incomplete for rank in wait.missing}
-        left = [
-            wait
-            for wait in incomplete
-            if blocking.intersection(wait.waiting) or not set(ended).isdisjoint(wait.missing)
-        ]
-        if len(left) == len(incomplete):
-            return left
-        incomplete = left
+    since: dict[tuple[int, str, int], list[float]] = {}
+    for record in records.values():
+        # All calls of a name that are not counted have the same key.
+        for call in (*record.open, *(call for call in record.done if call.number)):
+            since.setdefault(call.key, []).append(record.time - call.enqueued)
+    return [w for w in waits if (max if w.missing else min)(since[w.call.key]) >= seconds]
+
+
+def longest_wait(records: Mapping[int, Record]) -> float:
+    """Return the most seconds that a rank has waited for a collective; 0 if none waits."""
+    waits = (r.time - call.enqueued for r in records.values() for call in r.open)
+    return max(waits, default=0.0)
 
 
 def seconds_waited(wait: Wait, records: Mapping[int, Record]) -> float:
     """Return the seconds since the first of the waiting ranks has called the collective."""
-    # The clocks of hosts differ, so each time is that of one record.
     return max(
-        (
-            records[rank].time - call.enqueued
-            for rank in wait.waiting
-            for call in records[rank].open
-            if call.collective == wait.call.collective
-        ),
-        default=0.0,
+        records[rank].time - call.enqueued
+        for rank in wait.waiting
+        for call in records[rank].open_by_collective.get(wait.call.collective, ())
     )
-
-
-def late_calls(records: Iterable[Record]) -> set[tuple[int, str, int]]:
-    """Return the keys of the calls that wait, without those that a rank has made recently.
-
-    The latter have waited less than half as long as the first call.
-    """
-    waits = [(call, record.time - call.enqueued) for record in records for call in record.open]
-    longest = max((wait for _, wait in waits), default=0.0)
-    return {call.key for call, wait in waits if wait > longest / 2}
-
-
-def long_waits(
-    records: Mapping[int, Record], size: int, seconds: float, elsewhere: Collection[int] = ()
-) -> set[tuple[int, str, int]]:
-    """Return the keys of the calls that have waited for at least `seconds`.
-
-    A call that all known ranks have made waits since the last of them has made it. In records that
-    were written one after the other, such a call may wait on one rank and have ended on another
-    one.
-
-    Args:
-        records: as for `find_waits`.
-        size: as for `find_waits`.
-        seconds: more seconds than between the first and the last record.
-        elsewhere: as for `find_waits`.
-    """
-    found = set()
-    for wait in find_waits(records, size, elsewhere):
-        # Ranks call at different times, and the clocks of hosts differ.
-        waits = [
-            record.time - call.enqueued
-            for record in records.values()
-            for call in (*record.open, *record.done)
-            if call.key == wait.call.key
-        ]
-        if (max(waits) if wait.missing else min(waits)) >= seconds:
-            found.add(wait.call.key)
-    return found
 
 
 def _has_joined(record: Record, call: Call) -> bool:
     """Return whether the rank waits in `join`, where it counts as having called everything."""
-    return any(own.operation == "join" and own.group == call.group for own in record.open)
+    return call.group in record.joined
 
 
 def _waits_for(record: Record, call: Call) -> bool:
     # Calls that are not counted have the number 0.
     return any(
-        own.collective == call.collective
-        and (own.number == call.number or 0 in (own.number, call.number))
-        for own in record.open
+        own.number == call.number or 0 in (own.number, call.number)
+        for own in record.open_by_collective.get(call.collective, ())
     )
 
 
@@ -154,3 +123,44 @@ def has_called(record: Record, call: Call) -> bool:
     if _waits_for(record, call):
         return True
     return call.number > 0 and record.calls.get(call.collective, 0) >= call.number
+
+
+def without_outdated(records: Mapping[int, Record]) -> dict[int, Record]:
+    """Return the records of the ranks that had not continued after their record.
+
+    Args:
+        records: the records, by rank. They may be of different moments.
+    """
+    last: dict[tuple[int, str], Call] = {}
+    for record in records.values():
+        for collective, call in record.completed.items():
+            if collective not in last or last[collective].number < call.number:
+                last[collective] = call
+    groups = known_groups(records)
+    return {
+        rank: record
+        for rank, record in records.items()
+        if not any(
+            record.calls.get(collective, 0) < call.number
+            and rank in (groups.get(call.group) or range(record.size))
+            # Otherwise the record may be of a later start of Horovod, which counts from 1 again.
+            and record.time < (call.ended or 0.0)
+            and not _is_in_join(record, call, records.values())
+            for collective, call in last.items()
+        )
+    }
+
+
+def _is_in_join(record: Record, call: Call, all_records: Iterable[Record]) -> bool:
+    """Return whether the rank may still wait in `join` of the call's process set."""
+    return any(
+        own.operation == "join"
+        and own.group == call.group
+        # A rank that has called the same `join`, and waits no more, shows that this `join` ended.
+        and not any(
+            other.calls.get(own.collective, 0) >= own.number
+            and all(each.key != own.key for each in other.open)
+            for other in all_records
+        )
+        for own in record.open
+    )

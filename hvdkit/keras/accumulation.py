@@ -18,6 +18,14 @@ def overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
+_UNKNOWN = (
+    "several tf.functions add gradients to one accumulation window, and the one that ends it was "
+    "traced when no batch had a gradient of some variables, such as {path!r}, which another one "
+    "has added. Their gradients would be lost. Give each batch gradients of all variables: "
+    "tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)"
+)
+
+
 class AccumulationWindow:
     """The sums of gradients since the last update.
 
@@ -40,6 +48,10 @@ class AccumulationWindow:
         self._given = list(self._seen)
         with backend.outside_of_graphs():
             self.passes = keras.Variable(0, dtype="int32", trainable=False)
+            # For each variable, the number of gradients that the window has.
+            self._counts = keras.Variable(
+                "zeros", shape=(len(self.variables),), dtype="int32", trainable=False
+            )
             self._sums = [
                 keras.Variable("zeros", shape=v.shape, dtype=v.dtype, trainable=False)
                 for v in variables
@@ -65,12 +77,15 @@ class AccumulationWindow:
     def add(self, ordered: Sequence[Any]) -> None:
         """Add one batch's gradients, as `ordered` returns them."""
         gradients = [None if each is None else backend.dense(each) for each in ordered]
+        given = keras.ops.convert_to_tensor([int(each is not None) for each in ordered], "int32")
 
         def begin() -> None:
+            self._counts.assign(given)
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.assign(keras.ops.zeros_like(total) if gradient is None else gradient)
 
         def extend() -> None:
+            self._counts.assign_add(given)
             for variable, total, gradient in zip(
                 self.variables, self._sums, gradients, strict=True
             ):
@@ -98,7 +113,15 @@ class AccumulationWindow:
         Args:
             ordered: the gradients of one more batch to add, as the method `ordered` returns them.
                 The window itself does not change.
+
+        Raises:
+            tf.errors.InvalidArgumentError: in a graph, if another graph has added a gradient that
+                this graph did not know of when it was traced.
         """
+        unknown = [k for k, seen in enumerate(self._seen) if not seen]
+        if unknown:
+            added = keras.ops.sum(keras.ops.take(self._counts, unknown))
+            backend.check_zero(added, _UNKNOWN.format(path=self.variables[unknown[0]].path))
         sums: list[Any] = [
             keras.ops.convert_to_tensor(total) if given or (seen and variable.trainable) else None
             for total, seen, given, variable in zip(

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import ml_dtypes
 import numpy as np
-import xxhash
 from packaging.version import Version
 
 from hvdkit.core.collectives import check_root
@@ -84,6 +83,8 @@ def _imported(module: str, name: str) -> Any:
 
 _new_collectives: Any = _imported("collectives", _COLLECTIVES[NAME])
 
+#: The `hvdkit.core.replicas.Access` to the values of variables.
+access: Any = _imported("replicas", "TensorAccess")()
 GradientReducer: Any = _imported("reducer", "GradientReducer")
 wire_format: Any = _imported("compression", "wire_format")
 #: Returns what to do with a value that an elastic state must not copy.
@@ -194,12 +195,13 @@ def bytes_of(variable: Any) -> int:
 
 
 def read(variable: Any) -> np.ndarray:
-    """Return a `keras.Variable`'s content as one-dimensional uint8.
+    """Return a `keras.Variable`'s content as one-dimensional uint8, equal on all backends.
 
     The array may share the variable's memory.
     """
     array = keras.ops.convert_to_numpy(variable)
-    # On PyTorch, Keras returns bfloat16 as float32, which converts back without loss.
+    # On PyTorch, Keras returns bfloat16 as float32, which converts back without loss. PyTorch
+    # stores uint32 as int64.
     array = np.ascontiguousarray(array, dtype=dtype_of(variable))
     return array.reshape(-1).view(np.uint8)
 
@@ -213,12 +215,7 @@ def write(variable: Any, content: np.ndarray) -> None:
 
 def digests(variables: Sequence[Any]) -> list[int]:
     """Return a 64-bit digest of each `keras.Variable`. PyTorch computes it on the device."""
-    if NAME == "torch":
-        from hvdkit.torch.digests import digests as digests_of
-
-        return digests_of([variable.value for variable in variables])
-    # Without a copy: one takes ten times as long as a digest.
-    return [xxhash.xxh64_intdigest(tensor_of(variable).memory().data) for variable in variables]
+    return list(access.digests([variable.value for variable in variables]))
 
 
 def tensor_of(variable: Any) -> Any:
@@ -403,6 +400,19 @@ def _depends_on_batch(gradient: Any) -> bool:
         seen |= new
         left += new
     return False
+
+
+def check_zero(number: Any, message: str) -> None:
+    """Raise `tf.errors.InvalidArgumentError` when a graph runs in which a number is not 0.
+
+    Does nothing outside of graphs.
+    """
+    if NAME == "torch":
+        return
+    import tensorflow as tf
+
+    if not tf.executing_eagerly():
+        tf.debugging.assert_equal(number, 0, message)
 
 
 def after_assignment(variable: Any) -> AbstractContextManager[Any]:

@@ -4,7 +4,6 @@ With a `DistributedOptimizer`, `fit` needs no callback to reduce metrics, to sto
 and to write files on rank 0 only (see `hvdkit.keras.training`).
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ import keras
 # Keras's own callbacks print with `io_utils`.
 from keras.src.utils import io_utils
 
+from hvdkit.core.consistency import gather
 from hvdkit.core.loss_scaling import innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
@@ -108,7 +108,7 @@ class BroadcastGlobalVariablesCallback(CollectiveCallback, HasLocalVariables):
         self._model_done = self.model
 
     def _process_set(self) -> Any:
-        distribution = distribution_of(getattr(self.model, "optimizer", None))
+        distribution = distribution_of(main_optimizer(self.model))
         return distribution.process_set if distribution else None
 
 
@@ -151,10 +151,10 @@ class MetricAverageCallback(ReducesMetrics):
             return
         logs = {} if logs is None else logs
         flatten(logs)
-        own = json.dumps(numbers_of(logs)).encode()
         values: dict[str, list[float]] = {}
-        for part in _group_of(self.model).allgather(own, "hvdkit.keras.logs"):
-            for name, value in json.loads(part).items():
+        own = numbers_of(logs)
+        for part in gather(_group_of(self.model), own, "hvdkit.keras.logs").values():
+            for name, value in part.items():
                 values.setdefault(name, []).append(value)
         logs.update({name: sum(each) / len(each) for name, each in values.items()})
 
@@ -325,7 +325,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def _group_of(model: Any) -> Any:
     """Return the collectives of the optimizer's process set, or of all ranks without one."""
-    distribution = distribution_of(getattr(model, "optimizer", None))
+    # In a custom loop, a callback may have no model.
+    distribution = None if model is None else distribution_of(main_optimizer(model))
     return distribution.collectives if distribution else backend.collectives()
 
 

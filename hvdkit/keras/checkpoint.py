@@ -29,7 +29,7 @@ from hvdkit.keras import backend
 from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.elastic import UpdateEpochStateCallback
 from hvdkit.keras.epoch_begin import EpochBegin
-from hvdkit.keras.further_optimizers import further_optimizers
+from hvdkit.keras.further_optimizers import build_for_training
 from hvdkit.keras.items import (
     CallbackStates,
     OwnVariables,
@@ -37,7 +37,7 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
-from hvdkit.keras.models import distributions_of, finalize, is_built, reduced_over
+from hvdkit.keras.models import distributions_of, finalize, fit_optimizers, is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
@@ -299,9 +299,8 @@ class Checkpoint(LastCallback):
                 "the model is not built: hvd.callbacks.Checkpoint needs a built model before fit. "
                 "Give the model an Input, or call it on a batch of data"
             )
-        if model.optimizer is not None and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        found = reduced_over({"optimizer": model.optimizer, **further_optimizers(model)})
+        build_for_training(model, model.optimizer)
+        found = reduced_over(fit_optimizers(model))
         ranks = found.get("optimizer", range(backend.hvd.size()))
         check_one_model(found, ranks)
         steps = self._progress.epoch_steps

@@ -6,7 +6,6 @@ The callback list of `hvdkit.keras.training` makes a `Coordination` for each `fi
 import logging
 import math
 import weakref
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,13 @@ import numpy as np
 from hvdkit.core.bucketing import without_layer_numbers, without_model_names
 from hvdkit.core.consistency import (
     RankMismatchError,
+    all_equal,
     check_consistency,
     digest,
+    digest24,
     group_by_text,
 )
+from hvdkit.core.replicas import CheckSettings, ReplicaCheck, find_difference
 from hvdkit.core.same_data import PASSES, SameData
 from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
@@ -30,12 +32,12 @@ from hvdkit.keras.initial_epoch import initial_epoch
 from hvdkit.keras.layer_state import compare_layers
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import distributions_of, has_own_step
+from hvdkit.keras.replicas import keras_replicas
 from hvdkit.keras.statistics import (
     StatisticsAverage,
     statistics_of,
     synchronized_by_strategy,
 )
-from hvdkit.keras.value_check import check_values, find_difference
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -44,6 +46,12 @@ _WAITING_ADVICE = (
     "train on this rank only, do so in `with hvd.local_fit():`."
 )
 
+_FIRST_ADVICE = (
+    "Mean gradients never make different values equal. Pass "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit, or call "
+    "hvd.broadcast_model(model, root_rank=0) before fit. If ranks should have different values, "
+    "pass check_parameters=False to hvd.DistributedOptimizer."
+)
 _UNREDUCED_ADVICE = (
     "Each rank trains this part of the model separately, because no hvd.DistributedOptimizer "
     "reduces its gradients. Wrap every optimizer of the model with hvd.DistributedOptimizer. If "
@@ -180,7 +188,7 @@ class Coordination:
             distribution.end_interrupted()
         steps, epochs = params.get("steps"), int(params.get("epochs") or 0)
         known = steps is not None
-        own = [int(steps or 0), epochs, zlib.crc32(self._collective.encode()) & 0xFFFFFF]
+        own = [int(steps or 0), epochs, digest24(self._collective.encode())]
         own.append(self._steps_per_execution)
         unbuilt = restores and not self.model.built
         synchronized = synchronized_by_strategy(self.model) if self._trains_together else []
@@ -190,7 +198,7 @@ class Coordination:
             self._batches.enters()
             totals = self.group.sum(values, "hvdkit.keras.fit")
         count, in_use, needs, all_known, any_unbuilt, any_synchronized, *sums = totals
-        differ = [not _are_equal(count, sums[k], sums[k + 4]) for k in range(4)]
+        differ = [not all_equal(count, sums[k], sums[k + 4]) for k in range(4)]
         if differ[2]:
             by_rank = "; ".join(group_by_text(self.group, self._collective, "hvdkit.keras.fit.who"))
             raise UsageError(
@@ -277,7 +285,7 @@ class Coordination:
             if counts[7]:
                 distribution.discard()
             distribution.in_fit = True
-        if counts[7] or not _are_equal(counts[6], counts[8], counts[9]):
+        if counts[7] or not all_equal(counts[6], counts[8], counts[9]):
             # The ranks' counts differ after an error, or some ranks are new.
             for distribution in reducing:
                 distribution.batches = 0
@@ -323,7 +331,7 @@ class Coordination:
         epoch = initial_epoch(self.model)
         values = [1, epoch, epoch * epoch]
         count, total, squares = self.group.sum(values, "hvdkit.keras.initial_epoch")
-        if _are_equal(count, total, squares):
+        if all_equal(count, total, squares):
             return
         mine = f"initial_epoch={epoch}"
         by_rank = "; ".join(group_by_text(self.group, mine, "hvdkit.keras.fit.who"))
@@ -368,35 +376,29 @@ class Coordination:
         trained = {id(variable) for variable in shared}
         others = [v for v in self._untrained_variables() if id(v) not in trained]
         variables = [*shared, *others]
-        check_consistency(
-            self.group,
-            [
-                *(f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables),
-                *(str(d.check_settings) for d in checked),
-            ],
-            "the variables of the model",
-        )
-        having_local = [c for c in callbacks if isinstance(c, HasLocalVariables)]
-        local = {id(v) for c in having_local for v in c.local_variables}
-        digests = backend.digests(variables)
+        lines = [f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables]
+        lines += [str(d.check_settings) for d in checked]
+        check_consistency(self.group, lines, "the variables of the model")
+        local = _local_variables(callbacks)
+        before, self._before = self._before, {}
+        now = dict(zip(map(id, others), backend.digests(others), strict=True))
         excluded = [
-            backend.is_among(v, local)
-            or (id(v) not in trained and self._before.get(id(v)) != digest)
-            for v, digest in zip(variables, digests, strict=True)
+            backend.is_among(v, local) or (id(v) in now and now[id(v)] != before.get(id(v)))
+            for v in variables
         ]
         anywhere = self.group.max([int(value) for value in excluded], "hvdkit.keras.local")
         exempt = {id(v) for v, skip in zip(variables, anywhere, strict=True) if skip}
         for distribution in checked:
             distribution.exempt = exempt
-        triples = zip(variables, digests, anywhere, strict=True)
-        compared = [(v, digest) for v, digest, skip in triples if not skip]
-        check_values(
+        compared = [v for v in variables if id(v) not in exempt]
+        # Without later comparisons, the state of ranks may differ on purpose.
+        optimizers = [d.optimizer for d in checked if d.check_settings.interval]
+        ReplicaCheck(
             self.group,
-            [v for v, _ in compared],
-            [digest for _, digest in compared],
-            self._unapplied(),
-        )
-        self._before = {}
+            CheckSettings(),
+            lambda: keras_replicas(compared, *optimizers),
+            first_advice=f"{_FIRST_ADVICE}{self._unapplied()}",
+        ).compare(1, first=True)
 
     def compare_unreduced(self, callbacks: Sequence[Any]) -> None:
         """Warn if ranks train or change variables separately. A collective in the first call.
@@ -412,9 +414,7 @@ class Coordination:
         if not self._compares_unreduced:
             return
         self._compares_unreduced = False
-        local = {
-            id(v) for c in callbacks if isinstance(c, HasLocalVariables) for v in c.local_variables
-        }
+        local = _local_variables(callbacks)
         known = {id(v) for d in self.distributions for v in d.shared_variables}
         trained = [
             variable
@@ -429,19 +429,11 @@ class Coordination:
 
     def _warn_of_difference(self, kind: str, variables: Sequence[Any], advice: str) -> None:
         """Log on the first rank, once, if variables differ between ranks. A collective."""
-        try:
-            lines = [f"{_name_of(v)}, {v.dtype} {list(v.shape)}" for v in variables]
-            subject = "the variables that no wrapped optimizer trains"
-            check_consistency(self.group, lines, subject, advice="")
-        except RankMismatchError as error:
-            text = str(error).rstrip(". ")
-        else:
-            found = find_difference(self.group, variables)
-            if found is None:
-                return
-            text = f"ranks have different values of {found[0].path!r} ({found[1]})"
+        found = find_difference(self.group, keras_replicas(variables), "after the first epoch")
+        if found is None or not found.far:
+            return
         if self.is_first and kind not in _logged:
-            log.warning(f"after the first epoch, %s. {advice}", text)
+            log.warning(f"%s {advice}", found.text)
         _logged.add(kind)
 
     def _unapplied(self) -> str:
@@ -468,7 +460,7 @@ class Coordination:
         self._has_trained = True
         for distribution in self._compared:
             distribution.batches += batches
-            if distribution.replicas.is_due(distribution.batches, batches):
+            if distribution.check_settings.is_due(distribution.batches, batches):
                 distribution.stragglers.report()
                 distribution.replicas.compare(distribution.batches)
                 self._compare_data()
@@ -670,6 +662,11 @@ class Coordination:
         return state
 
 
+def _local_variables(callbacks: Sequence[Any]) -> set[int]:
+    """Return the ids of the variables that callbacks keep local to each rank."""
+    return {id(v) for c in callbacks if isinstance(c, HasLocalVariables) for v in c.local_variables}
+
+
 def _changes_at_end(callback: Any) -> bool:
     """Return whether `on_train_end` of a callback may change weights."""
     if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
@@ -691,14 +688,3 @@ def _is_own(hook: Any) -> bool:
 def _name_of(variable: Any) -> str:
     """Return a variable's name that is equal on ranks with equal models."""
     return without_model_names(without_layer_numbers(variable.path))
-
-
-def _are_equal(count: int, total: int, squares: int) -> bool:
-    """Return whether integers are equal: exactly if n * sum(x^2) == sum(x)^2.
-
-    Args:
-        count: the number of integers.
-        total: their sum.
-        squares: the sum of their squares.
-    """
-    return count * squares == total**2

@@ -17,7 +17,7 @@ from hvdkit.core.stragglers import StragglerReport
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow, overwritten
-from hvdkit.keras.replicas import keras_replicas, steps_of
+from hvdkit.keras.replicas import has_begun, keras_replicas
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -69,7 +69,7 @@ class Distribution:
             lambda: keras_replicas(
                 [v for v in self.shared_variables if id(v) not in self.exempt], self._optimizer
             ),
-            lambda: steps_of(self._optimizer),
+            has_begun=lambda: has_begun(self._optimizer),
         )
         self.times = backend.step_times()
         self.stragglers = StragglerReport(self.collectives, self.times)
@@ -329,6 +329,11 @@ class Distribution:
         if self._reducer is not None:
             self._reducer.restore_state(state or ())
 
+    @property
+    def _divisor(self) -> int:
+        """The number of batches by which the sum of an accumulation window is divided."""
+        return self.accumulation_steps if self._averaged else 1
+
     def _shared(self, variables: Sequence[Any]) -> list[Any]:
         """Return the variables whose gradients are averaged or added up."""
         return [v for v in variables if not self.is_local(v) and not overwritten(v)]
@@ -347,7 +352,7 @@ class Distribution:
                     f"optimizer: {type(self._optimizer).__name__}",
                     f"on_nonfinite: {self._on_nonfinite}",
                 ],
-                passes=self.accumulation_steps if self._averaged else 1,
+                passes=self._divisor,
                 on_nonfinite=self._on_nonfinite,
                 times=self.times,
             )
@@ -361,8 +366,10 @@ class Distribution:
         indices = [k for k, v in enumerate(variables) if id(v) in known]
         reduced = backend.reduce(self._get_reducer(shared), [gradients[k] for k in indices], shared)
         result = list(gradients)
-        if self._local and self._scale_local:
-            factor = 1.0 / len(self.collectives.ranks)
+        # The reducer divides only what it reduces.
+        ranks = len(self.collectives.ranks) if self._scale_local else 1
+        if self._local and (divisor := self._divisor * ranks) > 1:
+            factor = 1.0 / divisor
             result = [
                 g if overwritten(v) else backend.scaled(g, factor)
                 for g, v in zip(result, variables, strict=True)

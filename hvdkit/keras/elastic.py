@@ -17,7 +17,12 @@ from hvdkit.keras import backend
 from hvdkit.keras.epoch_begin import Copies
 from hvdkit.keras.executions import trained_batches
 from hvdkit.keras.functions import broadcast_model
-from hvdkit.keras.further_optimizers import build, further_optimizers, trained_of
+from hvdkit.keras.further_optimizers import (
+    build,
+    build_for_training,
+    further_optimizers,
+    trained_of,
+)
 from hvdkit.keras.items import reduction_items_of
 from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.models import is_built, reduced_over
@@ -49,7 +54,8 @@ ObjectState = backend.hvd.elastic.ObjectState
 class KerasState(VariablesState, horovod_elastic.ObjectState):
     """Elastic state of a Keras model, its optimizers, and any picklable objects.
 
-    Optimizers that are attributes of the model, as in a GAN, are part of the state.
+    Optimizers that are attributes of the model, as in a GAN, and optimizers of nested models are
+    part of the state.
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
     broadcasts the state of rank 0. `restore` in the same process also restores the states of random
@@ -82,7 +88,7 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
             model: a built model.
             optimizer: default: the optimizer of `model.compile`, also if this one is a
                 `LossScaleOptimizer` around the given one. It is built here if necessary, so that
-                old and new ranks have the same variables.
+                old and new ranks have the same variables, unless the whole model is frozen.
             kwargs: picklable objects, and `hvd.ResumableSampler`s; they become attributes. Objects
                 are replaced by copies at a start, samplers get the position.
 
@@ -97,10 +103,8 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
             )
         self.model = model
         self.optimizer = outermost(model, optimizer)
-        if self.optimizer is not None and not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        build_for_training(model, self.optimizer)
         self._save_variables()
-        self._saved_layout = self._layout()
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
         )
@@ -109,7 +113,7 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         return backend.collectives()
 
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
-        return reduced_over({"optimizer": self.optimizer, **self._further()})
+        return reduced_over(self._named())
 
     def _broadcast_variables(self) -> None:
         broadcast_model(self.model, root_rank=0, optimizer=self.optimizer)
@@ -132,8 +136,13 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         found = further_optimizers(self.model)
         return {name: each for name, each in found.items() if each is not self.optimizer}
 
+    def _named(self) -> dict[str, Any]:
+        """Return all optimizers, by name."""
+        main = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        return main | self._further()
+
     def _optimizers(self) -> list[Any]:
-        return [each for each in (self.optimizer, *self._further().values()) if each is not None]
+        return list(self._named().values())
 
     def _distributions(self) -> list[Any]:
         return [d for each in self._optimizers() if (d := distribution_of(each)) is not None]
@@ -147,10 +156,10 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
             distribution.discard()
 
     def _layout(self) -> Any:
-        return trained_of(self.model)
+        return trained_of(self.model, self._named())
 
     def _build(self, layout: Any) -> None:
-        build(self.model, layout)
+        build(self.model, self._named(), layout)
 
     def _optimizer_variables(self) -> list[Any]:
         built = (each for each in self._optimizers() if each.built)

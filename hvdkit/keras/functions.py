@@ -1,16 +1,16 @@
 """Collectives on values, models and optimizers, for every backend of Keras."""
 
 import functools
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import keras
 
+from hvdkit.core.consistency import gather
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.further_optimizers import Trained, build, trained_of
+from hvdkit.keras.further_optimizers import Trained, build, further_optimizers, trained_of
 from hvdkit.keras.models import finalize
 
 hvd = backend.hvd
@@ -129,8 +129,8 @@ def broadcast_model(
 ) -> None:
     """Copy the weights of rank `root_rank`'s model and its optimizer's state to every rank.
 
-    If the model has further optimizers as attributes, as a GAN, the states of those that are built
-    on rank `root_rank` are copied, too.
+    If the model has further optimizers as attributes, as a GAN, or nested models with optimizers,
+    the states of those that are built are copied, too.
 
     The optimizer's counters, learning rate and loss scale are part of its state. The states of
     random seeds are not broadcast: with equal seeds, all ranks would drop the same units in Dropout
@@ -138,7 +138,8 @@ def broadcast_model(
 
     Args:
         model: a built model. On every rank it has the same number of variables, with the same
-            shapes and dtypes. Their values may differ. Its optimizer is built if necessary.
+            shapes and dtypes. Their values may differ. An optimizer that is built on rank
+            `root_rank`, or else on another rank, is built on every rank, for the same variables.
         root_rank: the rank to copy from.
         process_set: the participating ranks; default: all.
         local_variables: variables of the model or optimizer that keep their own value on each
@@ -154,22 +155,23 @@ def broadcast_model(
     """
 
     group = backend.collectives(process_set)
-    trained: Trained = {}
-    if not group.single_rank:
-        # Every rank sends, because `root_rank` may be invalid on some ranks.
-        is_model = isinstance(model, keras.layers.Layer)
-        own = json.dumps(trained_of(model) if is_model else {}).encode()
-        gathered = group.allgather(own, "hvdkit.keras.optimizers")
-        trained = dict(zip(group.ranks, map(json.loads, gathered), strict=True)).get(root_rank, {})
+    own: dict[str, Any] = {}
+    if isinstance(model, keras.layers.Layer):
+        main = outermost(model, optimizer)
+        own = {} if main is None else {"optimizer": main}
+        own |= {n: each for n, each in further_optimizers(model).items() if each is not main}
+    trained = _trained_anywhere(group, root_rank, model, own)
 
     def variables() -> list[Any]:
         if not isinstance(model, keras.layers.Layer):
             raise UsageError(f"model is a {type(model).__name__}: expected a Keras model")
-        own = outermost(model, optimizer)
-        if own is not None and not own.built:
-            own.build(model.trainable_variables)
-        further = build(model, trained).values()
-        found = [v for each in (own, *further) if each is not None for v in each.variables]
+        build(model, own, trained)
+        found = [
+            variable
+            for name, each in own.items()
+            if name in trained or name == "optimizer"
+            for variable in each.variables
+        ]
         local = {id(variable) for variable in local_variables}
         return [
             variable
@@ -179,3 +181,26 @@ def broadcast_model(
 
     backend.broadcast_variables(variables, root_rank, process_set)
     finalize(model)
+
+
+def _trained_anywhere(
+    group: Any, root_rank: int, model: Any, optimizers: Mapping[str, Any]
+) -> Trained:
+    """Return the variables that each optimizer trains on `root_rank`. A collective.
+
+    If `root_rank` has not built an optimizer, those on the first rank that has. Optimizers that a
+    rank lacks are left out: only one rank may have loaded a nested model that is compiled.
+    """
+    if group.single_rank:
+        return {}
+    built = trained_of(model, optimizers) if optimizers else {}
+    own = {name: built.get(name) for name in optimizers}
+    # Every rank sends, because `root_rank` may be invalid on some ranks.
+    by_rank = gather(group, own, "hvdkit.keras.optimizers")
+    everywhere = set.intersection(*map(set, by_rank.values()))
+    trained: dict[str, Sequence[int]] = {}
+    for each in [by_rank.get(root_rank, {}), *by_rank.values()]:
+        for name, numbers in each.items():
+            if name in everywhere and numbers is not None:
+                trained.setdefault(name, numbers)
+    return trained

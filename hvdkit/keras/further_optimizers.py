@@ -1,4 +1,6 @@
-"""Optimizers that are attributes of a model beside the optimizer of `compile`, as in a GAN.
+"""The optimizers of a model beside the optimizer of `compile`, as in a GAN.
+
+They are attributes of the model, or of layers in it: a nested model may be compiled.
 
 Keras creates the variables of such an optimizer in the first `apply_gradients`, for the variables
 that the model's `train_step` passes. A new process therefore needs their list before it can restore
@@ -21,20 +23,29 @@ from hvdkit.keras.optimizer import distribution_of
 Trained = Mapping[str, Sequence[int]]
 # Longer lists are data.
 _LONGEST = 1000
+# Attributes in which Keras and PyTorch list the layers of a layer.
+_LISTS = ("_functional", "_layers", "_modules", "_operations", "_operations_by_depth")
 
 
-def further_optimizers(model: Any) -> dict[str, Any]:
-    """Return the optimizers that are attributes of a model, or in lists or dicts of it, by name.
+def further_optimizers(model: Any, nested: bool = True) -> dict[str, Any]:
+    """Return the optimizers of a model beside that of `compile`, by name.
 
-    The optimizer of `compile` and the inner optimizers of `LossScaleOptimizer` are left out.
+    They are attributes of the model and of its layers, or elements of lists and dicts in these
+    attributes. The inner optimizers of `LossScaleOptimizer` are left out.
+
+    Args:
+        model: the model.
+        nested: whether to include optimizers of layers, such as nested models.
     """
     found: dict[str, Any] = {}
-    visited: set[int] = set()
-    for name, value in vars(model).items():
-        if name.startswith("_self_"):
-            # TensorFlow's lists of what it tracks. They contain the same optimizers.
-            continue
-        _collect(name, value, found, visited)
+    visited = {id(model)}
+    layers = [("", model)]
+    # The list grows. The model's own attributes come first.
+    for prefix, layer in layers:
+        inside: list[tuple[str, Any]] = []
+        for name, value in _attributes(layer).items():
+            _collect(f"{prefix}{name}", value, found, visited, inside)
+        layers += inside if nested else []
     first = getattr(model, "optimizer", None)
     known = {id(first)}
     for each in [first, *found.values()]:
@@ -47,18 +58,41 @@ def further_optimizers(model: Any) -> dict[str, Any]:
     return result
 
 
-def _collect(name: str, value: Any, found: dict[str, Any], visited: set[int]) -> None:
-    """Add the optimizers in a value to `found`, and the lists and dicts in it to `visited`."""
+def _attributes(layer: Any) -> dict[str, Any]:
+    """Return the attributes of a layer, and the layers in it that are not attributes."""
+    own = vars(layer)
+    # TensorFlow's lists of what it tracks, whose names begin with `_self_`, have the same objects.
+    found = {n: v for n, v in own.items() if n not in _LISTS and not n.startswith("_self_")}
+    # PyTorch keeps layers apart from other attributes.
+    found |= own.get("_modules") or {}
+    if isinstance(layer, keras.layers.Layer):
+        inside = layer._flatten_layers(include_self=False, recursive=False)
+        found |= {f"layers.{index}": each for index, each in enumerate(inside)}
+    return found
+
+
+def _collect(
+    name: str,
+    value: Any,
+    found: dict[str, Any],
+    visited: set[int],
+    layers: list[tuple[str, Any]],
+) -> None:
+    """Add the optimizers in a value to `found`, its layers to `layers`, and both to `visited`."""
     if isinstance(value, keras.optimizers.Optimizer):
         found[name] = value
         return
-    if not isinstance(value, Mapping | list | tuple) or id(value) in visited:
+    if not isinstance(value, Mapping | list | tuple | keras.layers.Layer) or id(value) in visited:
+        return
+    if isinstance(value, keras.layers.Layer):
+        visited.add(id(value))
+        layers.append((f"{name}.", value))
         return
     if len(value) > _LONGEST:
         return
     visited.add(id(value))
     for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-        _collect(f"{name}.{key}", each, found, visited)
+        _collect(f"{name}.{key}", each, found, visited, layers)
 
 
 def all_optimizers(model: Any) -> list[Any]:
@@ -72,34 +106,35 @@ def built_optimizers(model: Any) -> dict[str, Any]:
     return {name: each for name, each in further_optimizers(model).items() if each.built}
 
 
-def trained_of(model: Any) -> dict[str, list[int]]:
-    """Return for each further optimizer that is built: the variables that it trains."""
+def trained_of(model: Any, optimizers: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return for each of these optimizers that is built: the variables that it trains."""
     index = {id(variable): number for number, variable in enumerate(model.weights)}
     return {
         name: [
             index.get(id(variable), -1) for variable in innermost(optimizer)._trainable_variables
         ]
-        for name, optimizer in built_optimizers(model).items()
+        for name, optimizer in optimizers.items()
+        if optimizer.built
     }
 
 
-def build(model: Any, trained: Trained) -> dict[str, Any]:
-    """Build further optimizers as in another process. Return them by name.
+def build(model: Any, optimizers: Mapping[str, Any], trained: Trained) -> None:
+    """Build optimizers of a model as in another process.
 
     Args:
         model: a built model.
+        optimizers: its optimizers by name.
         trained: the result of `trained_of` in the other process.
 
     Raises:
         UsageError: the model lacks an optimizer or a variable, or an optimizer is built for other
             variables.
     """
-    here = trained_of(model)
-    own, weights = further_optimizers(model), model.weights
+    here, weights = trained_of(model, optimizers), model.weights
     for name, numbers in trained.items():
-        if name not in own:
+        if name not in optimizers:
             raise does_not_fit("the model's optimizers (saved -> here)", [f"{name} -> nothing"])
-        if own[name].built:
+        if name in here:
             if here[name] != list(numbers):
                 raise UsageError(
                     f"the optimizer {name} is built for other variables than in the process that "
@@ -111,26 +146,40 @@ def build(model: Any, trained: Trained) -> dict[str, Any]:
                 f"the optimizer {name} trains variables that are not weights of the model: call "
                 f"{name}.build(variables) before fit"
             )
-        own[name].build([weights[number] for number in numbers])
-    return {name: own[name] for name in trained}
+        optimizers[name].build([weights[number] for number in numbers])
+
+
+def build_for_training(model: Any, optimizer: Any) -> None:
+    """Build an optimizer, unless it is built, or the whole model is frozen.
+
+    An optimizer that is built without variables cannot be used after the model is unfrozen.
+    """
+    if optimizer is not None and not optimizer.built and model.trainable_variables:
+        optimizer.build(model.trainable_variables)
 
 
 class FurtherOptimizers:
-    """A `StatefulItem`: the variables and wire-format scales of the further optimizers."""
+    """An `OptionalItem`: the variables and wire-format scales of the further optimizers."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
+    @property
+    def optional(self) -> bool:
+        """Whether all optimizers belong to layers: earlier versions did not save them."""
+        return not further_optimizers(self._model, nested=False)
+
     def save(self) -> Tree:
         """Return the state of each optimizer that is built."""
-        trained = trained_of(self._model)
+        optimizers = built_optimizers(self._model)
+        trained = trained_of(self._model, optimizers)
         return {
             name: {
                 "trained": trained[name],
                 "variables": _variables(name, optimizer).save(),
                 "reduction": _reduction_state(optimizer),
             }
-            for name, optimizer in built_optimizers(self._model).items()
+            for name, optimizer in optimizers.items()
         }
 
     def signature(self) -> list[str]:
@@ -147,7 +196,8 @@ class FurtherOptimizers:
         Raises:
             UsageError: the optimizers differ from those that were saved.
         """
-        own = build(self._model, {name: saved["trained"] for name, saved in tree.items()})
+        own = further_optimizers(self._model)
+        build(self._model, own, {name: saved["trained"] for name, saved in tree.items()})
         return {
             name: saved
             | {"variables": _variables(name, own[name]).plan_restore(saved["variables"])}

@@ -172,7 +172,27 @@ def reduce_logs(
     reduced = _logs_of(model, layout, iter(sums_of_all))
     if group.rank == group.ranks[0]:
         _warn_of_arrays(logs.keys() - reduced.keys() - _unreduced, logs)
+        if state is not None:
+            _warn_of_renamed_results(state.results, logs)
     return reduced
+
+
+def _warn_of_renamed_results(results: Mapping[str, Any], logs: Mapping[str, Any]) -> None:
+    """Log a warning for a log that seems to be a metric's result, but has not its name."""
+    missing = {name: value for name, value in results.items() if name not in logs}
+    for name in sorted(logs.keys() - results.keys() - _unreduced):
+        for result_name, result in missing.items():
+            if _number(result) not in (None, 0.0, 1.0) and _is_result(result, logs[name]):
+                _unreduced.add(name)
+                log.warning(
+                    "the log %r is averaged over ranks, although on this rank it has the value of "
+                    "metric %r. If it is the result of this metric, return it as %r: it is then "
+                    "that of the data of all ranks.",
+                    name,
+                    result_name,
+                    result_name,
+                )
+                break
 
 
 def _warn_of_arrays(names: Collection[str], logs: Mapping[str, Any]) -> None:
@@ -217,8 +237,10 @@ def numbers_of(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
+    """Return a log as Keras's callbacks get it if it is a number, otherwise None."""
     try:
-        return float(value)
+        # An array of one element is a number for PyTorch, and not for NumPy since 2.4.
+        return float(keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value)
     except (TypeError, ValueError):
         return None
 

@@ -16,7 +16,7 @@ from keras.src.trainers.trainer import Trainer
 
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.further_optimizers import all_optimizers
+from hvdkit.keras.further_optimizers import further_optimizers
 from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribution_of
 
@@ -69,15 +69,27 @@ def _scaling(original: Any) -> Any:
     return __init__
 
 
-def distributions_of(model: Any) -> list[Distribution]:
-    """Return the `Distribution` of each wrapped optimizer of a model, that of `compile` first.
+def fit_optimizers(model: Any) -> dict[str, Any]:
+    """Return the optimizers that `fit` may use, by name; that of `compile` first.
 
-    A model may have further optimizers as attributes, for example a GAN.
+    A model may have further optimizers as attributes, as a GAN, or nested models with optimizers.
+    Keras's own `train_step` does not use optimizers of nested models, such as a loaded model that
+    is a part of another model.
+    """
+    own = getattr(model, "optimizer", None)
+    nested = not getattr(model, "compiled", False) or has_own_step(model)
+    return ({} if own is None else {"optimizer": own}) | further_optimizers(model, nested)
+
+
+def distributions_of(model: Any) -> list[Distribution]:
+    """Return the `Distribution` of each wrapped optimizer that `fit` may use.
+
+    That of `compile` is first. See `fit_optimizers`.
 
     Raises:
         UsageError: optimizers in a `MultiOptimizer` are wrapped.
     """
-    optimizers = all_optimizers(model)
+    optimizers = fit_optimizers(model).values()
     if any(distribution_of(inner) for each in optimizers for inner in optimizers_inside(each)):
         raise UsageError(
             "optimizers in a MultiOptimizer are wrapped with hvd.DistributedOptimizer: wrap the "
@@ -93,7 +105,7 @@ def main_optimizer(model: Any) -> Any:
     A GAN may train with further optimizers only. Keras then still makes a default optimizer in
     `compile`, which trains nothing.
     """
-    wrapped = [each for each in all_optimizers(model) if distribution_of(each) is not None]
+    wrapped = [each for each in fit_optimizers(model).values() if distribution_of(each) is not None]
     own = getattr(model, "optimizer", None)
     return wrapped[0] if wrapped and distribution_of(own) is None else own
 

@@ -7,11 +7,12 @@ import keras
 import numpy as np
 
 from hvdkit.core.consistency import RankMismatchError, check_consistency
+from hvdkit.core.replicas import find_difference
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.models import distributions_of
+from hvdkit.keras.replicas import keras_replicas
 from hvdkit.keras.statistics import StatisticsAverage, statistics_of
-from hvdkit.keras.value_check import find_difference
 
 
 def predict(
@@ -81,12 +82,12 @@ def predict(
         raise UsageError(problem)
     if group.single_rank:
         return model.predict(x, batch_size=batch_size, **options)
-    found = find_difference(group, [v for v in weights if id(v) not in moving])
-    if found is not None:
+    compared = keras_replicas([v for v in weights if id(v) not in moving])
+    found = find_difference(group, compared, "before hvd.predict")
+    if found is not None and found.far:
         raise RankMismatchError(
-            f"ranks have different values of {found[0].path!r} ({found[1]}), so hvd.predict would "
-            f"mix predictions of different models. Call hvd.broadcast_model(model, root_rank=0) "
-            f"before, or call model.predict on one rank."
+            f"{found.text} So hvd.predict would mix predictions of different models. Call "
+            f"hvd.broadcast_model(model, root_rank=0) before, or call model.predict on one rank."
         )
     StatisticsAverage(model, group, is_local).average(trains_one_model=True)
     ranks = list(group.ranks)

@@ -1,46 +1,25 @@
-"""The variables of a model and its optimizer that must be equal on all ranks.
-
-`hvdkit.keras.distribution` passes them to the comparisons of `hvdkit.core.replicas`.
-"""
+"""The variables of a model and its optimizers that must be equal on all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from hvdkit.core.variable_replicas import VariableReplicas, state_of
+from hvdkit.core.replicas import Replicas
+from hvdkit.core.variable_replicas import state_of, variable_replicas
 from hvdkit.keras import backend
 
 
-class _Access:
-    """Implements `VariableAccess` for `keras.Variable`s."""
-
-    def name_of(self, variable: Any) -> str:
-        return str(variable.path)
-
-    def dtype_of(self, variable: Any) -> np.dtype:
-        return backend.dtype_of(variable)
-
-    def read(self, variable: Any) -> np.ndarray:
-        return backend.read(variable)
-
-    def write(self, variable: Any, content: np.ndarray) -> None:
-        backend.write(variable, content)
-
-    def digests(self, variables: Sequence[Any]) -> list[int]:
-        return backend.digests(variables)
-
-
-def keras_replicas(variables: Sequence[Any], optimizer: Any) -> VariableReplicas:
-    """Return the trained variables, and the optimizer's variables such as its learning rate.
+def keras_replicas(variables: Sequence[Any], *optimizers: Any) -> Replicas:
+    """Return variables, and the variables of optimizers, such as learning rates.
 
     Args:
-        variables: the variables whose gradients are reduced.
-        optimizer: the optimizer.
+        variables: the variables.
+        optimizers: the optimizers. Slots of other trained variables are omitted.
     """
-    return VariableReplicas(_Access(), variables, state_of(optimizer, variables))
+    state = [each for optimizer in optimizers for each in state_of(optimizer, variables)]
+    named = ([(str(v.path), v.value) for v in given] for given in (variables, state))
+    return variable_replicas(backend.access, *named)
 
 
-def steps_of(optimizer: Any) -> int:
-    """Return the number of steps that a Keras optimizer has made."""
-    return int(optimizer.iterations) if optimizer.built else 0
+def has_begun(optimizer: Any) -> bool:
+    """Return whether a Keras optimizer has made a step."""
+    return bool(optimizer.built) and int(optimizer.iterations) > 0

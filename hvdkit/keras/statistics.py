@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdkit.core.consistency import all_equal
 from hvdkit.keras import backend
 
 log = logging.getLogger("hvdkit.keras")
@@ -80,7 +81,7 @@ class StatisticsAverage:
         ranks, total, squares = self._group.sum(
             [1, size, size * size], "hvdkit.keras.statistics.size"
         )
-        if ranks * squares != total * total or not size:
+        if not all_equal(ranks, total, squares) or not size:
             return
         finite = [bool(np.isfinite(value).all()) for value in values]
         own = [v if f else np.zeros_like(v) for v, f in zip(values, finite, strict=True)]

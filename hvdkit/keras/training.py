@@ -20,8 +20,8 @@ A coordinated list does the following, in this order (see `hvdkit.keras.coordina
 
 - Raise an error if ranks have different numbers of steps or epochs, or different callbacks of
   hvdkit that need all ranks.
-- Drop callbacks that write files or a progress bar on all ranks but the first. Broadcast the state
-  that `BackupAndRestore` restores on the first rank.
+- Drop callbacks that write files or a progress bar on all ranks but the first (see
+  `hvdkit.keras.writers`). Broadcast the state that `BackupAndRestore` restores on the first rank.
 - Raise an error if adapted layers, such as vocabularies, differ between ranks.
 - Raise an error if ranks begin at different epochs.
 - Before each batch, raise an error if the data of some ranks have ended.
@@ -51,7 +51,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import keras
-from keras.callbacks import CallbackList, ProgbarLogger
+from keras.callbacks import CallbackList
 
 from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
@@ -60,20 +60,7 @@ from hvdkit.keras.coordination import Coordination
 from hvdkit.keras.data import any_samplers, forget_reads, restore_epochs, samplers_read
 from hvdkit.keras.executions import CountsBatches
 from hvdkit.keras.models import adapt, distributions_of
-
-# Callbacks that write files or send logs.
-_WRITERS: tuple[type, ...] = tuple(
-    getattr(keras.callbacks, name)
-    for name in (
-        "BackupAndRestore",
-        "CSVLogger",
-        "ModelCheckpoint",
-        "OrbaxCheckpoint",
-        "RemoteMonitor",
-        "TensorBoard",
-    )
-    if hasattr(keras.callbacks, name)
-)
+from hvdkit.keras.writers import with_files, without_files
 
 # Callbacks that change weights or the learning rate.
 _CHANGING: tuple[type, ...] = (
@@ -228,14 +215,12 @@ class _CoordinatedList(CountsBatches):
 
     def _drop_writers(self) -> None:
         """Drop callbacks that write files or a progress bar, except on the first rank."""
-        if self._coordination.is_first:
+        coordination = self._coordination
+        if coordination.is_first:
             return
         self._progbar = None
-        self.callbacks = [
-            callback
-            for callback in self.callbacks
-            if not isinstance(callback, (*_WRITERS, ProgbarLogger))
-        ]
+        warns = backend.hvd.rank() == coordination.group.ranks[1]
+        self.callbacks = without_files(self.callbacks, warns)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._coordination.begin_batch()
@@ -455,6 +440,7 @@ def wrap_callback_lists() -> None:
     @functools.wraps(original)
     def set_model(self: Any, model: Any) -> None:
         if model is not None and not isinstance(self, _MIXINS):
+            with_files(self.callbacks)
             _add_trial(self)
             _coordinate(self, model)
             _call_last(self)

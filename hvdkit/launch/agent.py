@@ -9,9 +9,9 @@ heartbeat). On SIGTERM or SIGHUP, the agent asks its ranks to stop, tells the la
 after the ranks. If the task says `stay`, the agent waits for the next start after all ranks have
 ended by themselves or at the launcher's request.
 
-mpirun and srun start one agent for each rank instead. Two environment variables tell such an agent
-how to connect to the launcher. Its rank inherits the rank variables of mpirun or srun. Such an
-agent ends only after the launcher has closed the connection.
+mpirun and srun start one agent for each rank instead (`RankAgent`). Two environment variables tell
+such an agent how to connect to the launcher. With `--nodes`, users start the agents
+(`nodes.node_agent`).
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import itertools
 import os
 import selectors
-import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.exit_statuses import CRASHES, signal_of
-from hvdkit.launch import messages, open_files, readers
+from hvdkit.launch import messages, open_files
 from hvdkit.launch.commit_folder import CommitFolders
-from hvdkit.launch.echo import Echo, MakeOutput
+from hvdkit.launch.echo import Echo
 from hvdkit.launch.host_facts import facts
-from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans, may_get_orphans_of_others
+from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans
 from hvdkit.launch.launcher_link import LauncherLink
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
 from hvdkit.launch.messages import Message
+from hvdkit.launch.spares.pool import SparePool
+from hvdkit.processes import without_rank_variables
 from hvdkit.sealed import Refused, SealedConnection, WrongKey, introduce
 from hvdkit.signals import STOP_SIGNALS
 
@@ -63,63 +62,59 @@ class Agent:
     Args:
         received: the stream with the launcher's messages.
         sent: the stream for messages to the launcher; it may be the same.
-        keep_rank_variables: ranks inherit the rank variables of this process.
         terminal: the descriptors of the user's terminal (input, output, errors), for the rank that
             gets it.
-        overrides: fields that replace those of the launcher's `task` message. Given if a user
-            started this agent (`--nodes`). The agent then sends its signals to the launcher, and
-            waits for the outcome.
-        make_output: as for `Echo`, which also shows the ranks' output on this host.
         job: as for `RecordFolder`.
-
-    Attributes:
-        outcome: the launcher's `outcome` message; None if there was none.
     """
+
+    #: Whether the agent answers heartbeats, so that the launcher notices if it is stopped.
+    answers: ClassVar[bool] = True
 
     def __init__(
         self,
         received: io.RawIOBase,
         sent: io.RawIOBase,
-        keep_rank_variables: bool = False,
         terminal: Sequence[int] = (),
-        overrides: Message | None = None,
-        make_output: MakeOutput | None = None,
         job: str = "",
     ) -> None:
-        self.outcome: Message | None = None
-        self._overrides = overrides
-        self._echo = None if make_output is None else Echo(make_output)
         self._link = LauncherLink(received, sent)
         self._send = self._link.send
-        if overrides is None:
+        self._echo: Echo | None = None
+        if self.answers:
             self._send("alive")
-        self._ranks = LocalRanks(keep_rank_variables, terminal, job)
-        self._keep_rank_variables = keep_rank_variables
+        self._terminal, self._job = terminal, job
         self._records_at = 0.0
         self._commits: CommitFolders | None = None
         self._task: Message = {}
-        self._ending: Iterator[None] | None = None
+        self._ranks = self._new_ranks(SparePool())
+        # When the ranks get SIGKILL, and the steps that end them.
+        self._ending: tuple[float, Iterator[None]] | None = None
         # Whether `done` was sent, and no other start follows.
         self._done = False
-        # Counts the Ctrl-C that this process has received, if a user started it.
-        self._interrupts = itertools.count(1)
         self._signals, self._wakeup = os.pipe()
         for end in (self._signals, self._wakeup):
             os.set_blocking(end, False)
         self._selector = selectors.DefaultSelector()
 
+    def _inherited(self) -> tuple[Mapping[str, str], Sequence[int]]:
+        """Return the environment and the descriptors that ranks inherit."""
+        return without_rank_variables(os.environ), ()
+
+    def _new_ranks(self, spares: SparePool, ranks: Sequence[Message] = ()) -> LocalRanks:
+        environment, descriptors = self._inherited()
+        return LocalRanks(
+            ranks, self._task, environment, descriptors, self._terminal, self._job, spares
+        )
+
     def run(self) -> None:
         """Handle messages until every process of the job on this host has ended."""
-        if self._overrides is None or not may_get_orphans_of_others():
-            adopt_orphans()
+        self._adopt_orphans()
         signal.set_wakeup_fd(self._wakeup)
         signal.signal(signal.SIGCHLD, _do_nothing)
         # A batch system may send it to all processes, for scripts that handle it.
         signal.signal(signal.SIGUSR2, _do_nothing)
-        for number in STOP_SIGNALS:
-            # If a user started this agent with `nohup`, SIGHUP stays ignored.
-            if self._overrides is None or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        for number in self._handled():
+            signal.signal(number, self._on_signal)
         self._selector.register(self._link.receive_fd, selectors.EVENT_READ)
         self._selector.register(self._signals, selectors.EVENT_READ)
         try:
@@ -144,6 +139,13 @@ class Agent:
         if self._echo is not None:
             self._echo.close()
 
+    def _adopt_orphans(self) -> None:
+        adopt_orphans()
+
+    def _handled(self) -> Sequence[int]:
+        """Return the stop signals that this process handles."""
+        return STOP_SIGNALS
+
     def _step(self) -> None:
         self._select_pipes()
         ending = self._ending is not None and not self._done
@@ -155,8 +157,7 @@ class Agent:
         # Check this before output is forwarded, which may take some time.
         limit = self._task.get("lost_after", messages.LOST_SECONDS)
         if self._link.is_silent(limit):
-            if self._overrides is None:  # the launcher shows it if it still runs
-                print(f"no message from the launcher for {limit:g} s", file=sys.stderr)
+            self._explain(f"no message from the launcher for {limit:g} s")
             self._on_launcher_lost()
         for key, _ in ready:
             if key.fd == self._link.receive_fd:
@@ -181,14 +182,14 @@ class Agent:
         if self._ending is None:
             return False
         try:
-            next(self._ending)
+            next(self._ending[1])
         except StopIteration:
             self._report_ends()
             # The ranks' helper processes may have written since the ends of the ranks.
             for rank in self._ranks.all:
                 self._drain(rank)
             self._send("done", stays=self._stays)
-            if self._stays and self.outcome is None:
+            if self._stays:
                 self._prepare_next_start()
                 return False
             self._done = True
@@ -202,44 +203,35 @@ class Agent:
 
     def _waits_for_launcher(self) -> bool:
         """Return whether to stay connected, although no process of the job is left here."""
-        if self._link.lost:
-            return False
-        if self._overrides is not None:
-            return self.outcome is None
-        # When the agent of a rank that has failed ends, mpirun ends the other ranks at once. They
-        # could not report their errors, and their SIGTERM would look like another failure.
-        if self._keep_rank_variables:
-            return self._done
         # The last messages must not be lost if the network is slow.
-        return self._done and self._link.unsent
+        return self._done and self._link.unsent and not self._link.lost
 
     def _prepare_next_start(self) -> None:
         """Forget the ranks, which have ended, and wait for the launcher to start them again."""
         pipes = {pipe for rank in self._ranks.all for pipe in rank.pipes}
         for pipe in pipes & set(self._selector.get_map()):
             self._selector.unregister(pipe)
-        self._ranks.forget()
+        self._ranks.close()
+        self._ranks = self._new_ranks(self._ranks.spares)
         self._ending = None
 
     def _end(self, grace: float) -> None:
         if self._ending is None:
-            self._ending = self._ranks.terminate(grace)
+            self._ending = time.monotonic() + grace, self._terminated(grace)
+
+    def _terminated(self, grace: float) -> Iterator[None]:
+        # A generator, which reads `_ranks` at its first step: a signal handler may call `_end`
+        # while ranks are started.
+        yield from self._ranks.terminate(grace)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if self._overrides is not None:
-            self._send("signal", number=number)
-            readers.give_up_soon()
-            if number == signal.SIGINT and next(self._interrupts) > 1:
-                readers.give_up_now()
-        elif self._task.get("forward_signals") and self._ranks.all and number != signal.SIGHUP:
+        if self._task.get("forward_signals") and self._ranks.all and number != signal.SIGHUP:
             # A batch system may send the signal only to the tasks that it started.
             self._ranks.signal(number)
         elif number in (signal.SIGTERM, signal.SIGHUP):
             self._task = {**self._task, "stay": False}
-            if not (self._ranks.all or self._keep_rank_variables):
-                # The launcher shows it. mpirun and srun would show it even if they sent the signal.
-                with contextlib.suppress(OSError):
-                    os.write(2, f"got {signal.Signals(number).name}\n".encode())
+            if not self._ranks.all:
+                self._explain(f"got {signal.Signals(number).name}")
             if self._ending is None and (self._ranks.all or self._commits is not None):
                 # The launcher decides how long the ranks may save, and whether another agent needs
                 # the commits. Ranks may not handle SIGHUP.
@@ -249,6 +241,11 @@ class Agent:
                 self._end(ORPHAN_GRACE)
         # Otherwise do nothing: the launcher forwards the signal. Ignoring the signal instead would
         # not work, because ranks would inherit that.
+
+    def _explain(self, reason: str) -> None:
+        """Write why this agent ends. The launcher shows the last line."""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{reason}\n".encode())
 
     def _on_launcher_lost(self) -> None:
         self._link.lose()
@@ -267,14 +264,8 @@ class Agent:
     def _handle(self, message: Message) -> None:
         match message["kind"]:
             case "task":
-                self._task = message | (self._overrides or {})
-                found = facts(self._task)
-                if not _same_command(message["command"], self._task["command"]):
-                    found["problems"].append(
-                        f"its command is `{shlex.join(self._task['command'])}`, but that of node 0 "
-                        f"is `{shlex.join(message['command'])}`; give the same on every node"
-                    )
-                self._send("hello", **found)
+                self._task = message
+                self._send("hello", **facts(message))
             case "ask":
                 self._answer(message["question"], message["arguments"])
             case "start":
@@ -283,7 +274,8 @@ class Agent:
                     self._echo.start(message["size"])
                 try:
                     with process_limit.explained():
-                        self._ranks.start(message["ranks"], self._task, self._report_alive)
+                        self._ranks = self._new_ranks(self._ranks.spares, message["ranks"])
+                        self._ranks.start(self._report_alive)
                 except (HvdkitError, OSError) as error:  # OSError: no folder for records
                     self._send("failed", reason=str(error))
                     self._end(0)
@@ -291,9 +283,9 @@ class Agent:
                 self._ranks.signal(message["number"])
             case "end" if self._ranks.all or not self._stays:
                 # After a second Ctrl-C, the new grace is shorter. Further ones must not prolong it.
-                kills_at = time.monotonic() + message["grace"]
-                if self._ending is None or kills_at < self._ranks.kills_at:
-                    self._ending = self._ranks.terminate(message["grace"])
+                if self._ending and time.monotonic() + message["grace"] < self._ending[0]:
+                    self._ending = None
+                self._end(message["grace"])
             case "record" if self._ranks.all:
                 self._ranks.records.request()
                 self._send("states", states=self._ranks.states())
@@ -307,13 +299,9 @@ class Agent:
                 self._keep(message["name"])
             case "hosts" if self._commits is not None:
                 self._commits.announce(message["version"])
-            case "outcome":
-                self.outcome = self.outcome or message
-                if not self._ranks.all:
-                    self._end(0)
 
     def _report_alive(self) -> None:
-        if self._overrides is None:
+        if self.answers:
             self._send("alive")
             self._send_pending()
 
@@ -387,42 +375,14 @@ class Agent:
             self._send("shutdown", rank=rank, content=content)
         for rank, age, report in self._ranks.records.reports():
             self._send("report", rank=rank, age=age, report=report)
-        self._send_script_ends()
         if self._ranks.records.saved():
             self._send("saved")
         if self._ranks.records.committed():
             self._send("committed")
-        self._send_init_state()
         if self._commits is not None:
             self._commits.announce_pending()
         if self._ranks.all and self._ending is None:
-            self._ranks.prepare_spares()
-
-    def _send_script_ends(self) -> None:
-        found = self._ranks.records.script_ends([rank.process.pid for rank in self._ranks.all])
-        for rank in self._ranks.all:
-            status = found.get(rank.rank)
-            # The note of a child process of the rank stays valid if this agent has ended the child,
-            # or if the rank has ended with it.
-            has_ended = self._ending is not None or rank.process.poll() is not None
-            if status is None and has_ended:
-                continue
-            if status != rank.script_status:
-                rank.script_status = status
-                self._send("script", rank=rank.rank, status=status)
-
-    def _send_init_state(self) -> None:
-        """Send how far `hvd.init()` is in the rank, if this is the agent of one rank."""
-        if self._keep_rank_variables and len(self._ranks.all) == 1:
-            state = self._ranks.records.init_state()
-            (rank,) = self._ranks.all
-            if state != rank.init_state:
-                start, connected, leaving = rank.init_state = state
-                if connected:
-                    self._ranks.find_mpich_files()
-                self._send(
-                    "init", rank=rank.rank, start=start, connected=connected, leaving=leaving
-                )
+            self._ranks.spares.step(self._ranks.records.path)
 
     def _report_ends(self) -> None:
         for rank in self._ranks.all:
@@ -471,12 +431,37 @@ class Agent:
             self._on_launcher_lost()
 
 
-def _same_command(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Return whether two nodes run the same command. The paths of their Pythons may differ."""
-    programs = [Path(command[0]).name for command in (first, second)]
-    if all(program.startswith("python") for program in programs):
-        return first[1:] == second[1:]
-    return first == second
+class RankAgent(Agent):
+    """The agent of one rank, which mpirun or srun has started.
+
+    The rank inherits the rank variables of mpirun or srun. The agent ends only after the launcher
+    has closed the connection, or is lost.
+    """
+
+    def _inherited(self) -> tuple[Mapping[str, str], Sequence[int]]:
+        # Hydra, the mpirun of MPICH, communicates with ranks over a descriptor that they inherit.
+        hydra = os.environ.get("PMI_FD")
+        return dict(os.environ), () if hydra is None else (int(hydra),)
+
+    def _waits_for_launcher(self) -> bool:
+        # When the agent of a rank that has failed ends, mpirun ends the other ranks at once. They
+        # could not report their errors, and their SIGTERM would look like another failure.
+        return self._done and not self._link.lost
+
+    def _explain(self, reason: str) -> None:
+        """Write nothing: mpirun and srun would show it, although they may have sent a signal."""
+
+    def _send_news(self, with_records: bool = True) -> None:
+        super()._send_news(with_records)
+        state = self._ranks.records.init_state()
+        for rank in self._ranks.all:
+            if state != rank.init_state:
+                start, connected, leaving = rank.init_state = state
+                if connected:
+                    self._ranks.find_mpich_files()
+                self._send(
+                    "init", rank=rank.rank, start=start, connected=connected, leaving=leaving
+                )
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
@@ -511,7 +496,7 @@ def _connect_and_run(address: str, token: str) -> None:
         reason = getattr(error, "strerror", None) or str(error) or "it has another token"
         sys.exit(f"rank {rank} cannot connect to the launcher at {address}: {reason}")
     with connection:
-        Agent(connection, connection, keep_rank_variables=True, job=address).run()
+        RankAgent(connection, connection, job=address).run()
 
 
 def _connect(address: tuple[str, int], token: str, rank: int) -> SealedConnection:

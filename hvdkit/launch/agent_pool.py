@@ -12,11 +12,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import methodcaller
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import hvdkit
 from hvdkit.launch import messages
@@ -27,8 +26,13 @@ from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.start_error import StartError
 from hvdkit.signals import begin_to_note
 
+if TYPE_CHECKING:
+    from hvdkit.launch.external import ExternalLauncher
+
 #: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0
+# After this number of seconds, the process of a connection that was dropped is killed.
+_DROP_SECONDS = 2.0
 #: The most agents for which `Connection.explain` runs at the same time, after a timeout.
 _EXPLAINING = 64
 #: The most ssh processes that may connect at the same time. A slow one counts only for
@@ -44,14 +48,10 @@ class AgentPool:
 
     Attributes:
         connections: the connections to the agents.
-        unused: the connections to agents of hosts without ranks in this start (`KeptAgents`). Their
-            messages are ignored, except signals.
+        unused: the connections to agents of hosts without ranks in this start. Their messages are
+            ignored, except signals.
         events: the queue of the agents' messages.
-        explained: whether the outcome explains the end of the job by something other than the loss
-            of an agent.
-        killed: returns a sentence if the mpirun or srun that started the agents was killed.
-        aborted: returns the name of the srun that started the agents, if it has ended all of them.
-            May wait two seconds for the end of srun.
+        external: the mpirun or srun that has started the agents; None for other agents.
 
     Args:
         silence: the seconds without an answer after which a host is lost (`--host-timeout`).
@@ -65,9 +65,7 @@ class AgentPool:
         # Those that `only` leaves out.
         self._left_out: list[Connection] = []
         self.events: Events = queue.Queue()
-        self.explained = False
-        self.killed: Callable[[], str] = lambda: ""
-        self.aborted: Callable[[], str] = lambda: ""
+        self.external: ExternalLauncher | None = None
         self._stop = threading.Event()
         self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
 
@@ -120,6 +118,14 @@ class AgentPool:
             self.connections.append(
                 ProcessConnection(host, local, ssh, python, self.events, host == terminal)
             )
+
+    def drop(self, connections: Iterable[Connection]) -> None:
+        """Forget agents, and end them."""
+        for connection in list(connections):
+            for known in (self.connections, self.unused):
+                if connection in known:
+                    known.remove(connection)
+            connection.close(_DROP_SECONDS)
 
     def _limit_connecting(self) -> None:
         """Wait while too many ssh processes are connecting."""
@@ -188,10 +194,14 @@ class AgentPool:
         for connection in self.connections:
             connection.send("task", **task)
         deadline = time.monotonic() + timeout
-        retries = _Retries()
+        attempts: Counter[Host] = Counter()
+        restarts: dict[Connection, float] = {}  # an agent that failed transiently -> when
         while len(facts) + len(problems) < len(self.connections):
-            event = self.next_event(max(0.0, min(deadline, retries.due()) - time.monotonic()))
-            for connection in retries.take_due():
+            event = self.next_event(
+                max(0.0, min([deadline, *restarts.values()]) - time.monotonic())
+            )
+            for connection in [each for each, at in restarts.items() if at <= time.monotonic()]:
+                del restarts[connection]
                 restarted = connection.restart()
                 restarted.send("task", **task)
                 self.connections[self.connections.index(connection)] = restarted
@@ -205,17 +215,22 @@ class AgentPool:
                 facts[connection] = message | {"reached_at": reached_at}
             elif message["kind"] not in ("lost", "failed"):
                 continue  # a kept agent's message of the start before this one
-            elif connection not in problems and not retries.add(connection):
+            elif connection in problems:
+                continue
+            elif (count := attempts[connection.host]) < len(_RETRY_SECONDS) and (
+                connection.failed_transiently()
+            ):
+                attempts[connection.host] += 1
+                # Random, so that the restarts of many agents do not coincide.
+                seconds = _RETRY_SECONDS[count] * random.uniform(0.5, 1.5)
+                restarts[connection] = time.monotonic() + seconds
+            else:
                 # Also after its facts: the message is read here only.
                 facts.pop(connection, None)
                 problems[connection] = message.get("reason") or connection.explain()
         silent = [c for c in self.connections if c not in facts and c not in problems]
-        # In threads, because each explanation may wait a moment for ssh's last output.
-        with ThreadPoolExecutor(max_workers=_EXPLAINING) as pool:
-            for connection, why in zip(
-                silent, pool.map(methodcaller("explain"), silent), strict=True
-            ):
-                problems[connection] = f"did not answer within {timeout:g} s: {why}"
+        for connection, why in zip(silent, _explanations(silent) if silent else (), strict=True):
+            problems[connection] = f"did not answer within {timeout:g} s: {why}"
         for connection in problems:
             connection.idle = False  # it may answer later: another start needs another agent
         for connection, found in facts.items():
@@ -223,65 +238,19 @@ class AgentPool:
                 problems[connection] = "; ".join(unfit)
         return facts, problems
 
-    def ask(
-        self, connection: Connection, question: str, arguments: Mapping[str, Any], timeout: float
-    ) -> Any:
-        """Return one agent's answer to one of `inspection.QUESTIONS`.
-
-        No other question may be pending.
-
-        Raises:
-            StartError: the agent does not answer.
-        """
-        connection.send("ask", question=question, arguments=dict(arguments))
-        deadline = time.monotonic() + timeout
-        while (event := self.next_event(max(0.0, deadline - time.monotonic()))) is not None:
-            if event.message["kind"] == "answer":
-                return event.message["answer"]
-            if event.message["kind"] in ("lost", "failed"):
-                why = event.message.get("reason") or event.connection.explain()
-                host = event.connection.host.name
-                raise StartError(f"{host}: {why}", [host])
-        raise StartError(
-            f"{connection.host.name} did not answer the question `{question}` within {timeout:g} s "
-            "(--start-timeout)",
-            [connection.host.name],
-        )
-
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
             for connection in self.every:
                 connection.send_heartbeat()
 
 
-class _Retries:
-    """The agents to restart after a transient failure, and the time of each restart."""
+def _explanations(connections: Sequence[Connection]) -> Sequence[str]:
+    """Return why each agent does not answer."""
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and rarely needed
 
-    def __init__(self) -> None:
-        self._attempts: Counter[Host] = Counter()
-        self._waiting: list[tuple[float, Connection]] = []
-
-    def add(self, connection: Connection) -> bool:
-        """Schedule the restart of an agent that failed; return False if it must not restart."""
-        attempts = self._attempts[connection.host]
-        if attempts == len(_RETRY_SECONDS) or not connection.failed_transiently():
-            return False
-        self._attempts[connection.host] += 1
-        # Random, so that the restarts of many agents do not coincide.
-        seconds = _RETRY_SECONDS[attempts] * random.uniform(0.5, 1.5)
-        self._waiting.append((time.monotonic() + seconds, connection))
-        return True
-
-    def due(self) -> float:
-        """Return the time of the next restart; infinite if there is none."""
-        return min((at for at, _ in self._waiting), default=float("inf"))
-
-    def take_due(self) -> list[Connection]:
-        """Remove and return the connections that are due."""
-        now = time.monotonic()
-        found = [connection for at, connection in self._waiting if at <= now]
-        self._waiting = [(at, connection) for at, connection in self._waiting if at > now]
-        return found
+    # In threads, because each explanation may wait a moment for ssh's last output.
+    with ThreadPoolExecutor(max_workers=_EXPLAINING) as pool:
+        return list(pool.map(methodcaller("explain"), connections))
 
 
 def _report(problems: Mapping[Connection, str], size: int) -> str:

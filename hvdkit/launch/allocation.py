@@ -1,23 +1,31 @@
-"""The allocation of Slurm, read from environment variables. For others, see `batch_systems`."""
+"""The hosts of a batch job: the allocation of Slurm, and the lists of other batch systems.
+
+To add a batch system, add a row to `BATCH_SYSTEMS`. Ranks are started over ssh, or by an MPI. Only
+in Slurm, srun starts them.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.hosts import Host, total_slots
+from hvdkit.launch.hosts import Host, describe_slots, shortened, total_slots
+from hvdkit.plain_files import parse_json
 
 # Slurm's first step number for steps that srun did not start, such as the batch script.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-#: The most nodes of an allocation, and the most digits of a number in a node's name.
-MOST_NODES = 100_000
-_MOST_DIGITS = 18
-# Longer texts are cut in errors.
-_SHOWN = 200
+# The most nodes of an allocation.
+_MOST_NODES = 100_000
+_RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
+_NODE = re.compile(rf"(?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+")
+_FLUX_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,19 +79,18 @@ def read(env: Mapping[str, str]) -> Allocation:
         )
     of = "SLURM_STEP_" if step else "SLURM_JOB_"
     names = expand_nodes(_needed(env, f"{of}NODELIST"))
-    tasks_variable = "SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"
-    tasks = expand_counts(_needed(env, tasks_variable), tasks_variable)
+    variable = "SLURM_STEP_TASKS_PER_NODE" if step else "SLURM_TASKS_PER_NODE"
+    tasks = expand_counts(_needed(env, variable), variable)
     if len(tasks) != len(names):
         raise UsageError(
-            f"{of}NODELIST has {len(names)} nodes, but {tasks_variable}={env[tasks_variable]} is "
-            f"for {len(tasks)}; check whether one of the two variables was set by hand"
+            f"{of}NODELIST has {len(names)} nodes, but {variable}={env[variable]} is for "
+            f"{len(tasks)}; check whether one of the two variables was set by hand"
         )
     hosts = [Host(name, count) for name, count in zip(names, tasks, strict=True)]
-    # This variable lists all nodes of the job, also within a step.
-    all_names = expand_nodes(_needed(env, "SLURM_JOB_NODELIST"))
-    cpus_variable = "SLURM_JOB_CPUS_PER_NODE"
-    counts = expand_counts(_needed(env, cpus_variable), cpus_variable)
-    cpus = dict(zip(all_names, counts, strict=False))
+    # These variables have all nodes of the job, also within a step.
+    variable = "SLURM_JOB_CPUS_PER_NODE"
+    counts = expand_counts(_needed(env, variable), variable)
+    cpus = dict(zip(expand_nodes(_needed(env, "SLURM_JOB_NODELIST")), counts, strict=False))
     per_task = env.get("SLURM_CPUS_PER_TASK", "")
     return Allocation(
         hosts,
@@ -120,35 +127,27 @@ def expand_nodes(text: str) -> list[str]:
     """
     # Commas within brackets do not separate nodes.
     parts = re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text)
-    names = itertools.chain.from_iterable(_names(part, text) for part in parts)
-    found = list(itertools.islice(names, MOST_NODES + 1))
-    if not found:
-        raise UsageError("the node list is empty; expected e.g. node[01-04]")
-    if len(found) > MOST_NODES:
-        raise _too_many(text)
+    for part in parts:
+        if not _NODE.fullmatch(part):
+            raise UsageError(
+                f"the node list is {shortened(text)!r}, but {shortened(part)!r} is not a node; "
+                "expected e.g. node[01-04,7]"
+            )
+    found = list(itertools.islice(itertools.chain.from_iterable(map(_names, parts)), _MOST_NODES))
+    if not 0 < len(found) < _MOST_NODES:
+        raise UsageError(
+            f"the node list is {shortened(text)!r}; expected e.g. node[01-04], and fewer than "
+            f"{_MOST_NODES:,} nodes"
+        )
     return found
 
 
-def _too_many(text: str) -> UsageError:
-    return UsageError(
-        f"the node list is {_shortened(text)}, with more than {MOST_NODES:,} nodes; expected fewer"
-    )
-
-
-def _shortened(text: str) -> str:
-    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}…"
-
-
-def _names(part: str, text: str) -> Iterator[str]:
-    if not re.fullmatch(r"(?:[\w.-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+", part):
-        raise UsageError(
-            f"the node list is {_shortened(text)}, but {_shortened(part)} is not a node; expected "
-            "e.g. node[01-04,7]"
-        )
+def _names(part: str) -> Iterator[str]:
     pieces = re.split(r"\[([^\]]*)\]", part)
-    choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
-    if math.prod(map(len, choices)) > MOST_NODES:
-        raise _too_many(text)
+    choices = [
+        itertools.islice(_numbers(piece), _MOST_NODES) if number % 2 else [piece]
+        for number, piece in enumerate(pieces)
+    ]
     return map("".join, itertools.product(*choices))
 
 
@@ -161,21 +160,10 @@ def expand_ranges(text: str) -> list[int]:
     return [int(number) for number in _numbers(text)] if text else []
 
 
-def _numbers(ranges: str) -> list[str]:
-    found: list[str] = []
+def _numbers(ranges: str) -> Iterator[str]:
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
-        width = len(first)
-        if max(width, len(last)) > _MOST_DIGITS:
-            raise UsageError(
-                f"the node list has the number {_shortened(piece)}; expected at most "
-                f"{_MOST_DIGITS} digits"
-            )
-        numbers = range(int(first), int(last or first) + 1)
-        if len(found) + len(numbers) > MOST_NODES:
-            raise _too_many(ranges)
-        found += [f"{n:0{width}}" for n in numbers]
-    return found
+        yield from (f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1))
 
 
 def expand_counts(text: str, variable: str) -> list[int]:
@@ -192,10 +180,10 @@ def expand_counts(text: str, variable: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
         nodes = 0 if match is None else int(match[2] or 1)
-        if match is None or len(counts) + nodes > MOST_NODES:
+        if match is None or len(counts) + nodes > _MOST_NODES:
             raise UsageError(
-                f"{variable} is {_shortened(text)}: expected a number for each node, such as "
-                f"2(x3),1, and at most {MOST_NODES:,} nodes"
+                f"{variable} is {shortened(text)!r}: expected a number for each node, such as "
+                f"2(x3),1, and at most {_MOST_NODES:,} nodes"
             )
         counts += [int(match[1])] * nodes
     return counts
@@ -205,10 +193,119 @@ def check_size(allocation: Allocation, size: int) -> None:
     """Raise UsageError if `size` ranks are more than the tasks of the allocation."""
     tasks = total_slots(allocation.hosts)
     if size > tasks:
-        shown = ", ".join(f"{host.name}:{host.slots}" for host in allocation.hosts[:8])
-        more = ", …" if len(allocation.hosts) > 8 else ""
         kind = "step" if allocation.inside_step else "allocation"
         raise UsageError(
-            f"-np is {size}, but the {kind} has {tasks} tasks ({shown}{more}). Lower -np, or ask "
-            f"Slurm for more: --ntasks={size}. To use this node only: --launcher gloo"
+            f"-np is {size}, but the {kind} has {tasks} tasks "
+            f"({describe_slots(allocation.hosts)}). Lower -np, or ask Slurm for more: "
+            f"--ntasks={size}. To use this node only: --launcher gloo"
         )
+
+
+@dataclass(frozen=True)
+class BatchSystem:
+    """A batch system.
+
+    Attributes:
+        name: its name.
+        variable: the variable that a job of it has, and that leads to the job's hosts.
+        prefixes: the beginnings of the names of variables that must not reach other hosts.
+        slots: returns host -> slots from the value of the variable.
+    """
+
+    name: str
+    variable: str
+    prefixes: Sequence[str]
+    slots: Callable[[str], Mapping[str, int]]
+
+    def hosts(self, env: Mapping[str, str]) -> list[Host]:
+        """Return the hosts of a job.
+
+        Raises:
+            UsageError: the variable is malformed, or there are no hosts.
+        """
+        value = env[self.variable]
+        try:
+            slots = self.slots(value)
+        except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError) as error:
+            raise UsageError(f"{self.variable}={value} cannot be read: {error}") from error
+        if not slots:
+            raise UsageError(
+                f"{self.variable}={value} has no hosts: expected those of a job of {self.name}. "
+                f"Give the hosts with -H, or unset the variable to use this machine"
+            )
+        try:
+            return [Host(host, count) for host, count in slots.items()]
+        except UsageError as error:
+            raise UsageError(f"{self.variable}: {error}") from error
+
+
+def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
+    """Return the name of the variable of a batch job, and the hosts of the job.
+
+    Return None outside of a job of `BATCH_SYSTEMS`.
+
+    Raises:
+        UsageError: the variable is malformed, or there are no hosts.
+    """
+    found = next((system for system in BATCH_SYSTEMS if env.get(system.variable)), None)
+    return None if found is None else (found.variable, found.hosts(env))
+
+
+def _pbs(path: str) -> dict[str, int]:
+    """Parse the file of PBS or Torque: a line with the host for each slot."""
+    return Counter(Path(path).read_text(encoding="utf-8").split())
+
+
+def _lsf(text: str) -> dict[str, int]:
+    """Parse the variable of LSF: `host1 4 host2 4`. A launch node may come first, with one slot."""
+    words = text.split()
+    return _added(zip(words[::2], words[1::2], strict=True))
+
+
+def _sge(path: str) -> dict[str, int]:
+    """Parse the file of SGE, with lines `host slots queue processors`."""
+    lines = map(str.split, Path(path).read_text(encoding="utf-8").splitlines())
+    return _added((line[0], line[1]) for line in lines if line)
+
+
+def _added(counts: Iterable[tuple[str, str]]) -> dict[str, int]:
+    slots: Counter[str] = Counter()
+    for name, count in counts:
+        slots[name] += int(count)
+    return slots
+
+
+def _flux(uri: str) -> dict[str, int]:  # noqa: ARG001
+    """Ask the Flux instance of FLUX_URI for its resources.
+
+    A slot is a GPU, or a core on a node without GPUs. See flux-environment(7), flux-resource(1),
+    and the resource set format of Flux (RFC 20).
+    """
+    done = subprocess.run(
+        ["flux", "resource", "R"], capture_output=True, text=True, timeout=_FLUX_SECONDS, check=True
+    )
+    return flux_slots(parse_json(done.stdout))
+
+
+def flux_slots(resources: Mapping[str, Any]) -> dict[str, int]:
+    """Return host -> slots from a resource set of Flux."""
+    execution = resources["execution"]
+    names = [name for part in execution["nodelist"] for name in expand_nodes(part)]
+    ranks = [rank for each in execution["R_lite"] for rank in expand_ranges(each["rank"])]
+    # The list of nodes is in the order of Flux's own ranks.
+    of_rank = dict(zip(sorted(ranks), names, strict=True))
+    slots = dict.fromkeys(names, 0)
+    for each in execution["R_lite"]:
+        children = each["children"]
+        count = len(expand_ranges(children.get("gpu") or children.get("core", "")))
+        for rank in expand_ranges(each["rank"]):
+            slots[of_rank[rank]] += count
+    return {name: count for name, count in slots.items() if count}
+
+
+BATCH_SYSTEMS = (
+    BatchSystem("PBS or Torque", "PBS_NODEFILE", ("PBS_",), _pbs),
+    BatchSystem("LSF", "LSB_MCPU_HOSTS", ("LSB_",), _lsf),
+    BatchSystem("SGE", "PE_HOSTFILE", ("SGE_",), _sge),
+    BatchSystem("Flux", "FLUX_URI", ("FLUX_",), _flux),
+)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hvdkit.launch.allocation import expand_ranges
+
 #: The cores of each NUMA node; a core is a list of CPU numbers.
 Topology = list[list[list[int]]]
 
@@ -29,7 +31,7 @@ def topology(usable: set[int] | None = None, system: Path = _SYSTEM) -> Topology
     left = set(usable)
     for path in sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
         with suppress(OSError, ValueError):
-            cpus = parse_list((path / "cpulist").read_text()) & left
+            cpus = set(expand_ranges((path / "cpulist").read_text())) & left
             left -= cpus
             if cpus:
                 nodes.append(_cores(cpus, system))
@@ -46,24 +48,10 @@ def _cores(cpus: set[int], system: Path) -> list[list[int]]:
         siblings = {first}
         with suppress(OSError, ValueError):
             path = system / f"cpu/cpu{first}/topology/thread_siblings_list"
-            siblings |= parse_list(path.read_text()) & left
+            siblings |= set(expand_ranges(path.read_text())) & left
         cores.append(sorted(siblings))
         left -= siblings
     return cores
-
-
-def parse_list(text: str) -> set[int]:
-    """Return the numbers in a list of the kernel, such as `0-3,8`.
-
-    Raises:
-        ValueError: the text is not such a list.
-    """
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return found
 
 
 def show_list(numbers: Sequence[int]) -> str:

@@ -1,4 +1,7 @@
-"""`hvdkit run`: choose hosts and a launcher from the options, and run the job."""
+"""`hvdkit run`: choose hosts and a launcher from the options, and run the job.
+
+The launchers other than Gloo's are imported only if they are used, because imports take time.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +19,29 @@ from hvdkit.core import shared_gpus
 from hvdkit.diagnostics import Diagnostic
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
-from hvdkit.flags import flag
 from hvdkit.launch import (
     allocation,
-    config_file,
-    conflicts,
+    arguments,
     environment,
     hosts,
-    inspection,
-    mpi,
     preflight,
-    prepare,
     supervised,
 )
-from hvdkit.launch.allocation import Allocation
-from hvdkit.launch.batch_systems import batch_hosts
+from hvdkit.launch.allocation import Allocation, batch_hosts
 from hvdkit.launch.discovery import discover
-from hvdkit.launch.elastic.job import ElasticJob
-from hvdkit.launch.elastic.options import limits
 from hvdkit.launch.gloo import Gloo
-from hvdkit.launch.kept_agents import KeptAgents
-from hvdkit.launch.launcher import Launcher, Settings
+from hvdkit.launch.launcher import Launcher
 from hvdkit.launch.messages import longest_silence
-from hvdkit.launch.mpi import Mpi
-from hvdkit.launch.nodes import joining
 from hvdkit.launch.nodes import settings as node_options
-from hvdkit.launch.nodes.gathering import GatheredNodes
 from hvdkit.launch.nodes.settings import NodeSettings
-from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan, check_command, make_plan
-from hvdkit.launch.restarting import in_allocation
 from hvdkit.launch.running import Runner, say
-from hvdkit.launch.slurm import Slurm
+from hvdkit.launch.settings import Settings
 from hvdkit.launch.ssh import HOST_SECONDS, Ssh
 from hvdkit.launch.timeouts import Timeouts
 from hvdkit.plain_files import printable
 from hvdkit.signals import ignored
 
-_SHOWN_HOSTS = 8
 # Seconds between SIGTERM and SIGKILL after a rank has failed, in a job with restarts.
 _END_SECONDS = 3.0
 
@@ -96,15 +84,17 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         HvdkitError: the job could not be started.
     """
+    if options.config is not None or options.write_config is not None:
+        from hvdkit.launch import config_file
     if options.config is not None:
         options = config_file.parse_with(options.config, options.parser, options.words)
     if options.write_config is not None:
         config_file.write(options.write_config, options, options.parser)
         return 0
-    conflicts.check(options)
+    arguments.check(options)
     variables = [
         *(line for path in options.env_file for line in environment.read_file(path)),
-        *options.variables,
+        *options.x,
     ]
     if options.pin_gpus:
         _check_pinning(variables)
@@ -125,32 +115,17 @@ def run(options: argparse.Namespace) -> int:
     options.restarts = options.restarts or 0
     if options.nodes is not None:
         return _run_as_node(options, settings)
-    slurm_allocation = _allocation(options)
-    supervised.check(options, slurm_allocation is not None)
-    plan = _plan(options, slurm_allocation)
-    launcher = _launcher(plan, settings, options, slurm_allocation)
-    if options.dry_run:
-        print(printable(launcher.describe(say)))
-        return 0
-    runner = Runner(options)
-    if not options.restarts:
-        outcome = runner.run(plan, launcher.run)
-        if slurm_allocation is not None:
-            outcome = in_allocation(outcome, say)
-        return outcome.status
-    with KeptAgents(silence=options.host_timeout) as kept:
-
-        def start(next_plan: Plan) -> Outcome:
-            launcher = _launcher(next_plan, settings, options, slurm_allocation, kept)
-            return runner.run(next_plan, launcher.run)
-
-        # The hosts of an allocation stay the same. Named hosts also include those without ranks.
-        named = options.hosts or options.hostfile or options.host_discovery_script
-        in_slurm = slurm_allocation is not None
-        job_hosts = (
-            (lambda: plan.hosts) if in_slurm or not named else (lambda: _hosts(options) or [])
-        )
-        return supervised.run(plan, options, settings, kept, start, job_hosts, in_slurm).status
+    launcher = _launcher(options, settings)
+    supervised.check(options, launcher.in_allocation)
+    plan = _plan(options, launcher)
+    launcher.check(options, plan)
+    with launcher:
+        if options.dry_run:
+            print(printable(launcher.describe(plan, say)))
+            return 0
+        # Named hosts also include those without ranks.
+        job_hosts = (lambda: _hosts(options) or []) if _named(options) else None
+        return supervised.run(plan, options, launcher, job_hosts).status
 
 
 def _check_pinning(variables: Sequence[str]) -> None:
@@ -164,10 +139,12 @@ def _check_pinning(variables: Sequence[str]) -> None:
 
 def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
     """Run `hvdkit run --elastic`."""
+    from hvdkit.launch.elastic import job
+    from hvdkit.launch.elastic.options import limits
+
     job_limits = limits(options)
     supervised.check_host_timeout(options)
-    named = any((options.hosts, options.hostfile, options.host_discovery_script))
-    if not named and (allocation.inside(os.environ) or batch_hosts(os.environ)):
+    if not _named(options) and (allocation.inside(os.environ) or batch_hosts(os.environ)):
         raise UsageError(
             "--elastic was given in an allocation, whose nodes stay the same. Use --restarts, or "
             "name the hosts (-H, --hostfile or --host-discovery-script)"
@@ -187,58 +164,35 @@ def _run_elastic(options: argparse.Namespace, settings: Settings) -> int:
             return discover(options.host_discovery_script, slots, stopped)
         return _hosts(options) or here
 
-    runner = Runner(options)
-    job = ElasticJob(
-        plan=lambda given, size: make_plan(command, _directory(), given, size),
-        hosts=current_hosts,
-        settings=settings,
-        limits=job_limits,
-        run=lambda plan, launcher: runner.run(plan, launcher.run),
-        say=say,
-    )
+    def plan_of(given: Sequence[hosts.Host], size: int) -> Plan:
+        return make_plan(command, _directory(), given, size)
+
+    launcher = Gloo(settings)
     if options.dry_run:
-        print(printable(job.describe()))
+        print(printable(job.describe(launcher, plan_of, current_hosts, job_limits, say)))
         return 0
-    return job.start().status
+    start = Runner(options, launcher).run
+    return job.run(launcher, plan_of, current_hosts, job_limits, start, say).status
 
 
-def _launcher(
-    plan: Plan,
-    settings: Settings,
-    options: argparse.Namespace,
-    slurm_allocation: Allocation | None,
-    kept: KeptAgents | None = None,
-) -> Launcher:
-    in_slurm, over_mpi = slurm_allocation is not None, _over_mpi(options.launcher)
-    if in_slurm and options.bind:
-        raise UsageError(
-            "--bind was given, but Slurm binds tasks itself. Set SLURM_CPU_BIND=cores instead"
-        )
-    if options.debug_rank is not None and (in_slurm or over_mpi):
-        raise UsageError(
-            "--debug-rank needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
-        )
-    for name in ("mpirun", "mpi_args"):
-        if getattr(options, name) and (in_slurm or not over_mpi):
-            raise UsageError(f"{flag(name)} needs --launcher mpi: add it, or remove {flag(name)}")
-    if in_slurm or over_mpi:
-        # srun and mpirun start new agents for each start.
-        settings = replace(settings, agents_stay=False, spares=False)
-    if slurm_allocation is not None:
-        return Slurm(plan, settings, slurm_allocation, options.mpi)
-    if over_mpi:
-        return Mpi(
-            plan,
-            settings,
-            mpi.find(options.mpirun),
-            shlex.split(options.mpi_args),
-        )
-    _check_debug_rank(plan, settings)
-    return Gloo(plan, settings, kept)
+def _launcher(options: argparse.Namespace, settings: Settings) -> Launcher:
+    """Return the launcher of a job that is neither elastic nor one of `--nodes`."""
+    if (slurm_allocation := _allocation(options)) is not None:
+        from hvdkit.launch.slurm import Slurm
+
+        return Slurm(settings, slurm_allocation, options.mpi)
+    if options.launcher == "mpi" or (options.launcher == "auto" and _only_mpi()):
+        from hvdkit.launch.mpi import Mpi, find
+
+        return Mpi(settings, find(options.mpirun), shlex.split(options.mpi_args))
+    return Gloo(settings)
 
 
 def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
     """Run `hvdkit run --nodes`."""
+    from hvdkit.launch.nodes import joining
+    from hvdkit.launch.nodes.gathering import Nodes
+
     command = command_of(options)
     check_command(command)
     node = _node_settings(options)
@@ -253,20 +207,12 @@ def _run_as_node(options: argparse.Namespace, settings: Settings) -> int:
     if node.node > 0:
         return joining.join(node, command, _directory(), say)
 
-    supervised.check(options, in_slurm=False)
-    with GatheredNodes(node, say, options.host_timeout) as gathered:
-        plan = make_plan(command, _directory(), gathered.hosts, hosts.total_slots(gathered.hosts))
-        kept = KeptAgents(gathered.agents)
-        runner = Runner(options)
-
-        def start(next_plan: Plan) -> Outcome:
-            return runner.run(next_plan, Gloo(next_plan, settings, kept).run)
-
-        if options.restarts:
-            outcome = supervised.run(plan, options, settings, kept, start)
-        else:
-            outcome = start(plan)
-        gathered.send_outcome(outcome)
+    supervised.check(options, in_allocation=False)
+    with Nodes(node, settings, say) as launcher:
+        found = launcher.hosts(None)
+        plan = make_plan(command, _directory(), found, hosts.total_slots(found))
+        outcome = supervised.run(plan, options, launcher, None)
+        launcher.send_outcome(outcome)
         return outcome.status
 
 
@@ -303,24 +249,9 @@ def _node_settings(options: argparse.Namespace) -> NodeSettings:
     )
 
 
-def _check_debug_rank(plan: Plan, settings: Settings) -> None:
-    rank = settings.debug_rank
-    if rank is None:
-        return
-    if not 0 <= rank < plan.size:
-        raise UsageError(f"--debug-rank is {rank}; the ranks are 0 to {plan.size - 1}")
-    host = plan.places[rank].host
-    if not prepare.local_hosts(plan)[host]:
-        raise UsageError(
-            f"--debug-rank {rank} runs on {host.name}, but this terminal is on another host; start "
-            f"the job there, or choose a rank of this host"
-        )
-
-
 def _allocation(options: argparse.Namespace) -> Allocation | None:
     """Return the Slurm allocation for the job; None if the job does not use Slurm."""
-    hosts_named = any((options.hosts, options.hostfile, options.host_discovery_script))
-    found = options.launcher == "auto" and not hosts_named and allocation.inside(os.environ)
+    found = options.launcher == "auto" and not _named(options) and allocation.inside(os.environ)
     if not found and options.launcher != "slurm":
         if options.mpi is not None:
             raise UsageError(
@@ -337,16 +268,14 @@ def _allocation(options: argparse.Namespace) -> Allocation | None:
     return slurm_allocation
 
 
-def _plan(options: argparse.Namespace, slurm_allocation: Allocation | None) -> Plan:
+def _plan(options: argparse.Namespace, launcher: Launcher) -> Plan:
     command = command_of(options)
-    job_hosts = list(slurm_allocation.hosts) if slurm_allocation is not None else _hosts(options)
-    if slurm_allocation is not None and options.num_proc is not None:
-        allocation.check_size(slurm_allocation, options.num_proc)
+    job_hosts = launcher.hosts(options.num_proc)
+    if job_hosts is None:
+        job_hosts = _hosts(options)
     if job_hosts is None and (found := batch_hosts(os.environ)) is not None:
         variable, job_hosts = found
-        shown = ", ".join(f"{host.name}:{host.slots}" for host in job_hosts[:_SHOWN_HOSTS])
-        more = ", ..." if len(job_hosts) > _SHOWN_HOSTS else ""
-        say(f"the hosts of {variable}: {shown}{more}")
+        say(f"the hosts of {variable}: {hosts.describe_slots(job_hosts)}")
     if job_hosts is None:
         slots = _ranks_here() if options.num_proc is None else max(1, options.num_proc)
         job_hosts = [hosts.Host("localhost", slots)]
@@ -362,6 +291,8 @@ def command_of(options: argparse.Namespace) -> list[str]:
 
 def _ranks_here() -> int:
     """Return the default number of ranks of this machine: one per GPU, at least 1. Print it."""
+    from hvdkit.launch import inspection
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(inspection.gpus()) if visible is None else len([d for d in visible.split(",") if d])
     one = "1 rank, because there is no GPU here; -np N starts N"
@@ -403,6 +334,11 @@ def _directory() -> str:
     return named if named and os.path.realpath(named) == actual else actual
 
 
+def _named(options: argparse.Namespace) -> bool:
+    """Return whether the user names hosts."""
+    return any((options.hosts, options.hostfile, options.host_discovery_script))
+
+
 def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
     """Return the hosts that the user has named; None if the user has named none."""
     if vars(options).get("host_discovery_script") is not None:
@@ -415,10 +351,6 @@ def _hosts(options: argparse.Namespace) -> list[hosts.Host] | None:
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts)
     return None if options.hostfile is None else hosts.read_hostfile(options.hostfile)
-
-
-def _over_mpi(launcher: str) -> bool:
-    return launcher == "mpi" or (launcher == "auto" and _only_mpi())
 
 
 def _only_mpi() -> bool:

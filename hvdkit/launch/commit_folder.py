@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.core.elastic.start import HOSTS_FILE
-from hvdkit.owned_folders import OwnedFolder
+from hvdkit.owned_folders import OwnedFolder, temporary
 
 #: The beginning of the folders' names.
 PREFIX = "hvdkit-commits-"
@@ -28,8 +27,8 @@ class CommitFolders:
     """
 
     def __init__(self, name: str) -> None:
-        parents = [Path(tempfile.gettempdir())]
-        if os.access(_MEMORY, os.W_OK):
+        parents = [temporary()]
+        if os.access(_MEMORY, os.W_OK) and _MEMORY not in parents:
             parents.insert(0, _MEMORY)
         self._folders = [OwnedFolder(parent, PREFIX, name) for parent in parents]
         self._pending: int | None = None

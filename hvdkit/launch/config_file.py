@@ -15,14 +15,17 @@ import argparse
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.plain_files import read_text
 from hvdkit.whole_files import create
 
 _COMMAND = "command"
+# The longest file, in bytes. Python needs 0.4 GB for a dotted key of this length (a.a.a...).
+_LONGEST = 20_000
 # Options for the file itself, or for one start only.
 _NOT_IN_FILE = frozenset({"help", "config", "write-config", "dry-run"})
 
@@ -40,32 +43,23 @@ def parse_with(
     Raises:
         UsageError: the file does not exist or is not TOML, or a key or a value is not valid.
     """
-    found = _read(path, verb)
-    given = verb.parse_args(words)
-    # An option of the command line replaces those of the file that it excludes.
-    for group in verb._mutually_exclusive_groups:
-        actions_of_group = group._group_actions
-        if any(getattr(given, action.dest) != action.default for action in actions_of_group):
-            for action in actions_of_group:
-                for key in _keys(action.option_strings):
-                    found.pop(key, None)
-    actions = _actions(verb)
-    from_file = [
-        word for key in found if key != _COMMAND for word in _words(actions[key], found[key])
-    ]
-    options = verb.parse_args([*from_file, *words])
-    options.command = options.command or list(found.get(_COMMAND, ()))
-    return options
-
-
-def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        found = tomllib.loads(read_text(path.resolve(), _LONGEST).removeprefix("\ufeff"))
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    # Numbers and levels that are too large for Python are other errors than those of TOML.
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: it is not TOML: {error}") from error
+    given = verb.parse_args(words)
     actions = _actions(verb)
+    # An option of the command line replaces those of the file that it excludes.
+    replaced = {
+        action
+        for group in verb._mutually_exclusive_groups
+        if any(getattr(given, each.dest) != each.default for each in group._group_actions)
+        for action in group._group_actions
+    }
+    from_file = []
     for key, value in found.items():
         if key != _COMMAND and key not in actions:
             close = difflib.get_close_matches(key, [*actions, _COMMAND], 1)
@@ -74,10 +68,14 @@ def _read(path: Path, verb: argparse.ArgumentParser) -> dict[str, Any]:
                 f"--config {path}: {key} is not an option of `hvdkit run`. Expected long "
                 f"options without the leading --, such as num-proc, or `command`.{hint}"
             )
-        expected = _expected(actions.get(key))
-        if not _fits(value, expected):
+        expected, of_file = _words(actions.get(key), value)
+        if of_file is None:
             raise UsageError(f"--config {path}: {key} is {value!r}; expected {expected}")
-    return found
+        if key != _COMMAND and actions[key] not in replaced:
+            from_file += of_file
+    options = verb.parse_args([*from_file, *words])
+    options.command = options.command or list(found.get(_COMMAND, ()))
+    return options
 
 
 def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser) -> None:
@@ -98,6 +96,11 @@ def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser
         data = "".join(f"{line}\n" for line in lines).encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"--write-config {path}: an argument is not UTF-8: {error}") from error
+    if len(data) > _LONGEST:
+        raise UsageError(
+            f"--write-config {path}: the arguments take {len(data):,} bytes; expected at most "
+            f"{_LONGEST:,}. Give the hosts with --hostfile"
+        )
     try:
         # Mode 600, because -x NAME=VALUE may be a secret.
         create(path, data, 0o600)
@@ -110,51 +113,37 @@ def write(path: Path, options: argparse.Namespace, verb: argparse.ArgumentParser
 
 
 def _actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return the options of `verb` by their keys."""
-    return {
-        key: action
+    """Return the options of `verb` by their long names, or short names if there are no others."""
+    named = {
+        max(action.option_strings, key=len).lstrip("-"): action
         for action in verb._actions
-        for key in _keys(action.option_strings)
-        if key not in _NOT_IN_FILE
+        if action.option_strings
     }
+    return {key: named[key] for key in named if key not in _NOT_IN_FILE}
 
 
-def _keys(strings: Sequence[str]) -> Iterator[str]:
-    """Yield the long name of an option, or its short name if it has no long name."""
-    if strings:
-        yield max(strings, key=len).lstrip("-")
+def _words(action: argparse.Action | None, value: Any) -> tuple[str, list[str] | None]:
+    """Return the type that an option expects, and the option as words of a command line.
 
-
-def _expected(action: argparse.Action | None) -> str:
-    """Return the type of an option's value as a text. `action` is None for the command."""
+    Args:
+        action: the option; None for the command, which gives no words.
+        value: its value in the file. Without the expected type, it gives None instead of words.
+    """
+    name = "" if action is None else max(action.option_strings, key=len)
+    is_list = isinstance(value, list)
+    values = value if is_list else [value]
+    kinds = {type(each) for each in values}
     if action is None or isinstance(action, argparse._AppendAction):
-        return "a list of strings"
+        fits = is_list and kinds <= {str}
+        # With =, because a value may begin with a dash.
+        return "a list of strings", [f"{name}={each}" for each in values] if fits else None
+    if action.nargs == 0:
+        return "true or false", [name] * value if isinstance(value, bool) else None
     if action.nargs == 2:
-        return "a list of 2 numbers"
-    return "true or false" if action.nargs == 0 else "a string or a number"
-
-
-def _fits(value: Any, expected: str) -> bool:
-    if expected == "true or false":
-        return isinstance(value, bool)
-    if expected == "a string or a number":
-        return isinstance(value, str | int | float) and not isinstance(value, bool)
-    if expected == "a list of 2 numbers":
-        pair = isinstance(value, list) and len(value) == 2
-        return pair and all(isinstance(each, int | float) for each in value)
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _words(action: argparse.Action, value: Any) -> list[str]:
-    """Return an option and its value as words of a command line."""
-    name = max(action.option_strings, key=len)
-    if isinstance(value, bool):
-        return [name] if value else []
-    if action.nargs == 2:
-        return [name, *map(str, value)]
-    values = value if isinstance(value, list) else [value]
-    # With =, because a value may begin with a dash.
-    return [f"{name}={each}" for each in values]
+        fits = is_list and len(values) == 2 and kinds <= {int, float}
+        return "a list of 2 numbers", [name, *map(str, values)] if fits else None
+    fits = not is_list and kinds <= {str, int, float}
+    return "a string or a number", [f"{name}={value}"] if fits else None
 
 
 def _toml(value: Any) -> str:

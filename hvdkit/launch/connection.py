@@ -8,7 +8,6 @@ import io
 import os
 import queue
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from hvdkit.launch import messages
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import FAILED, NO_ANSWER, Ssh
-from hvdkit.processes import exit_text, wait_for_killed
+from hvdkit.processes import exit_text, kill_group, wait_for_end, wait_for_killed
 from hvdkit.sealed import BrokenSeal, SealedConnection
 
 _AGENT = ["-P", "-m", "hvdkit.launch.agent"]
@@ -72,6 +71,51 @@ class Silence:
     ended_at: float
 
 
+class Heartbeats:
+    """The heartbeats to an agent, and the times in which it has not answered.
+
+    Attributes:
+        silent_since: the time since which the launcher has waited for a message (`time.monotonic`);
+            infinite while no answer is expected: before the first answer, after the end, and
+            for agents that send none (`--nodes`).
+    """
+
+    def __init__(self) -> None:
+        self.silent_since = float("inf")
+        # The time of the heartbeat that the agent has not answered yet, and the last silence.
+        self._asked_at: float | None = None
+        self._silence: Silence | None = None
+
+    def ask(self) -> None:
+        """Note that a heartbeat is sent."""
+        if self._asked_at is None and self.silent_since < float("inf"):
+            self._asked_at = time.monotonic()
+
+    def answer(self, answers: bool) -> None:
+        """Note a message of the agent.
+
+        Args:
+            answers: whether the message shows that the agent answers heartbeats.
+        """
+        now = time.monotonic()
+        if self._asked_at is not None and now > self._asked_at + _SILENCE_SECONDS:
+            self._silence = Silence(now - self._asked_at, now)
+        self._asked_at = None
+        if answers or self.silent_since < float("inf"):
+            self.silent_since = now
+
+    def end(self) -> None:
+        """Expect no more answers."""
+        self.silent_since, self._asked_at = float("inf"), None
+
+    def silence(self, now: float) -> Silence | None:
+        """Return the silence at a time, as `Connection.silence` does."""
+        asked_at = self._asked_at
+        if asked_at is not None and now > asked_at + _SILENCE_SECONDS:
+            return Silence(now - asked_at, float("inf"))
+        return self._silence
+
+
 class Connection:
     """A connection to an agent. A thread puts the agent's messages into the queue `events`.
 
@@ -84,9 +128,6 @@ class Connection:
         ended: whether the connection has ended.
         idle: whether the agent has no ranks, and waits for the next start.
         opened_at: when the launcher opened it (`time.monotonic`).
-        silent_since: the time since which the launcher has waited for a message (`time.monotonic`);
-            infinite while no answer is expected: before the first answer, after the end, and
-            for agents to which no heartbeats are sent (`--nodes`).
         peer: the IPv4 address of an agent that opened the connection; None for other agents, and
             over IPv6.
     """
@@ -99,16 +140,13 @@ class Connection:
         self.ended = False
         self.idle = True
         self.opened_at = time.monotonic()
-        self.silent_since = float("inf")
+        self._heartbeats = Heartbeats()
         self._sent = sent
         self._received = received
         self._events = events
         self._error: OSError | None = None
         # The last line before the greeting, of a login shell.
         self._said = ""
-        # The time of the heartbeat that the agent has not answered yet, and the last silence.
-        self._asked_at: float | None = None
-        self._silence: Silence | None = None
         self._disconnected = threading.Event()
         # A thread writes the messages: an agent that is stopped must not delay the launcher, and a
         # signal handler may send while the main thread does. The value None in the queue closes
@@ -145,10 +183,13 @@ class Connection:
     def send_heartbeat(self) -> None:
         """Send a heartbeat, but only after all earlier messages have been written."""
         if self._unsent.empty():
-            # Agents of `--nodes` send no answer.
-            if self._asked_at is None and self.silent_since < float("inf"):
-                self._asked_at = time.monotonic()
+            self._heartbeats.ask()
             self.send("heartbeat")
+
+    @property
+    def silent_since(self) -> float:
+        """The time since which the launcher has waited for a message; see `Heartbeats`."""
+        return self._heartbeats.silent_since
 
     def silence(self, now: float) -> Silence | None:
         """Return the current silence of the agent, or else its last one; None if there was none.
@@ -158,10 +199,7 @@ class Connection:
         Args:
             now: the time (`time.monotonic`).
         """
-        asked_at = self._asked_at
-        if asked_at is not None and not self.ended and now > asked_at + _SILENCE_SECONDS:
-            return Silence(now - asked_at, float("inf"))
-        return self._silence
+        return self._heartbeats.silence(now)
 
     def disconnect(self) -> None:
         """Close the agent's input after the last message. The agent then ends its ranks and itself.
@@ -216,17 +254,12 @@ class Connection:
         except OSError as error:  # of a socket whose other host is gone
             self._error = error
         self.ended = True
-        self.silent_since = float("inf")
+        self._heartbeats.end()
         self._put({"kind": "lost"})
 
     def _receive(self, line: bytes) -> None:
         message = _decoded(line)
-        now = time.monotonic()
-        if self._asked_at is not None and now > self._asked_at + _SILENCE_SECONDS:
-            self._silence = Silence(now - self._asked_at, now)
-        self._asked_at = None
-        if message["kind"] == "alive" or self.silent_since < float("inf"):
-            self.silent_since = now
+        self._heartbeats.answer(message["kind"] == "alive")
         if message["kind"] != "alive":
             self._put(message, len(line) if message["kind"] in messages.COUNTED else 0)
 
@@ -291,10 +324,9 @@ class ProcessConnection(Connection):
 
     def _status_and_stderr(self) -> tuple[int | None, str]:
         """Wait a moment for the process to end; return its status and its last errors."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1)
+        status = wait_for_end(self._process, 1)
         self._stderr_reader.join(timeout=1)
-        return self._process.poll(), "\n".join(self._stderr)
+        return status, "\n".join(self._stderr)
 
     def explain(self) -> str:
         status, stderr = self._status_and_stderr()
@@ -325,15 +357,14 @@ class ProcessConnection(Connection):
         return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
 
     def cut(self) -> None:
-        self._kill()
+        # The whole group, because a ProxyCommand may not notice the end of ssh.
+        kill_group(self._process)
 
     def close(self, timeout: float) -> None:
         self.disconnect()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            wait_for_killed(self._process)
+        if wait_for_end(self._process, timeout) is None:
+            self.cut()
+        wait_for_killed(self._process)
         self._writer.join(timeout=1)
         pipes = (self._process.stdout, self._process.stderr)
         for thread, pipe in zip((self._reader, self._stderr_reader), pipes, strict=True):
@@ -343,21 +374,14 @@ class ProcessConnection(Connection):
                 pipe.close()
 
     def disconnect(self) -> None:
-        # Kill only once: after `wait`, another process may have the same process id.
-        is_first = not self.disconnected
         super().disconnect()
-        if is_first and not self.greeted:
+        if not self.greeted:
             # There is no agent yet, only an ssh that tries to connect.
-            self._kill()
+            self.cut()
 
     def _close_input(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-
-    def _kill(self) -> None:
-        # The whole group, because a ProxyCommand may not notice the end of ssh.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read_stderr(self) -> None:
         assert self._process.stderr

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.hosts import Host, parse_lines
-from hvdkit.processes import wait_for_killed
+from hvdkit.processes import kill_group, wait_for_end, wait_for_killed
 
 _SCRIPT_SECONDS = 60.0
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
 # The most bytes that a script may print.
 _MOST_BYTES = 10_000_000
-_READ_BYTES = 65536
 
 
 class DiscoveryStopped(HvdkitError):
@@ -42,81 +39,48 @@ def discover(
         UsageError: the script fails, or a line is not a host.
         DiscoveryStopped: the script was ended.
     """
+    name = f"--host-discovery-script {script}"
     words = [str(script.absolute())]
     if " " in str(script) and not script.exists():
         words = ["/bin/sh", "-c", str(script)]
-    try:
-        process = subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise UsageError(f"--host-discovery-script {script}: {error.strerror}") from error
-    try:
-        out, errors = _output(process, stopped)
-    except _ScriptError as error:
-        raise UsageError(f"--host-discovery-script {script} {error}") from error
-    except DiscoveryStopped as error:
-        raise DiscoveryStopped(f"--host-discovery-script {script} was ended") from error
-    finally:
-        # The group, because a shell may have started other programs. This user may not signal
-        # those that were started with sudo.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        wait_for_killed(process)
-        for pipe in filter(None, (process.stdout, process.stderr)):
-            pipe.close()
-    if process.returncode != 0:
-        raise UsageError(
-            f"--host-discovery-script {script} failed with exit status {process.returncode}: "
-            f"{errors.strip()[-500:] or 'it wrote no error. Run it by hand'}"
-        )
-    return parse_lines(out, f"--host-discovery-script {script}", slots)
-
-
-class _ScriptError(Exception):
-    """The script did not end, or printed too much."""
-
-
-def _output(process: subprocess.Popen[bytes], stopped: Callable[[], bool]) -> tuple[str, str]:
-    """Return the output and the last errors of a script when it has ended.
-
-    A program that the script has started in the background may still hold the pipes.
-    """
-    assert process.stdout is not None
-    assert process.stderr is not None
-    out, errors = bytearray(), bytearray()
-    deadline = time.monotonic() + _SCRIPT_SECONDS
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ, out)
-        selector.register(process.stderr, selectors.EVENT_READ, errors)
-        while True:
-            has_ended = process.poll() is not None
-            ready = selector.select(0 if has_ended else _POLL_SECONDS)
-            for key, _ in ready:
-                if data := os.read(key.fd, _READ_BYTES):
-                    key.data.extend(data)
-                else:
-                    selector.unregister(key.fileobj)
-            del errors[:-_READ_BYTES]
-            if has_ended and not ready:
-                # An error about a line shows bytes that are not UTF-8.
-                return out.decode(errors="backslashreplace"), errors.decode(errors="replace")
-            if len(out) > _MOST_BYTES:
-                raise _ScriptError(
-                    f"printed more than {_MOST_BYTES:,} bytes: expected a line HOST:SLOTS for each "
-                    f"host. Run it by hand to see what it prints"
-                )
-            if stopped():
-                raise DiscoveryStopped
-            if time.monotonic() > deadline:
-                raise _ScriptError(
-                    f"did not end within {_SCRIPT_SECONDS:g} s. Run it by hand to see where it "
-                    f"waits"
-                )
-            if not selector.get_map() and not has_ended:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=_POLL_SECONDS)
+    # Files, because a program that the script has started in the background may hold pipes.
+    with TemporaryFile() as out, TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                words, stdout=out, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            raise UsageError(f"{name}: {error.strerror}") from error
+        deadline = time.monotonic() + _SCRIPT_SECONDS
+        try:
+            while (
+                wait_for_end(process, _POLL_SECONDS) is None
+                and os.fstat(out.fileno()).st_size <= _MOST_BYTES
+            ):
+                if stopped():
+                    raise DiscoveryStopped(f"{name} was ended")
+                if time.monotonic() > deadline:
+                    raise UsageError(
+                        f"{name} did not end within {_SCRIPT_SECONDS:g} s. Run it by hand to see "
+                        f"where it waits"
+                    )
+        finally:
+            # The group, because a shell may have started other programs.
+            kill_group(process)
+            wait_for_killed(process)
+        out.seek(0)
+        text = out.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise UsageError(
+                f"{name} printed more than {_MOST_BYTES:,} bytes: expected a line HOST:SLOTS for "
+                f"each host. Run it by hand to see what it prints"
+            )
+        if process.returncode != 0:
+            errors.seek(max(0, os.fstat(errors.fileno()).st_size - 500))
+            last = errors.read(500).decode(errors="replace").strip()
+            raise UsageError(
+                f"{name} failed with exit status {process.returncode}: "
+                f"{last or 'it wrote no error. Run it by hand'}"
+            )
+    # An error about a line shows bytes that are not UTF-8.
+    return parse_lines(text.decode(errors="backslashreplace"), name, slots)

@@ -87,20 +87,16 @@ class _Stream(io.BytesIO):
         super().__init__()
         self.descriptor = descriptor
         self.pending = bytearray()
-        self._failed = False
-        self._error: OSError | None = None
+        self._errors: list[OSError] = []
 
     def isatty(self) -> bool:
         return os.isatty(self.descriptor)
 
     def write(self, data: Any) -> int:
-        if self._error is not None:
-            # Once: the outputs of later starts would warn of it again.
-            error, self._error = self._error, None
-            raise error
-        if not self._failed:
-            self.pending += data
-            self.step()
+        if self._errors:
+            raise self._errors.pop()
+        self.pending.extend(data)
+        self.step()
         return len(data)
 
     def step(self) -> None:
@@ -108,9 +104,11 @@ class _Stream(io.BytesIO):
             try:
                 readers.write_ready(self.descriptor, self.pending)
             except OSError as error:
-                # The next write raises it, so that the user gets a message.
-                self._failed, self._error = True, error
+                # The next write raises it, so that the user gets a message. Later ones succeed: the
+                # outputs of later starts would warn of it again.
+                self._errors.append(error)
                 self.pending.clear()
+                readers.discard(self.descriptor)
 
     def write_rest(self) -> None:
         # After the end of the job, a closed terminal or a full disk leads to no message.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdkit.core.recorder import stall_seconds
 from hvdkit.errors import UsageError
-from hvdkit.launch.batch_systems import BATCH_SYSTEMS
+from hvdkit.launch.allocation import BATCH_SYSTEMS
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.start_error import StartUsageError
 from hvdkit.processes import GROUP_VARIABLE, without_rank_variables

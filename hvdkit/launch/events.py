@@ -3,17 +3,21 @@
 | event | what has happened | from |
 |---|---|---|
 | `Reported` | a rank has reported its end: an exception, `sys.exit`, the script's end | rank |
-| `ScriptEnded` | the script of a rank has made an orderly end; its process may still run | rank |
 | `CollectiveFailed` | the engine of a rank says that its last collective has failed | rank |
 | `ShutDown` | a rank has called `hvd.shutdown()` | rank |
+| `InHorovod` | how far `hvd.init()` or `hvd.shutdown()` is in a rank | rank |
+| `Answered` | a rank has sent a record, maybe because it waits for too long | rank |
 | `Exited`, `Ended` | the process of a rank has ended; all its output has arrived | agent |
+| `Observed` | an agent has looked which of its ranks are stopped | agent |
 | `AgentSignalled` | an agent got a stop signal | agent |
 | `AgentFailed`, `AgentDone` | an agent cannot continue; all processes there have ended | agent |
 | `AgentLost` | the connection to an agent has ended, or the agent is silent | launcher |
 | `Unconfirmed` | agents did not confirm the end of their ranks | launcher |
 | `StopAsked` | the launcher got a stop signal | launcher |
 | `LateStart`, `LateStop` | ranks were late in `hvd.init()`, or after a request to stop | launcher |
-| `Judged` | a verdict on a stall is final | launcher |
+| `Resumed` | the launcher runs again after it was stopped | launcher |
+| `Asked` | all ranks are asked for their records | launcher |
+| `Judged` | the answers are judged: there is a verdict on a stall, or no stall | launcher |
 | `EndBegan` | the launcher begins to end the ranks | launcher |
 | `Found` | what the launcher has found when all ranks had ended | launcher |
 
@@ -31,15 +35,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from hvdkit import exit_statuses
 from hvdkit.errors import HvdkitError
 from hvdkit.faults.rank_report import RankReport
-from hvdkit.launch.plan import Plan, describe_ranks
+from hvdkit.launch.plan import describe_ranks
 from hvdkit.plain_files import parse_json
 
 #: The file with the list, in the output folder of a start.
@@ -56,22 +61,15 @@ class JobPlan:
 
     Attributes:
         hosts: the host of each rank.
-        over_mpi: whether the ranks run over MPI. If a rank or an agent ends, mpirun sends SIGTERM
-            to the others.
+        ends_others_with: as for `Controller`.
         elastic: whether ranks may end because the hosts have changed.
         stop_seconds: the time for an orderly stop.
     """
 
     hosts: tuple[str, ...]
-    over_mpi: bool = False
+    ends_others_with: tuple[int, ...] = ()
     elastic: bool = False
     stop_seconds: float = 120.0
-
-    @classmethod
-    def of(cls, plan: Plan, over_mpi: bool, elastic: bool, stop_seconds: float) -> JobPlan:
-        """Return the part of `plan`."""
-        hosts = tuple(place.host.name for place in plan.places)
-        return cls(hosts, over_mpi, elastic, stop_seconds)
 
     @property
     def size(self) -> int:
@@ -88,60 +86,85 @@ class JobPlan:
         return describe_ranks(ranks, self.hosts)
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that has happened to a job.
-
-    Attributes:
-        at: when it happened (`time.monotonic` of the launcher).
-    """
-
-    at: float
-
-
-@dataclass(frozen=True)
-class Reported(Event):
+class Reported(NamedTuple):
     """A rank has reported its own end."""
 
+    at: float
     rank: int
     report: RankReport
 
 
-@dataclass(frozen=True)
-class ScriptEnded(Event):
-    """The script of a rank has made an orderly end; status None: the rank's command continues."""
-
-    rank: int
-    status: int | None
-
-
-@dataclass(frozen=True)
-class CollectiveFailed(Event):
+class CollectiveFailed(NamedTuple):
     """A rank's last collective has failed: its name, and the engine's error."""
 
+    at: float
     rank: int
     name: str
     error: str
 
 
-@dataclass(frozen=True)
-class ShutDown(Event):
+class ShutDown(NamedTuple):
     """A rank has called `hvd.shutdown()`: where, as a sentence; "" if it has started again."""
 
+    at: float
     rank: int
     text: str
 
 
-@dataclass(frozen=True)
-class Exited(Event):
+class InHorovod(NamedTuple):
+    """A rank starts Horovod, runs it, or shuts it down.
+
+    Attributes:
+        rank: the rank.
+        start: the number of its last start of Horovod, from 1.
+        connected: whether this start has connected the rank; over Gloo, whether the rank has
+            registered at the rendezvous, because the engine has a timeout for the rest.
+        leaving: whether the rank is in `hvd.shutdown()`, or its script has ended. Only over MPI.
+    """
+
+    at: float
+    rank: int
+    start: int
+    connected: bool
+    leaving: bool = False
+
+
+class Answered(NamedTuple):
+    """A rank has sent a record, see `RankRecords`.
+
+    Attributes:
+        rank: the rank.
+        reason: as for `Record`.
+        call: the key of the oldest collective for which it waits; "" for none.
+        waited: the seconds for which it waits.
+        overdue: whether a collective has failed that had waited until its limit.
+    """
+
+    at: float
+    rank: int
+    reason: str
+    call: str = ""
+    waited: float = 0.0
+    overdue: bool = False
+
+
+class Observed(NamedTuple):
+    """An agent has looked at the processes of some ranks, and these of them are stopped."""
+
+    at: float
+    ranks: tuple[int, ...]
+    stopped: tuple[int, ...]
+
+
+class Exited(NamedTuple):
     """The process of a rank has ended. Its last output may follow."""
 
+    at: float
     rank: int
     status: int
 
 
-@dataclass(frozen=True)
-class Ended(Event):
+class Ended(NamedTuple):
     """The process of a rank has ended, and all its output has arrived.
 
     Attributes:
@@ -152,6 +175,7 @@ class Ended(Event):
         stack: the lines of faulthandler after a crash.
     """
 
+    at: float
     rank: int
     status: int
     tail: tuple[str, ...] = ()
@@ -159,33 +183,32 @@ class Ended(Event):
     stack: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class AgentSignalled(Event):
+class AgentSignalled(NamedTuple):
     """An agent got a stop signal, and has asked its ranks to stop."""
 
+    at: float
     host: str
     number: int
 
 
-@dataclass(frozen=True)
-class AgentFailed(Event):
+class AgentFailed(NamedTuple):
     """The agent of some ranks cannot continue."""
 
+    at: float
     host: str
     ranks: tuple[int, ...]
     reason: str
 
 
-@dataclass(frozen=True)
-class AgentDone(Event):
+class AgentDone(NamedTuple):
     """The agent of some ranks has confirmed that no process of the job is left."""
 
+    at: float
     host: str
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AgentLost(Event):
+class AgentLost(NamedTuple):
     """The agent of some ranks is lost.
 
     Attributes:
@@ -197,6 +220,7 @@ class AgentLost(Event):
         silent: whether the agent does not answer, for example because it is stopped.
     """
 
+    at: float
     host: str
     ranks: tuple[int, ...]
     text: str
@@ -205,48 +229,78 @@ class AgentLost(Event):
     silent: bool = False
 
 
-@dataclass(frozen=True)
-class Unconfirmed(Event):
+class Unconfirmed(NamedTuple):
     """Agents on these hosts did not confirm the end of their ranks."""
 
+    at: float
     hosts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class StopAsked(Event):
+class StopAsked(NamedTuple):
     """The launcher got a stop signal."""
 
+    at: float
     number: int
 
 
-@dataclass(frozen=True)
-class LateStart(Event):
+class LateStart(NamedTuple):
     """Ranks were late in `hvd.init()`."""
 
+    at: float
     text: str
 
 
-@dataclass(frozen=True)
-class LateStop(Event):
+class LateStop(NamedTuple):
     """Ranks run after the time for an orderly stop."""
 
+    at: float
     text: str
 
 
-@dataclass(frozen=True)
-class Judged(Event):
-    """A verdict says that no rank can continue, or that the limit of a stall has passed."""
+class Resumed(NamedTuple):
+    """The launcher has not run for some seconds: it was stopped, or the machine suspended."""
 
+    at: float
+    seconds: float
+
+
+class Asked(NamedTuple):
+    """The launcher asks all ranks for their records."""
+
+    at: float
+
+
+class Judged(NamedTuple):
+    """The ranks have answered, or their time is over.
+
+    Attributes:
+        text: the verdict on a stall; "" if there is no stall, or no new one.
+        outlook: how the job continues; "" if it must end, because no rank can continue, or because
+            the limit of the stall has passed.
+        stalled: the collectives that have stalled.
+        ask_at: when the limit of one of them passes, and the ranks must be asked again; 0 for
+            never.
+    """
+
+    at: float
     text: str
+    outlook: str = ""
+    stalled: tuple[str, ...] = ()
+    ask_at: float = 0.0
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job must end."""
+        return bool(self.text) and not self.outlook
 
 
-@dataclass(frozen=True)
-class EndBegan(Event):
+class EndBegan(NamedTuple):
     """The launcher begins to end the ranks."""
 
+    at: float
 
-@dataclass(frozen=True)
-class Found(Event):
+
+class Found(NamedTuple):
     """The launcher has examined the job after the end of all ranks; each field is "" for nothing.
 
     Attributes:
@@ -257,11 +311,38 @@ class Found(Event):
         aborted_by: the srun that has ended all agents.
     """
 
+    at: float
     verdict: str = ""
     mismatch: str = ""
     silent: tuple[str, ...] = ()
     killed: str = ""
     aborted_by: str = ""
+
+
+#: Something that has happened to a job. `at` is when (`time.monotonic` of the launcher).
+Event = (
+    Reported
+    | CollectiveFailed
+    | ShutDown
+    | InHorovod
+    | Answered
+    | Observed
+    | Exited
+    | Ended
+    | AgentSignalled
+    | AgentFailed
+    | AgentDone
+    | AgentLost
+    | Unconfirmed
+    | StopAsked
+    | LateStart
+    | LateStop
+    | Resumed
+    | Asked
+    | Judged
+    | EndBegan
+    | Found
+)
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -276,14 +357,13 @@ def _all_are(item: type) -> Callable[[Any], bool]:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "bool": _is(bool),
     "int": _is(int),
-    "int | None": _is(int, type(None)),
     "str": _is(str),
     "float": lambda value: type(value) in (int, float) and math.isfinite(value),
     "tuple[str, ...]": _all_are(str),
     "tuple[int, ...]": _all_are(int),
     "RankReport": _is(RankReport),
 }
-_KINDS: dict[str, type[Event]] = {each.__name__: each for each in Event.__subclasses__()}
+_KINDS: dict[str, type[Any]] = {each.__name__: each for each in get_args(Event)}
 
 
 def to_text(plan: JobPlan, events: Iterable[Event]) -> str:
@@ -293,8 +373,11 @@ def to_text(plan: JobPlan, events: Iterable[Event]) -> str:
     for event in events:
         if isinstance(event, Ended):
             kept = _LINES if left <= 0 else len(event.tail)
-            event, left = dataclasses.replace(event, tail=event.tail[-kept:]), left - 1
-        lines.append({"kind": type(event).__name__, **dataclasses.asdict(event)})
+            event, left = event._replace(tail=event.tail[-kept:]), left - 1
+        fields = event._asdict()
+        if isinstance(event, Reported):
+            fields["report"] = dataclasses.asdict(event.report)
+        lines.append({"kind": type(event).__name__, **fields})
     return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
@@ -304,14 +387,17 @@ def _fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(part: JobPlan | Event, size: int) -> None:
     """Raise a ValueError if a field has another type, or is no rank of a job of this size."""
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        of_type = _FIELDS[str(field.type)](value)
-        ranks = {"rank": (value,), "ranks": value}.get(field.name, ())
+    for name, of in type(part).__annotations__.items():
+        value = getattr(part, name)
+        # A NamedTuple keeps its annotations as references.
+        of_type = _FIELDS[str(getattr(of, "__forward_arg__", of))](value)
+        ranks = {"rank": (value,), "ranks": value}.get(name, ())
         if not of_type or not all(0 <= rank < size for rank in ranks):
-            raise ValueError(f"{type(part).__name__}: {field.name} is {value!r}")
-        if field.name == "number":
+            raise ValueError(f"{type(part).__name__}: {name} is {value!r}")
+        if name == "number":
             signal.Signals(value)
+        if name == "status" and not -signal.NSIG < value < 2**31:
+            raise ValueError(f"{type(part).__name__}: {name} is {value!r}")
 
 
 def parse(text: str) -> tuple[JobPlan, list[Event]]:
@@ -321,7 +407,9 @@ def parse(text: str) -> tuple[JobPlan, list[Event]]:
         HvdkitError: it is not a list of events of this version.
     """
     try:
-        first, *others = (parse_json(line) for line in text.splitlines())
+        # One after the other: only what becomes an event stays in memory.
+        lines = (parse_json(line[0]) for line in re.finditer(r"[^\n]+", text))
+        first: dict[str, Any] = next(lines, {})
         if first.pop("version") > VERSION:
             raise HvdkitError("the list of events is of a newer hvdkit: update hvdkit")
         plan = JobPlan(**_fields(first))
@@ -329,7 +417,7 @@ def parse(text: str) -> tuple[JobPlan, list[Event]]:
         if not plan.hosts:
             raise ValueError("no ranks")
         events: list[Event] = []
-        for line in others:
+        for line in lines:
             kind = _KINDS[line.pop("kind")]
             fields = _fields(line)
             if isinstance(fields.get("report"), dict):

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from hvdkit.errors import RESUMABLE
 from hvdkit.exit_statuses import CRASHES, signal_of
-from hvdkit.faults.rank_report import LOST_PEER
 from hvdkit.launch import events as e
 from hvdkit.launch.events import Event, JobPlan
 from hvdkit.launch.failure import Failure
+from hvdkit.launch.hook._hvdkit_self_report import LOST_PEER
 from hvdkit.signals import STOP_SIGNALS
 
-_E = TypeVar("_E", bound=Event)
+_E = TypeVar("_E")
 _NEVER = float("inf")
 # Signals with which the launcher, the user or a batch system ends a process.
 _ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGKILL)
@@ -47,7 +47,7 @@ class RankEnd:
     tail: Sequence[str] = ()
     hint: str = ""
     stack: Sequence[str] = ()
-    script: e.ScriptEnded | None = None
+    script: e.Reported | None = None
     crash: int = 0
 
 
@@ -61,7 +61,7 @@ class Facts:
 
     def __init__(self, plan: JobPlan, events: Iterable[Event]) -> None:
         self.plan = plan
-        self._by_kind: dict[type[Event], list[Any]] = {}
+        self._by_kind: dict[type, list[Any]] = {}
         for event in sorted(events, key=_order):
             self._by_kind.setdefault(type(event), []).append(event)
 
@@ -96,6 +96,11 @@ class Facts:
         return min(times, default=_NEVER)
 
     @cached_property
+    def resumed(self) -> e.Resumed | None:
+        """The last pause of the launcher; None for none."""
+        return next(reversed(self._all(e.Resumed)), None)
+
+    @cached_property
     def found(self) -> e.Found:
         """The results of the examination after the end of all ranks."""
         return self._first(e.Found) or e.Found(_NEVER)
@@ -103,10 +108,15 @@ class Facts:
     # The ends of ranks
 
     @cached_property
-    def scripts(self) -> Mapping[int, e.ScriptEnded]:
-        """Rank -> the orderly end of its script."""
-        last = {each.rank: each for each in self._all(e.ScriptEnded)}
-        return {rank: each for rank, each in last.items() if each.status in self.plan.orderly}
+    def scripts(self) -> Mapping[int, e.Reported]:
+        """Rank -> the first report of the orderly end of its script. The process may still run."""
+        found: dict[int, e.Reported] = {}
+        for each in self._all(e.Reported):
+            if each.report.status in self.plan.orderly:
+                found.setdefault(each.rank, each)
+            else:
+                found.pop(each.rank, None)  # the command has started another Python
+        return found
 
     @cached_property
     def ends(self) -> Mapping[int, RankEnd]:
@@ -137,9 +147,9 @@ class Facts:
         script, number = self.scripts.get(rank), signal_of(status)
         if script is None or number not in (*_ENDING_SIGNALS, *CRASHES):
             return RankEnd(rank, status, at, tail, hint, stack)
-        assert script.status is not None
+        assert script.report.status is not None
         crash = number if number in CRASHES else 0
-        return RankEnd(rank, script.status, at, tail, hint, stack, script, crash)
+        return RankEnd(rank, script.report.status, at, tail, hint, stack, script, crash)
 
     @cached_property
     def statuses(self) -> Mapping[int, int]:
@@ -170,10 +180,11 @@ class Facts:
         rank, report = end.rank, self.reports.get(end.rank)
         collective = self.failed_collectives.get(rank)
         raised = report is not None and report.report.how == "exception"
+        # Python's status after an exception.
+        status = 1 if by_launcher else end.status
         return Failure(
             rank=rank,
-            # Python's status after an exception.
-            status=1 if by_launcher else end.status,
+            status=status,
             ended=end.at,
             began=report.at if report is not None and raised else end.at,
             tail=end.tail,
@@ -182,7 +193,7 @@ class Facts:
             stack=end.stack,
             engine_error="" if collective is None else collective.error,
             awaited="" if collective is None else collective.name,
-            over_mpi=self.plan.over_mpi,
+            by_controller=status in self.plan.ends_others_with,
             by_launcher=by_launcher,
             lost_first=report is not None and self._lost_before(report),
         )
@@ -203,10 +214,15 @@ class Facts:
         found = []
         for end in self.ends.values():
             report = self.raised.get(end.rank)
+            raised_at = _NEVER if report is None else report.at
             by_launcher = end.at > self.end_began
             if end.script is not None:
                 found.append(self._failure(end))
-            elif by_launcher and report is not None and report.at < self.end_began:
+            elif (by_launcher and raised_at < self.end_began) or (
+                self.stop is not None
+                and raised_at < self.stop.at < end.at
+                and signal_of(end.status) in _ENDING_SIGNALS
+            ):
                 found.append(self._failure(end, by_launcher=True))
             elif not by_launcher and end.status != 0:
                 found.append(self._failure(end))
@@ -222,7 +238,11 @@ class Facts:
         """Whether the job had failed before the first stop signal."""
         if self.stop is None:
             return False
-        failed = (each.ended for each in self._own_ends if each.status not in self.plan.orderly)
+        failed = (
+            each.began if each.by_launcher else each.ended
+            for each in self._own_ends
+            if each.status not in self.plan.orderly
+        )
         return any(at < self.stop.at for at in (*failed, self.problem_at))
 
     @cached_property
@@ -338,8 +358,8 @@ class Facts:
     @cached_property
     def agent_signals(self) -> Mapping[str, signal.Signals]:
         """The name of a host -> the last stop signal that its agent got."""
-        # mpirun sends SIGTERM to all agents if one of them, or a rank, has ended.
-        if self.plan.over_mpi:
+        # The signal may be a consequence of the end of another agent, or a rank.
+        if -signal.SIGTERM in self.plan.ends_others_with:
             return {}
         return {each.host: signal.Signals(each.number) for each in self._all(e.AgentSignalled)}
 
@@ -365,7 +385,7 @@ class Facts:
             *self._unstarted,
             *self._all(e.LateStart),
             *self._all(e.LateStop),
-            *self._all(e.Judged),
+            *(each for each in self._all(e.Judged) if each.is_final),
         ]
         early = [each for each in others if each.at <= self.end_began]
         return min(early, key=lambda each: each.at, default=None)
@@ -393,11 +413,11 @@ class Facts:
     def _blames(self, problem: Event | None) -> bool:
         """Return whether a problem counts for the host of its agent."""
         if isinstance(problem, e.AgentLost):
-            # If this process was stopped, all agents end. mpirun and srun end all after one.
-            others = problem.with_host or self.plan.over_mpi or problem.paused
+            # If this process was stopped, all agents end.
+            others = problem.with_host or self.plan.ends_others_with or problem.paused
             return problem.silent or not others
         if isinstance(problem, e.AgentDone):
-            return not self.plan.over_mpi
+            return not self.plan.ends_others_with
         return isinstance(problem, e.AgentFailed)
 
     @cached_property
@@ -451,7 +471,8 @@ class Facts:
     @cached_property
     def stop_due(self) -> float:
         """When the ranks that run must have made their orderly stop; infinite for no limit."""
-        starts = [each.at for each in (*self._all(e.StopAsked), *self._all(e.AgentSignalled))]
+        starts = [each.at for each in self._all(e.StopAsked)]
+        starts += [each.at for each in self._all(e.AgentSignalled)]
         # The other ranks are ending too, maybe saving, and must not be interrupted.
         orderly = (each for each in self.unsuccessful if each.status in self.plan.orderly)
         starts += [each.ended for each in orderly if each.ended <= self.end_began]

@@ -25,11 +25,11 @@ that does not run Python, or leaves by `os._exit`, has no report. Output decides
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hvdkit.exit_statuses import CRASHES, MPI_LOST_DAEMON, signal_of, status_text
+from hvdkit.exit_statuses import CRASHES, signal_of, status_text
 from hvdkit.faults.rank_report import RankReport
 from hvdkit.processes import exit_text
 
@@ -42,43 +42,29 @@ _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 
 
 class Kind(Enum):
-    """The kind of a failure, from probable causes to probable consequences."""
-
-    OWN = "own"
-    UNEXPLAINED = "unexplained"
-    TERMINATED = "terminated"
-    CONNECTION = "connection"
-    START = "start"
-    REFUSED = "refused"
-    PEER = "peer"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table of kinds.
+    """The kind of a failure, from probable causes to probable consequences.
 
     Attributes:
+        reported: its name in the report of a rank.
         wait: the seconds for other ranks to fail by themselves.
         is_consequence: whether another rank has caused the failure, so that this rank is not named
             as a suspect.
     """
 
-    wait: float
-    is_consequence: bool = False
+    OWN = "own", 0.5
+    UNEXPLAINED = "unexplained", 2.0
+    TERMINATED = "terminated", 2.0
+    CONNECTION = "connection", 5.0
+    START = "start", 5.0, True
+    REFUSED = "refused", 5.0, True
+    PEER = "peer", 5.0, True
+
+    def __init__(self, reported: str, wait: float, is_consequence: bool = False) -> None:
+        self.reported, self.wait, self.is_consequence = reported, wait, is_consequence
 
 
-#: The kinds in their order.
-KINDS: Mapping[Kind, Row] = {
-    Kind.OWN: Row(0.5),
-    Kind.UNEXPLAINED: Row(2.0),
-    Kind.TERMINATED: Row(2.0),
-    Kind.CONNECTION: Row(5.0),
-    Kind.START: Row(5.0, is_consequence=True),
-    Kind.REFUSED: Row(5.0, is_consequence=True),
-    Kind.PEER: Row(5.0, is_consequence=True),
-}
-_ORDER = {kind: number for number, kind in enumerate(KINDS)}
-_REPORTED = {kind.value: kind for kind in KINDS}
+_ORDER = {kind: number for number, kind in enumerate(Kind)}
+_REPORTED = {kind.reported: kind for kind in Kind}
 #: The wait after SIGKILL, which no rank gets as a consequence of another failure.
 _KILLED_WAIT = 0.1
 
@@ -98,7 +84,8 @@ class Failure:
         stack: the lines of faulthandler after a crash.
         engine_error: the error of its last collective; empty if that did not fail.
         awaited: the name of that collective.
-        over_mpi: whether MPI may have ended it.
+        by_controller: whether its status is one of those with which the controller (MPI) ends
+            ranks after another one has ended.
         by_launcher: whether it had raised an error, and the launcher has then ended it.
         lost_first: whether it had lost another rank before it raised its error.
     """
@@ -113,7 +100,7 @@ class Failure:
     stack: Sequence[str] = ()
     engine_error: str = ""
     awaited: str = ""
-    over_mpi: bool = False
+    by_controller: bool = False
     by_launcher: bool = False
     lost_first: bool = False
 
@@ -125,10 +112,8 @@ class Failure:
             # A signal after it has ended what remained of Python.
             found = _REPORTED.get(report.kind, Kind.OWN)
             return Kind.PEER if found is Kind.OWN and self.lost_first else found
-        if self.over_mpi and self.status == -signal.SIGTERM:
-            return Kind.TERMINATED
-        if self.by_mpi:
-            return Kind.PEER
+        if self.by_controller:
+            return Kind.TERMINATED if self.status == -signal.SIGTERM else Kind.PEER
         if self.status < 0 or signal_of(self.status) in _ENDING:
             return Kind.OWN
         # The script may hide the error of a collective.
@@ -136,9 +121,8 @@ class Failure:
 
     @property
     def by_mpi(self) -> bool:
-        """Whether MPI has ended the rank because mpirun has lost its daemon on a host."""
-        has_error = self.report is not None and self.report.error
-        return self.over_mpi and not has_error and self.status == MPI_LOST_DAEMON
+        """Whether MPI has probably ended the rank, which had raised no error."""
+        return self.by_controller and self.exception is None
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -148,12 +132,12 @@ class Failure:
     @property
     def wait(self) -> float:
         """The seconds for other ranks to fail by themselves."""
-        return _KILLED_WAIT if self.status == -signal.SIGKILL else KINDS[self.kind].wait
+        return _KILLED_WAIT if self.status == -signal.SIGKILL else self.kind.wait
 
     @property
     def is_consequence(self) -> bool:
         """Whether the rank failed only because of another rank."""
-        return KINDS[self.kind].is_consequence
+        return self.kind.is_consequence
 
     def is_before(self, kind: Kind) -> bool:
         """Return whether the failure explains those of a kind."""

@@ -37,7 +37,7 @@ def failure_report(facts: Facts, remarks: Sequence[str]) -> tuple[str, str]:
     if causes:
         # The causes come first: the rank that failed is not at fault.
         lines = [f"Then {lines[0]}"]
-    if first.kind is Kind.TERMINATED or first.by_mpi:
+    if first.by_mpi:
         lines.append(
             "If mpirun or srun gets a signal, or loses its daemon on a host, it ends all ranks."
         )

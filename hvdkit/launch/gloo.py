@@ -2,217 +2,171 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import ClassVar, Self
 
-from hvdkit.errors import HvdkitError
-from hvdkit.launch import environment, network, preflight, prepare
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.launch import environment, network, prepare
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_command
+from hvdkit.launch.controller import Controller, over_gloo, place_variables
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job
-from hvdkit.launch.kept_agents import KeptAgents
-from hvdkit.launch.launcher import Settings
-from hvdkit.launch.messages import Message
-from hvdkit.launch.network import Interface
+from hvdkit.launch.launcher import Launcher, Workers
 from hvdkit.launch.outcome import Outcome
-from hvdkit.launch.output import Output
-from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.plan import Plan
 from hvdkit.launch.reachability import broken_connections
+from hvdkit.launch.settings import Settings
+from hvdkit.launch.start_error import StartError
 from hvdkit.processes import python_command
-from hvdkit.rendezvous import RendezvousServer, gloo_environment
 from hvdkit.signals import begin_to_note, stop_noting
 
-#: With this many ranks, an engine without hvdkit's patch of the rendezvous starts slowly.
-SLOW_SIZE = 32
-#: The first revision of the engine (the Horovod of `hvdkit build`) that sends the job's key to the
-#: rendezvous.
-KEY_REVISION = 6
 # Time for all hosts to try connections after a failure.
 _CONNECT_SECONDS = 20.0
+_NEEDS_MPI = "{0} needs --launcher mpi: add it, or remove {0}"
 
 
-@dataclass(frozen=True)
-class Gloo:
+class Gloo(Launcher):
     """Start ranks over Gloo, with an agent on each host: here, or over ssh.
 
+    The agents stay between the starts of the job.
+
     Attributes:
-        plan: the job.
-        settings: how it is started.
-        kept: the agents of earlier starts; None for a job with one start.
+        agents: the agents.
     """
 
-    plan: Plan
-    settings: Settings
-    kept: KeptAgents | None = None
+    name = "Gloo"
+    refused: ClassVar[Mapping[str, str]] = {"mpirun": _NEEDS_MPI, "mpi_args": _NEEDS_MPI}
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.agents = AgentPool(settings.ssh.silence)
+        # The names of the hosts that have passed the preflight.
+        self._checked: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self.agents.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.agents.__exit__(*exc)
+
+    def check(self, options: argparse.Namespace, plan: Plan) -> None:
+        super().check(options, plan)
+        if (rank := self.settings.debug_rank) is None:
+            return
+        if not 0 <= rank < plan.size:
+            raise UsageError(f"--debug-rank is {rank}; the ranks are 0 to {plan.size - 1}")
+        host = plan.places[rank].host
+        if not prepare.local_hosts(plan)[host]:
+            raise UsageError(
+                f"--debug-rank {rank} runs on {host.name}, but this terminal is on another host; "
+                f"start the job there, or choose a rank of this host"
+            )
 
     @contextmanager
-    def run(self, output: Output, say: Callable[[str], None]) -> Iterator[Outcome]:
-        """Start the ranks, and watch them until they have ended. Close the agents on exit."""
-        prepare.warn_of_withheld(self.plan, self.settings, say)
-        if self.kept is not None:
-            settings = self.kept.settings_for(self.plan, self.settings)
-            agents = self.kept.of(self.plan, settings)
-            outcome = run_with(agents, self.plan, settings, output, say)
-            self.kept.mark_checked(self.plan)
-            yield outcome
-            return
-        with AgentPool(self.settings.ssh.silence) as agents:
-            prepare.start_agents(agents, self.plan, self.settings)
-            yield run_with(agents, self.plan, self.settings, output, say)
+    def examined(
+        self, plan: Plan, say: Callable[[str], None], checks: bool = True
+    ) -> Iterator[Workers]:
+        self._connect(plan)
+        facts = prepare.collect_facts(self.agents, plan, self.settings)
+        names = {host.name for host in plan.hosts}
+        checks = checks and not names <= self._checked
+        yield self._examine(self.agents, plan, facts, say, checks)
+        self._checked.update(names)
 
-    def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
-        """Return the plan as text, and the commands that would start the ranks."""
-        local = prepare.local_hosts(self.plan)
-        with AgentPool(self.settings.ssh.silence) as agents:
-            prepare.start_agents(agents, self.plan, self.settings)
-            facts = prepare.collect_facts(agents, self.plan, self.settings)
-        interfaces, address = prepare.choose_network(self.plan, facts, self.settings)
-        lines = [f"{self.plan.size} ranks over Gloo, in {self.plan.directory}"]
-        lines += prepare.host_lines(self.plan, facts, interfaces, self.settings)
-        lines += ["", "This starts the agents, which start the ranks:"]
-        for host in self.plan.hosts:
-            agent = agent_command(host, local[host], self.settings.ssh, self.settings.python)
+    def _connect(self, plan: Plan) -> None:
+        """Connect to the agents of the plan's hosts, in their order. Start those that are missing.
+
+        Raises:
+            StartError: a node of `--nodes` was lost.
+        """
+        agents = self.agents
+        agents.drop(c for c in agents.every if c.ended or not c.idle)
+        kept = {c.host.name: c for c in agents.every}
+        local = prepare.local_hosts(plan)
+        missing = {host: local[host] for host in plan.hosts if host.name not in kept}
+        if missing and not self.hosts_return:
+            names = [host.name for host in missing]
+            lost = f"lost {', '.join(names)}: a node cannot join a running job again"
+            raise StartError(lost, names)
+        agents.connections, agents.unused = [], list(kept.values())
+        prepare.start_agents(agents, plan, self.settings, missing)
+        by_name = kept | {c.host.name: c for c in agents.connections}
+        agents.connections = [by_name[host.name] for host in plan.hosts]
+        agents.unused = [c for c in kept.values() if c not in agents.connections]
+        for connection, host in zip(agents.connections, plan.hosts, strict=True):
+            connection.host = host
+
+    def keep_only(self, hosts: Sequence[Host]) -> None:
+        """End the agents on all other hosts."""
+        names = {host.name for host in hosts}
+        self.agents.drop(c for c in self.agents.every if c.host.name not in names)
+
+    def controller(self, plan: Plan, workers: Workers) -> AbstractContextManager[Controller]:
+        return over_gloo(plan, workers.facts, workers.address)
+
+    def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:
+        self._connect(plan)
+        _, problems = self.agents.collect_facts(prepare.task(plan, self.settings), timeout)
+        self.agents.drop(problems)
+        return {connection.host: problem for connection, problem in problems.items()}
+
+    def after_failure(self, outcome: Outcome, plan: Plan, workers: Workers) -> Outcome:
+        """Return the outcome with the connections between the hosts that fail now.
+
+        They are tried if the job may start again, and the failure does not show its host.
+        """
+        may_continue = outcome.restartable and outcome.interrupted is None
+        if not may_continue or outcome.shows_host(plan):
+            return outcome
+        try:
+            if stop_noting() is None:
+                outcome = _with_broken(outcome, workers)
+            begin_to_note()
+        except KeyboardInterrupt as stop:
+            number = stop.args[0] if stop.args else signal.SIGINT
+            outcome = replace(outcome, interrupted=signal.Signals(number))
+        return outcome
+
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
+        local, ssh = prepare.local_hosts(plan), self.settings.ssh
+        lines = ["This starts the agents, which start the ranks:"]
+        for host in plan.hosts:
+            agent = agent_command(host, local[host], ssh, self.settings.python)
             lines.append(f"  {shlex.join(agent)}")
 
         def on_host(host: Host, words: Sequence[str]) -> str:
-            line = f"cd {shlex.quote(self.plan.directory)} && {shlex.join(words)}"
-            if local[host]:
-                return line
-            return shlex.join(["ssh", *self.settings.ssh.options(), host.name, line])
+            line = f"cd {shlex.quote(plan.directory)} && {shlex.join(words)}"
+            return line if local[host] else shlex.join(["ssh", *ssh.options(), host.name, line])
 
-        return "\n".join(
-            [
-                *lines,
-                *manual_commands(self.plan, self.settings, facts, interfaces, address, on_host),
-            ]
-        )
+        return [*lines, *manual_commands(plan, self.settings, workers, on_host)]
 
 
-def run_with(
-    agents: AgentPool,
-    plan: Plan,
-    settings: Settings,
-    output: Output,
-    say: Callable[[str], None],
-) -> Outcome:
-    """Start and watch the ranks of `plan`, with the running agents of its hosts."""
-    facts = prepare.collect_facts(agents, plan, settings)
-    interfaces, address = prepare.choose_network(plan, facts, settings, say)
-    without_key = not all_send_key(facts)
-    with RendezvousServer(address, size=plan.size, stores_without_key=without_key) as server:
-        launcher_address = (address, server.port)
-        preflight.before_start(agents, interfaces, plan, settings, launcher_address, say)
-        places = place_variables(plan, address, server.port, server.key)
-        prepare.start_ranks(agents, plan, facts, settings, interfaces, places)
-        ready = registered_ranks(server, plan.size, facts, say)
-        elastic = settings.elastic_variables is not None
-        outcome = Job(plan, agents, output, settings.rank_timeouts, ready, say, elastic).run()
-        may_continue = outcome.restartable and outcome.interrupted is None
-        if settings.agents_stay and may_continue and not outcome.shows_host(plan):
-            try:
-                if stop_noting() is None:
-                    outcome = _with_broken(outcome, agents, interfaces, launcher_address)
-                begin_to_note()
-            except KeyboardInterrupt as stop:
-                number = stop.args[0] if stop.args else signal.SIGINT
-                outcome = replace(outcome, interrupted=signal.Signals(number))
-        return outcome
-
-
-def _with_broken(
-    outcome: Outcome,
-    agents: AgentPool,
-    interfaces: Mapping[Host, Interface],
-    launcher_address: tuple[str, int],
-) -> Outcome:
+def _with_broken(outcome: Outcome, workers: Workers) -> Outcome:
     """Return the outcome of a job with the connections between its hosts that fail now."""
     # An agent may also be lost after its ranks have ended.
-    answering = all(each.idle and not each.ended for each in agents.connections)
-    if len(interfaces) == 1 or not answering:
+    answering = all(each.idle and not each.ended for each in workers.agents.connections)
+    if len(workers.interfaces) == 1 or not answering:
         return outcome
     try:
-        broken = broken_connections(agents, interfaces, launcher_address, _CONNECT_SECONDS)
+        broken = broken_connections(
+            workers.agents, workers.interfaces, workers.address, _CONNECT_SECONDS
+        )
     except HvdkitError:
         return outcome  # the next start finds that a host does not answer
     return outcome.with_broken(broken)
 
 
-def place_variables(
-    plan: Plan, address: str, port: int, key: str | None = None
-) -> Callable[[Place, Interface], dict[str, str]]:
-    """Return a function that returns the variables for a rank's place.
-
-    Args:
-        plan: the job.
-        address: the address of its rendezvous.
-        port: the port of its rendezvous.
-        key: the key for the rendezvous; None for a rendezvous without a key.
-    """
-
-    def variables(place: Place, interface: Interface) -> dict[str, str]:
-        return gloo_environment(
-            place.rank,
-            plan.size,
-            address,
-            port,
-            interface.name,
-            place.host.address,
-            place.local_rank,
-            place.local_size,
-            place.cross_rank,
-            place.cross_size,
-            key,
-        )
-
-    return variables
-
-
-def all_send_key(facts: Mapping[Host, Message]) -> bool:
-    """Return whether the engine of every host sends the key to the rendezvous."""
-    return all(found["engine"] >= KEY_REVISION for found in facts.values())
-
-
-def registered_ranks(
-    server: RendezvousServer,
-    size: int,
-    facts: Mapping[Host, Message],
-    say: Callable[[str], None],
-) -> Callable[[], set[int]]:
-    """Return a function that returns the ranks that have registered at the rendezvous.
-
-    If the engine of every host sends the key, ranks without the key are not counted: they may not
-    belong to this job. The function warns once of an engine that is slow to start at this size.
-    """
-    warned = False
-    have_key = all_send_key(facts)
-
-    def ranks() -> set[int]:
-        nonlocal warned
-        if have_key:
-            return server.registered()
-        old = server.without_key() & set(range(size))
-        if old and size >= SLOW_SIZE and not warned:
-            warned = True
-            say(
-                f"the engine of rank {min(old)} asks for the addresses of {size} ranks one by one, "
-                f"which takes long: build a newer engine there with `hvdkit build`"
-            )
-        return server.registered() | old
-
-    return ranks
-
-
 def manual_commands(
     plan: Plan,
     settings: Settings,
-    facts: Mapping[Host, Message],
-    interfaces: Mapping[Host, Interface],
-    address: str,
+    workers: Workers,
     on_host: Callable[[Host, Sequence[str]], str],
 ) -> list[str]:
     """Return the lines of a dry run with commands that start the ranks without hvdkit.
@@ -220,28 +174,23 @@ def manual_commands(
     Args:
         plan: the job.
         settings: how it is started.
-        facts: host -> its facts (`host_facts.facts`).
-        interfaces: host -> the interface of its ranks.
-        address: this machine's address, for the rendezvous.
+        workers: the hosts and their network.
         on_host: returns the command that runs the given words on a host.
     """
-    port = network.free_port(address)
-    rendezvous = python_command("-m", "hvdkit.rendezvous", address, str(port))
+    port = network.free_port(workers.address)
+    rendezvous = python_command("-m", "hvdkit.rendezvous", workers.address, str(port))
     lines = ["", "To start the same ranks by hand:", f"  {shlex.join(rendezvous)} &"]
-    places = place_variables(plan, address, port)
-    master = (interfaces[plan.places[0].host].address, network.free_port(address))
-    ranks = prepare.rank_messages(
-        plan, facts, settings, interfaces, places, master if settings.torch_env else None
-    )
+    places = place_variables(plan, workers.address, port)
+    master_port = network.free_port(workers.address) if settings.torch_env else None
+    ranks = prepare.rank_messages(plan, workers, settings, places, master_port)
     # Variables from -x, and variables of unknown use, may be secrets.
     asked = environment.explicit(os.environ, settings.variables)
     forwarded = environment.forwarded(os.environ).keys() - environment.known(os.environ).keys()
     hidden = {*asked, *forwarded}
-    for host in plan.hosts:
-        for rank in ranks[host]:
-            shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
-            words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
-            lines.append(f"  {on_host(host, [*words, *plan.command])} &")
+    for place, rank in zip(plan.places, ranks, strict=True):
+        shown = {k: v for k, v in (rank["defaults"] | rank["env"]).items() if k not in hidden}
+        words = ["env", *(f"{name}={value}" for name, value in sorted(shown.items()))]
+        lines.append(f"  {on_host(place.host, [*words, *plan.command])} &")
     if asked:
         lines.append(f"  (and with {', '.join(sorted(asked))}, from -x)")
     return lines

@@ -20,13 +20,10 @@ from typing import Any, NoReturn
 
 from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch import arguments, command, environment, prepare
-from hvdkit.launch.tagged_output import RankFiles, TaggedOutput
-from hvdkit.plain_files import read_text
+from hvdkit.launch import arguments, command, environment, prepare, running
+from hvdkit.launch.output import RankFiles, TaggedOutput
+from hvdkit.plain_files import printable, read_text
 from hvdkit.processes import python_command
-
-_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
-_MEBIBYTE = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,16 @@ class Option:
 
     Attributes:
         names: its names, separated by spaces. The last one gives its key, see `key`.
+        kind: the type of its value; None for a flag.
         becomes: an argument of `hvdkit run`, or a variable of the ranks, with the same value; empty
             if `_words` makes more of it.
         effect: the effect as a text for docs/migrating.md; empty for `becomes`.
-        kind: the type of its value; None for a flag.
-        off: the names of the opposite flag.
+        off: the names of the opposite flag, separated by spaces.
         words: the number of its values, if not 1.
         yaml: its place in a file of `--config-file`.
         least: the least value, if there is one.
         most: the greatest value, if there is one.
-        values: all its values, if they are few.
+        values: all its values, separated by spaces, if they are few.
         times: the variable is the value times this number.
         inverse: the variable is 0 if the flag is set, and 1 if the opposite flag is set.
         needs: the key of another option, or a kind of job: without it, this option has no effect.
@@ -52,15 +49,15 @@ class Option:
     """
 
     names: str
+    kind: Callable[[str], Any] | None
     becomes: str = ""
     effect: str = ""
-    kind: Callable[[str], Any] | None = str
     off: str = ""
     words: int = 1
     yaml: str = ""
     least: float | None = None
     most: float | None = None
-    values: Sequence[str] = ()
+    values: str = ""
     times: int = 1
     inverse: bool = False
     needs: str = ""
@@ -80,192 +77,120 @@ class Option:
         return max(self.names.split(), key=len)
 
 
-_int = partial(Option, kind=int, least=0)
-_float = partial(Option, kind=float, least=0)
-_flag = partial(Option, kind=None)
-
-#: The options, in groups: the name of the group -> its options.
-OPTIONS: Mapping[str, Sequence[Option]] = {
-    "job": (
-        Option("-np --num-proc", "-np", kind=int, least=1),
-        _flag("-v --version", effect="prints the version of Horovod"),
-        _flag("-cb --check-build", effect="starts Horovod's own launcher, which prints its table"),
-        Option("--start-timeout", "--start-timeout", kind=int, default="HOROVOD_START_TIMEOUT"),
-        _flag("--disable-cache", effect="no effect: hvdkit makes all its checks at each start"),
-        Option("--config-file", effect="reads these options from Horovod's YAML file"),
-        _flag("--verbose", effect="prints the command line of `hvdkit run`"),
-    ),
-    "hosts": (
-        Option("-H --hosts", "-H"),
-        Option("-hostfile --hostfile", "--hostfile"),
-        Option(
-            "--host-discovery-script",
-            "--host-discovery-script",
-            "`--elastic --host-discovery-script`",
-        ),
-        Option("-p --ssh-port", "--ssh-port", kind=int),
-        Option("-i --ssh-identity-file", "--ssh-identity"),
-        Option(
-            "--network-interface --network-interfaces",
-            effect="the first one: `--network`; all: `NCCL_SOCKET_IFNAME`",
-        ),
-    ),
-    "launcher": (
-        _flag("--gloo", effect="`--launcher gloo`"),
-        _flag("--mpi", effect="`--launcher mpi`"),
-        _flag("--jsrun", effect="starts Horovod's own launcher, which runs `jsrun`"),
-        Option("--mpi-args", "--mpi-args", needs="mpi"),
-        Option("--binding-args", "--mpi-args", needs="mpi"),
-        _flag(
-            "--mpi-threads-disable",
-            "HOROVOD_MPI_THREADS_DISABLE",
-            off="--no-mpi-threads-disable",
-            yaml="library_options.mpi_threads_disable",
-        ),
-        _flag("--tcp", "NCCL_IB_DISABLE"),
-    ),
-    "output": (
-        Option("--output-filename", effect="writes `rank.N/stdout` and `rank.N/stderr`"),
-        _flag(
-            "-prefix-timestamp --prefix-output-with-timestamp",
-            effect="prefix `Sun Nov 29 12:00:00 2026[0]<stdout>:`",
-        ),
-        Option("--log-level", "HOROVOD_LOG_LEVEL", values=_LEVELS, yaml="logging.level"),
-        _flag(
-            "--no-log-hide-timestamp --log-with-timestamp",
-            "HOROVOD_LOG_HIDE_TIME",
-            off="--log-hide-timestamp --log-without-timestamp",
-            yaml="logging.with_timestamp",
-            inverse=True,
-        ),
-    ),
-    "elastic": (
-        Option("--min-np --min-num-proc", "--min-np", "`--elastic --min-np`", kind=int),
-        Option("--max-np --max-num-proc", "--max-np", kind=int, needs="elastic"),
-        Option("--slots-per-host", "--slots-per-host", kind=int, needs="host_discovery_script"),
-        Option(
-            "--elastic-timeout",
-            "--elastic-timeout",
-            kind=int,
-            needs="elastic",
-            default="HOROVOD_ELASTIC_TIMEOUT",
-        ),
-        Option("--reset-limit", "--reset-limit", kind=int, needs="elastic"),
-        Option(
-            "--blacklist-cooldown-range",
-            "--blacklist-cooldown-range",
-            kind=int,
-            words=2,
-            needs="elastic",
-        ),
-    ),
-    "parameters": (
-        _int(
-            "--fusion-threshold-mb",
-            "HOROVOD_FUSION_THRESHOLD",
-            yaml="params.fusion_threshold_mb",
-            times=_MEBIBYTE,
-        ),
-        _float("--cycle-time-ms", "HOROVOD_CYCLE_TIME", yaml="params.cycle_time_ms"),
-        _int("--cache-capacity", "HOROVOD_CACHE_CAPACITY", yaml="params.cache_capacity"),
-        _flag(
-            "--hierarchical-allreduce",
-            "HOROVOD_HIERARCHICAL_ALLREDUCE",
-            off="--no-hierarchical-allreduce",
-            yaml="params.hierarchical_allreduce",
-        ),
-        _flag(
-            "--hierarchical-allgather",
-            "HOROVOD_HIERARCHICAL_ALLGATHER",
-            off="--no-hierarchical-allgather",
-            yaml="params.hierarchical_allgather",
-        ),
-        _flag(
-            "--torus-allreduce",
-            "HOROVOD_TORUS_ALLREDUCE",
-            off="--no-torus-allreduce",
-            yaml="params.torus_allreduce",
-        ),
-        _int(
-            "--num-nccl-streams",
-            "HOROVOD_NUM_NCCL_STREAMS",
-            yaml="library_options.num_nccl_streams",
-        ),
-        _int(
-            "--thread-affinity", "HOROVOD_THREAD_AFFINITY", yaml="library_options.thread_affinity"
-        ),
-        _int(
-            "--gloo-timeout-seconds",
-            "HOROVOD_GLOO_TIMEOUT_SECONDS",
-            yaml="library_options.gloo_timeout_seconds",
-        ),
-    ),
-    "autotune": (
-        _flag("--autotune", "HOROVOD_AUTOTUNE", off="--no-autotune", yaml="autotune.enabled"),
-        Option(
-            "--autotune-log-file",
-            "HOROVOD_AUTOTUNE_LOG",
-            yaml="autotune.log_file",
-            needs="autotune",
-        ),
-        _int(
-            "--autotune-warmup-samples",
-            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-            yaml="autotune.warmup_samples",
-            needs="autotune",
-        ),
-        _int(
-            "--autotune-steps-per-sample",
-            "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-            yaml="autotune.steps_per_sample",
-            needs="autotune",
-        ),
-        _int(
-            "--autotune-bayes-opt-max-samples",
-            "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-            yaml="autotune.bayes_opt_max_samples",
-            needs="autotune",
-        ),
-        _float(
-            "--autotune-gaussian-process-noise",
-            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-            yaml="autotune.gaussian_process_noise",
-            most=1,
-            needs="autotune",
-        ),
-    ),
-    "timeline": (
-        Option("--timeline-filename", "HOROVOD_TIMELINE", yaml="timeline.filename"),
-        _flag(
-            "--timeline-mark-cycles",
-            "HOROVOD_TIMELINE_MARK_CYCLES",
-            off="--no-timeline-mark-cycles",
-            yaml="timeline.mark_cycles",
-            needs="timeline_filename",
-        ),
-    ),
-    "stalls": (
-        _flag(
-            "--stall-check",
-            "HOROVOD_STALL_CHECK_DISABLE",
-            off="--no-stall-check",
-            yaml="stall_check.enabled",
-            inverse=True,
-        ),
-        _int(
-            "--stall-check-warning-time-seconds",
-            "HOROVOD_STALL_CHECK_TIME_SECONDS",
-            yaml="stall_check.warning_time_seconds",
-        ),
-        _int(
-            "--stall-check-shutdown-time-seconds",
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-            yaml="stall_check.shutdown_time_seconds",
-        ),
-    ),
+# The options, in groups. Two spaces or a line end separate the names, the type, `becomes` or
+# `effect`, and the other attributes of `Option`. `count` and `number` are at least 0.
+_TABLE = """
+[job]
+-np --num-proc  int  -np  least=1
+-v --version  flag  prints the version of Horovod
+-cb --check-build  flag  starts Horovod's own launcher, which prints its table
+--start-timeout  int  --start-timeout  default=HOROVOD_START_TIMEOUT
+--disable-cache  flag  no effect: hvdkit makes all its checks at each start
+--config-file  text  reads these options from Horovod's YAML file
+--verbose  flag  prints the command line of `hvdkit run`
+[hosts]
+-H --hosts  text  -H
+-hostfile --hostfile  text  --hostfile
+--host-discovery-script  text  --host-discovery-script
+-p --ssh-port  int  --ssh-port
+-i --ssh-identity-file  text  --ssh-identity
+--network-interface --network-interfaces  text
+    the first one: `--network`; all: `NCCL_SOCKET_IFNAME`
+[launcher]
+--gloo  flag  `--launcher gloo`
+--mpi  flag  `--launcher mpi`
+--jsrun  flag  starts Horovod's own launcher, which runs `jsrun`
+--mpi-args  text  --mpi-args  needs=mpi
+--binding-args  text  --mpi-args  needs=mpi
+--mpi-threads-disable  flag  HOROVOD_MPI_THREADS_DISABLE
+    off=--no-mpi-threads-disable  yaml=library_options.mpi_threads_disable
+--tcp  flag  NCCL_IB_DISABLE
+[output]
+--output-filename  text  writes `rank.N/stdout` and `rank.N/stderr`
+-prefix-timestamp --prefix-output-with-timestamp  flag
+    prefix `Sun Nov 29 12:00:00 2026[0]<stdout>:`
+--log-level  text  HOROVOD_LOG_LEVEL  yaml=logging.level
+    values=TRACE,DEBUG,INFO,WARNING,ERROR,FATAL
+--no-log-hide-timestamp --log-with-timestamp  flag  HOROVOD_LOG_HIDE_TIME  inverse=1
+    off=--log-hide-timestamp,--log-without-timestamp  yaml=logging.with_timestamp
+[elastic]
+--min-np --min-num-proc  int  --min-np
+--max-np --max-num-proc  int  --max-np  needs=elastic
+--slots-per-host  int  --slots-per-host  needs=host_discovery_script
+--elastic-timeout  int  --elastic-timeout  needs=elastic  default=HOROVOD_ELASTIC_TIMEOUT
+--reset-limit  int  --reset-limit  needs=elastic
+--blacklist-cooldown-range  int  --blacklist-cooldown-range  words=2  needs=elastic
+[parameters]
+--fusion-threshold-mb  count  HOROVOD_FUSION_THRESHOLD  times=1048576
+    yaml=params.fusion_threshold_mb
+--cycle-time-ms  number  HOROVOD_CYCLE_TIME  yaml=params.cycle_time_ms
+--cache-capacity  count  HOROVOD_CACHE_CAPACITY  yaml=params.cache_capacity
+--hierarchical-allreduce  flag  HOROVOD_HIERARCHICAL_ALLREDUCE
+    off=--no-hierarchical-allreduce  yaml=params.hierarchical_allreduce
+--hierarchical-allgather  flag  HOROVOD_HIERARCHICAL_ALLGATHER
+    off=--no-hierarchical-allgather  yaml=params.hierarchical_allgather
+--torus-allreduce  flag  HOROVOD_TORUS_ALLREDUCE
+    off=--no-torus-allreduce  yaml=params.torus_allreduce
+--num-nccl-streams  count  HOROVOD_NUM_NCCL_STREAMS  yaml=library_options.num_nccl_streams
+--thread-affinity  count  HOROVOD_THREAD_AFFINITY  yaml=library_options.thread_affinity
+--gloo-timeout-seconds  count  HOROVOD_GLOO_TIMEOUT_SECONDS
+    yaml=library_options.gloo_timeout_seconds
+[autotune]
+--autotune  flag  HOROVOD_AUTOTUNE  off=--no-autotune  yaml=autotune.enabled
+--autotune-log-file  text  HOROVOD_AUTOTUNE_LOG  yaml=autotune.log_file  needs=autotune
+--autotune-warmup-samples  count  HOROVOD_AUTOTUNE_WARMUP_SAMPLES
+    yaml=autotune.warmup_samples  needs=autotune
+--autotune-steps-per-sample  count  HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE
+    yaml=autotune.steps_per_sample  needs=autotune
+--autotune-bayes-opt-max-samples  count  HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES
+    yaml=autotune.bayes_opt_max_samples  needs=autotune
+--autotune-gaussian-process-noise  number  HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE
+    yaml=autotune.gaussian_process_noise  most=1  needs=autotune
+[timeline]
+--timeline-filename  text  HOROVOD_TIMELINE  yaml=timeline.filename
+--timeline-mark-cycles  flag  HOROVOD_TIMELINE_MARK_CYCLES  off=--no-timeline-mark-cycles
+    yaml=timeline.mark_cycles  needs=timeline_filename
+[stalls]
+--stall-check  flag  HOROVOD_STALL_CHECK_DISABLE  off=--no-stall-check  inverse=1
+    yaml=stall_check.enabled
+--stall-check-warning-time-seconds  count  HOROVOD_STALL_CHECK_TIME_SECONDS
+    yaml=stall_check.warning_time_seconds
+--stall-check-shutdown-time-seconds  count  HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
+    yaml=stall_check.shutdown_time_seconds
+"""
+_KINDS: Mapping[str, tuple[Callable[[str], Any] | None, float | None]] = {
+    "flag": (None, None),
+    "text": (str, None),
+    "int": (int, None),
+    "count": (int, 0),
+    "number": (float, 0),
 }
+
+
+def _parse_table() -> dict[str, list[Option]]:
+    groups: dict[str, list[Option]] = {}
+    for row in re.split(r"\n(?=\S)", _TABLE.strip()):
+        if row.startswith("["):
+            options = groups.setdefault(row.strip("[]"), [])
+            continue
+        names, kind, effect, *more = re.split(r"\s{2,}", row)
+        others: dict[str, Any] = dict(each.replace(",", " ").split("=", 1) for each in more)
+        for name in ("words", "least", "most", "times", "inverse"):
+            if name in others:
+                others[name] = int(others[name])
+        becomes = "becomes" if re.fullmatch(r"-+[a-zH-]+|[A-Z_]+", effect) else "effect"
+        others[becomes] = effect
+        others["kind"], least = _KINDS[kind]
+        options.append(Option(names, **{"least": least} | others))
+    return groups
+
+
+#: The name of a group -> its options.
+OPTIONS: Mapping[str, Sequence[Option]] = _parse_table()
 _BY_KEY = {option.key: option for group in OPTIONS.values() for option in group}
 _LAUNCHERS = ("gloo", "mpi", "jsrun")
+# The longest YAML file, in bytes, and the most characters of a value in an error.
+_LONGEST_FILE, _SHOWN = 20_000, 200
 _IMPORT_HOROVOD = re.compile(r"^\s*(import|from)\s+horovod\b", re.MULTILINE)
 _USAGE = "horovodrun -np N [options] COMMAND"
 # A program of Kubeflow's old MPI operators, which starts processes in pods without ssh.
@@ -436,14 +361,15 @@ def _variable(option: Option, value: Any) -> str:
 
 
 def _output(job: Job) -> Callable[..., TaggedOutput]:
-    files = None
-    if (folder := job.given.get("output_filename")) is not None:
-        files = RankFiles(Path(folder), job.given.get("num_proc", 1))
+    folder = job.given.get("output_filename")
+    # The same files for all starts.
+    files = folder and RankFiles("--output-filename", Path(folder), running.say)
     return partial(
         TaggedOutput,
         over_mpi=job.mpi,
         with_time="prefix_output_with_timestamp" in job.given,
         files=files,
+        width=len(str(job.given.get("num_proc", 1) - 1)),
     )
 
 
@@ -551,7 +477,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
         type=option.kind,
         nargs=None if option.words == 1 else option.words,
         metavar=names[-1].lstrip("-").upper() if option.words == 1 else None,
-        choices=option.values or None,
+        choices=option.values.split() if option.values else None,
         help=text,
     )
 
@@ -562,13 +488,15 @@ def _read_file(path: Path) -> dict[str, Any]:
 
     source = f"--config-file {path}"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = read_text(path.resolve(), _LONGEST_FILE).removeprefix("\ufeff")
+        content = yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"{source}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # Numbers and levels that are too large for Python are other errors than those of YAML.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{source}: it is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict | None):
-        raise UsageError(f"{source} has {content!r}: expected sections, such as params")
+        raise UsageError(f"{source} has {_shown(content)}: expected sections, such as params")
     by_place = {option.yaml: option for option in _BY_KEY.values() if option.yaml}
     found: dict[str, Any] = {}
     for place, value in _places(content or {}):
@@ -577,13 +505,20 @@ def _read_file(path: Path) -> dict[str, Any]:
         if place == "controller":
             launcher = str(value).lower()
             if launcher not in ("gloo", "mpi"):
-                raise UsageError(f"{source}: controller is {value!r}: expected gloo or mpi")
+                raise UsageError(f"{source}: controller is {_shown(value)}: expected gloo or mpi")
             found[launcher] = True
         elif (option := by_place.get(place)) is not None:
             found[option.key] = _converted(option, value, f"{source}: {place}")
         else:
-            print(f"horovodrun: {source}: {place} has no effect: it is unknown", file=sys.stderr)
+            text = f"horovodrun: {source}: {place} has no effect: it is unknown"
+            print(printable(text, one_line=True), file=sys.stderr)
     return found
+
+
+def _shown(value: Any) -> str:
+    # A few aliases of YAML stand for more values than the memory has.
+    text = f"a {type(value).__name__}" if isinstance(value, list | dict) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _places(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -603,12 +538,14 @@ def _converted(option: Option, value: Any, source: str) -> Any:
     """
     if option.kind is None:
         if not isinstance(value, bool):
-            raise UsageError(f"{source} is {value!r}: expected true or false")
+            raise UsageError(f"{source} is {_shown(value)}: expected true or false")
         return value
+    if isinstance(value, list | dict):
+        raise UsageError(f"{source} is {_shown(value)}: expected one value")
     try:
         converted = option.kind(str(value))
     except ValueError as error:
-        raise UsageError(f"{source} is {value!r}: expected a number") from error
+        raise UsageError(f"{source} is {_shown(value)}: expected a number") from error
     return _checked(option, converted, source)
 
 
@@ -618,8 +555,10 @@ def _checked(option: Option, value: Any, source: str) -> Any:
     Raises:
         UsageError: it is out of range.
     """
-    if option.values and value not in option.values:
-        raise UsageError(f"{source} is {value!r}: expected {', '.join(option.values)}")
+    if option.values and value not in option.values.split():
+        raise UsageError(
+            f"{source} is {_shown(value)}: expected {', '.join(option.values.split())}"
+        )
     least, most = option.least, option.most
     if least is not None and not least <= value <= (most or value):
         expected = f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
@@ -632,8 +571,9 @@ def _checked(option: Option, value: Any, source: str) -> Any:
 
 def describe(option: Option) -> str:
     """Return the effect of an option as Markdown."""
-    text = option.effect or f"`{option.becomes}`"
-    if option.times == _MEBIBYTE:
+    elastic = "--elastic " if option.key in ("host_discovery_script", "min_num_proc") else ""
+    text = option.effect or f"`{elastic}{option.becomes}`"
+    if option.times > 1:
         text += ", in bytes"
     if option.needs:
         needs = option.needs

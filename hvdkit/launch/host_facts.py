@@ -10,11 +10,12 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import hvdkit
+from hvdkit.engine.describe import installed
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import binding
 from hvdkit.launch.network import own_interfaces, reached_address
 
@@ -42,10 +43,13 @@ def facts(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def engine_revision() -> int:
     """Return the revision of the engine, the Horovod of `hvdkit build`; 0 for another Horovod."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        revision = metadata.version("horovod").partition("+hvdkit.")[2].partition(".")[0]
-        return int(revision) if revision.isdigit() else 0
-    return 0
+    version = ""
+    # The ranks report an engine that is damaged, or that this user may not read.
+    with contextlib.suppress(HvdkitError, OSError):
+        engine = installed()
+        version = "" if engine is None else engine.version
+    revision = version.partition("+hvdkit.")[2].partition(".")[0]
+    return int(revision) if revision.isdigit() else 0
 
 
 def problems(

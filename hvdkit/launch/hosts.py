@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from hvdkit.errors import UsageError
+from hvdkit.faults.names import shortened as few
 
 # A name or an address, with an optional user for ssh. It must not begin with a dash, because ssh
 # would parse it as an option.
@@ -46,11 +47,22 @@ class Host:
         name: the name or address that the user gave, with an optional `user@` for ssh.
         slots: the largest number of ranks on it.
         local: whether the host is this machine; None if not yet known.
+
+    Raises:
+        UsageError: the name is not that of a host. For example, ssh would use a name with a dash at
+            its beginning as an option.
     """
 
     name: str
     slots: int
     local: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"{shortened(self.name)} is not the name or the address of a host, with an "
+                f"optional USER@ before it"
+            )
 
     @property
     def address(self) -> str:
@@ -69,7 +81,7 @@ def parse_hosts(text: str, source: str = "-H") -> list[Host]:
         UsageError: a part is not a host, or a host is named twice.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    where = f"{source} {_shortened(text)}"
+    where = f"{source} {shortened(text)}"
     return _checked(
         [_parse(part, where) for part in parts], where, "HOST:SLOTS, separated by commas"
     )
@@ -129,12 +141,12 @@ def _parse_line(line: str, where: str) -> tuple[Host, bool]:
         settings[setting.replace("_", "-")] = value
         if not (setting in _SLOTS or setting.replace("_", "-") in _MOST):
             raise UsageError(
-                f"{where}: {_shortened(word)!r} is not expected. A line is `HOST`, `HOST:N` or "
+                f"{where}: {shortened(word)!r} is not expected. A line is `HOST`, `HOST:N` or "
                 f"`HOST slots=N max-slots=N`. A user is part of the host (USER@HOST), and a port "
                 f"belongs to ~/.ssh/config"
             )
         if not (value.isascii() and value.isdigit()):
-            raise UsageError(f"{where}: {_shortened(word)!r}: expected a number, as in slots=2")
+            raise UsageError(f"{where}: {shortened(word)!r}: expected a number, as in slots=2")
     # Open MPI uses the limit if it is the only number.
     given = [settings[each] for each in (*_SLOTS, *sorted(_MOST)) if each in settings]
     return _parse(f"{name}:{given[0]}" if given else name, where), bool(given)
@@ -146,14 +158,14 @@ def _parse(text: str, where: str, default: int = 1) -> Host:
         # A bare IPv6 address cannot be told from an address with slots.
         brackets = ". An IPv6 address needs brackets: [ADDRESS]:SLOTS" if "::" in text else ""
         raise UsageError(
-            f"{where}: {_shortened(text)!r} is not a host; expected HOST or HOST:SLOTS{brackets}"
+            f"{where}: {shortened(text)!r} is not a host; expected HOST or HOST:SLOTS{brackets}"
         )
     digits = (match[2] or str(default)).lstrip("0") or "0"
     # Python does not convert thousands of digits.
     slots = int(digits) if len(digits) <= len(str(_MOST_SLOTS)) else _MOST_SLOTS + 1
     if slots > _MOST_SLOTS:
         raise UsageError(
-            f"{where}: host {match[1]} has {_shortened(digits)} slots; expected at most "
+            f"{where}: host {match[1]} has {shortened(digits)} slots; expected at most "
             f"{_MOST_SLOTS:,}"
         )
     if slots < 1:
@@ -163,7 +175,8 @@ def _parse(text: str, where: str, default: int = 1) -> Host:
     return Host(match[1], slots)
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a text for an error, cut if it is long."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -246,6 +259,11 @@ def are_local(
 
 def total_slots(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)
+
+
+def describe_slots(hosts: Sequence[Host]) -> str:
+    """Return a text such as `host1:4, host2:4 and 3 more`."""
+    return few([f"{host.name}:{host.slots}" for host in hosts], 8)
 
 
 def name_slots(number: int) -> str:

@@ -11,11 +11,11 @@ from functools import partial
 from types import FrameType
 
 from hvdkit.faults.rank_report import RankReport
-from hvdkit.faults.verdict import Verdict
 from hvdkit.launch import events as e
 from hvdkit.launch import readers
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection
+from hvdkit.launch.controller import Controller
 from hvdkit.launch.events import EVENTS, JobPlan
 from hvdkit.launch.facts import Facts
 from hvdkit.launch.failure import tail_of
@@ -26,8 +26,8 @@ from hvdkit.launch.output import Output
 from hvdkit.launch.pauses import Pauses
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.silent_hosts import describe_silent_hosts
-from hvdkit.launch.stalls import Stalls
-from hvdkit.launch.start_watch import LateRanks, StartWatch
+from hvdkit.launch.stalls import StallWatch
+from hvdkit.launch.start_watch import LateStart
 from hvdkit.launch.timeouts import Timeouts
 from hvdkit.plain_files import parse_json
 from hvdkit.signals import begin_to_note, handle_stop_signals, ignored
@@ -52,8 +52,7 @@ class Job:
         agents: the agents of its hosts.
         output: gets the ranks' output.
         timeouts: the timeouts of the job.
-        registered: returns the ranks that have registered at the rendezvous until now; None over
-            MPI.
+        controller: how the ranks find each other.
         say: prints a message for the user.
         elastic: whether ranks may end because the hosts have changed.
     """
@@ -64,7 +63,7 @@ class Job:
         agents: AgentPool,
         output: Output,
         timeouts: Timeouts,
-        registered: Callable[[], set[int]] | None,
+        controller: Controller,
         say: Callable[[str], None],
         elastic: bool = False,
     ) -> None:
@@ -74,27 +73,23 @@ class Job:
         self._timeouts = timeouts
         self._say = say
         self._started_at = time.monotonic()
-        over_mpi = registered is None
-        self._journal = Journal(JobPlan.of(plan, over_mpi, elastic, timeouts.stop))
+        hosts = tuple(place.host.name for place in plan.places)
+        ends = tuple(map(int, controller.ends_others_with))
+        self._journal = Journal(JobPlan(hosts, ends, elastic, timeouts.stop))
         groups = plan.by_agent(len(agents.connections))
         self._places = {
             connection: tuple(place.rank for place in places)
             for connection, places in zip(agents.connections, groups, strict=True)
         }
-        self._stalls = Stalls(
-            plan.size,
-            output.directory,
-            self._ask_for_records,
-            timeouts.stall,
-            [place.host.name for place in plan.places],
-            self._raised,
+        self._registered = controller.registered
+        self._watch = StallWatch(
+            self._journal, timeouts, output.directory, self._ask_for_records, say
         )
-        self._start = StartWatch(plan.size, timeouts.start, registered, self._ask_for_records)
         self._finished: set[Connection] = set()
         self._saved = self._committed = False
         # The names of the hosts that did not confirm their end after a success of their ranks.
         self._unconfirmed: set[str] = set()
-        self._pauses = Pauses(self._started_at)
+        self._pauses = Pauses(self._journal, self._started_at)
         # When agents that have not answered are given up; infinite before the end of the ranks.
         self._answer_due = float("inf")
 
@@ -107,7 +102,7 @@ class Job:
                 event = self._agents.next_event(_POLL_SECONDS)
                 # One time for both: the process may be stopped between the two calls.
                 now = time.monotonic()
-                self._start.postpone(self._pauses.look(now))
+                self._pauses.look(now)
                 if event is not None:
                     self._handle(event.connection, event.message, event.received_at)
                 self._pauses.note_read(now if event is None else event.received_at, now)
@@ -122,8 +117,9 @@ class Job:
         found = outcome(self._journal.plan, self._journal.events)
         if found.status == 0:
             self._warn_of_failed_collectives()
-        is_lost = bool(found.lost) or self._facts.lost_agent
-        self._agents.explained = found.status != 0 and not is_lost
+        if (external := self._agents.external) is not None:
+            is_lost = bool(found.lost) or self._facts.lost_agent
+            external.explained = found.status != 0 and not is_lost
         self._write_events()
         return replace(found, saved=self._saved, committed=self._committed)
 
@@ -140,13 +136,14 @@ class Job:
         """Return what the events do not show, now that all ranks have ended."""
         facts = self._facts
         has_failed = facts.problem_at < float("inf") or facts.unsuccessful
+        external = self._agents.external
         return e.Found(
             time.monotonic(),
-            self._stalls.verdict_on_failure(),
-            self._stalls.mismatch(),
+            self._watch.stalls.verdict_on_failure(),
+            self._journal.records.mismatch,
             tuple(self._silent_hosts(time.monotonic())),
-            self._agents.killed() if has_failed and facts.stop is None else "",
-            self._agents.aborted() if facts.lost_agent and not facts.lost_hosts else "",
+            external.killed() if external and has_failed and facts.stop is None else "",
+            external.aborted() if external and facts.lost_agent and not facts.lost_hosts else "",
         )
 
     def _write_events(self) -> None:
@@ -154,16 +151,6 @@ class Job:
             with contextlib.suppress(OSError):  # a full disk, for example
                 text = e.to_text(self._journal.plan, self._journal.events)
                 (folder / EVENTS).write_text(text, encoding="utf-8")
-
-    def _raised(self) -> dict[int, tuple[float, str]]:
-        """Return rank -> when it has raised an exception, and which, of ranks that still run."""
-        facts = self._facts
-        return {
-            rank: (each.at, each.report.error)
-            for rank, each in facts.raised.items()
-            if each.report.kind != "peer"
-            and (rank not in facts.ends or facts.ends[rank].at > facts.end_began)
-        }
 
     # Messages of agents
 
@@ -176,22 +163,21 @@ class Job:
                 text = as_bytes(message["text"])
                 self._output.write(message["rank"], message["stream"], text)
             case "record":
-                self._stalls.add(message["text"], time.monotonic())
+                self._watch.add(message["text"], time.monotonic())
             case "shutdown":
                 self._on_shutdown(connection, message, at)
             case "init":
-                self._start.note(message["rank"], message["start"], message["connected"])
-                self._stalls.set_leaving(message["rank"], message["leaving"])
+                start, connected = message["start"], message["connected"]
+                add(e.InHorovod(at, message["rank"], start, connected, message["leaving"]))
             case "report":
                 add(e.Reported(at, message["rank"], RankReport.of(message["report"])))
-            case "script":
-                add(e.ScriptEnded(at, message["rank"], message["status"]))
             case "saved":
                 self._saved = True
             case "committed":
                 self._committed = True
             case "states":
-                self._stalls.set_states({int(r): s for r, s in message["states"].items()})
+                stopped = (int(rank) for rank, state in message["states"].items() if state)
+                add(e.Observed(at, ranks, tuple(stopped)))
             case "exited":
                 add(e.Exited(at, message["rank"], message["status"]))
             case "ended":
@@ -255,7 +241,7 @@ class Job:
 
         Only the clock of the rank's host tells whether the rank has raised its error before.
         """
-        reported, failed_at = self._facts.reports.get(rank), self._stalls.failed_at(rank)
+        reported, failed_at = self._facts.reports.get(rank), self._journal.records.failed_at(rank)
         if reported is None or failed_at is None or not reported.report.time:
             return ended_at
         return reported.at + failed_at - reported.report.time
@@ -263,7 +249,7 @@ class Job:
     def _on_rank_ended(self, message: Message, at: float) -> None:
         rank, status = message["rank"], message["status"]
         self._output.finish(rank)
-        name, error = self._stalls.failed_collective(rank) if status else ("", "")
+        name, error = self._journal.records.failed_collective(rank) if status else ("", "")
         if error:
             self._journal.add(e.CollectiveFailed(self._failed_at(rank, at), rank, name, error))
         tail, stack = self._output.tail(rank) if status else (), tuple(message.get("stack", ()))
@@ -281,12 +267,12 @@ class Job:
 
     def _check_deadlines(self, now: float) -> None:
         known, read_until = self._pauses.has_read(now), self._pauses.read_until
-        if not self._ends_ranks and known and (late := self._start.check(now)) is not None:
-            self._on_late_start(late, now)
+        if not self._ends_ranks and known:
+            self._check_start(now)
         self._check_silence(now)
         # While the launcher ends the ranks, a verdict would blame a rank for its end.
         if not self._ends_ranks and known:
-            self._check_stalls(now)
+            self._watch.check(now, partial(self._silent_hosts, now))
         if self._output.stdout_closed and self._facts.stop is None:
             # Other programs end at once if their output is closed. Here the ranks may save first.
             self._stop(signal.SIGPIPE)
@@ -303,23 +289,19 @@ class Job:
                 self._journal.add(e.Unconfirmed(now, names))
             self._finished.update(silent)
 
-    def _check_stalls(self, now: float) -> None:
-        facts = self._facts
-        raised = [at for rank, (at, _) in self._raised().items() if rank not in facts.ends]
-        verdict = self._stalls.check(
-            now,
-            facts.statuses,
-            partial(self._silent_hosts, now),
-            bool(facts.failures),
-            max(raised, default=float("-inf")),
-        )
-        if verdict is not None:
-            self._on_stall(verdict, now)
+    def _check_start(self, now: float) -> None:
+        """Note the ranks that have registered at the rendezvous, and those that are late."""
+        begun = self._watch.stalls.begun
+        if self._registered is not None and len(begun) < self._plan.size:
+            for rank in sorted(self._registered() - begun):
+                self._journal.add(e.InHorovod(now, rank, 1, connected=True))
+        if (late := self._watch.stalls.late) is not None and self._watch.stalls.is_late(now):
+            self._on_late_start(late, now)
 
     def _check_silence(self, now: float) -> None:
         """Give up agents that do not answer heartbeats, for example because they are stopped."""
         for connection in self._agents.connections:
-            silent_since = max(connection.silent_since, self._pauses.resumed_at)
+            silent_since = max(connection.silent_since, self._pauses.last.at)
             if connection not in self._finished and now > silent_since + self._timeouts.lost:
                 connection.cut()
                 self._finished.add(connection)
@@ -341,8 +323,8 @@ class Job:
         """Return why an agent was lost."""
         if self._was_paused(connection):
             return (
-                f"this launcher did not run for {self._pauses.seconds:.0f} s, so the agent ended "
-                f"its ranks after {self._timeouts.lost:g} s; check what stopped the launcher "
+                f"this launcher did not run for {self._pauses.last.seconds:.0f} s, so the agent "
+                f"ended its ranks after {self._timeouts.lost:g} s; check what stopped the launcher "
                 f"(SIGSTOP, or a suspended machine)"
             )
         return connection.explain()
@@ -354,13 +336,6 @@ class Job:
     def _ask_for_records(self) -> None:
         for connection in self._agents.connections:
             connection.send("record")
-
-    def _on_stall(self, verdict: Verdict, now: float) -> None:
-        """Show a verdict on a stall. A final one ends the job."""
-        if verdict.is_final:
-            self._journal.add(e.Judged(now, verdict.whole_text))
-        else:
-            self._say(f"{verdict.text}\n{verdict.outlook}")
 
     def _explain_late_stop(self) -> str:
         """Return why the launcher ends the ranks that run after the time for an orderly stop."""
@@ -385,7 +360,7 @@ class Job:
             )
         return "\n".join(causes)
 
-    def _on_late_start(self, late: LateRanks, now: float) -> None:
+    def _on_late_start(self, late: LateStart, now: float) -> None:
         """Note that ranks are late in `hvd.init()`, which ends the job."""
         statuses = self._facts.statuses
         ended = [rank for rank in late.ranks if rank in statuses]
@@ -410,7 +385,7 @@ class Job:
                 parts.append(f"{self._plan.describe(ended)} ended without registering")
             text = f"{' and '.join(parts)} {within} of the first rank (--start-timeout)."
             advice = "Ranks register in hvd.init(): check that the script calls it on every rank."
-        stopped = [rank for rank in self._facts.running if rank in self._stalls.stopped]
+        stopped = [rank for rank in self._facts.running if rank in self._watch.stalls.stopped]
         if stopped:
             named, verb = self._plan.describe(stopped), "are" if len(stopped) > 1 else "is"
             advice = f"R{named[1:]} {verb} stopped (SIGSTOP). SIGCONT continues a process."
@@ -464,7 +439,8 @@ class Job:
 
     def _warn_of_failed_collectives(self) -> None:
         """Warn if ranks have ended with exit status 0 although their last collective has failed."""
-        errors = {rank: self._stalls.failed_collective(rank) for rank in range(self._plan.size)}
+        records = self._journal.records
+        errors = {rank: records.failed_collective(rank) for rank in range(self._plan.size)}
         if failed := [rank for rank, (_, error) in errors.items() if error]:
             name, error = errors[failed[0]]
             self._say(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from hvdkit.launch.events import Event, JobPlan
 from hvdkit.launch.facts import Facts
+from hvdkit.launch.rank_records import RankRecords
+
+_E = TypeVar("_E", bound=Event)
 
 
 class Journal:
@@ -20,6 +24,9 @@ class Journal:
         self._events: list[Event] = []
         # The facts of the first events, and the number of these.
         self._facts = Facts(plan, ()), 0
+        self._by_kind: dict[type, list[Any]] = {}
+        #: The last records of the ranks.
+        self.records = RankRecords()
 
     @property
     def events(self) -> Sequence[Event]:
@@ -29,6 +36,11 @@ class Journal:
     def add(self, event: Event) -> None:
         """Add an event."""
         self._events.append(event)
+        self._by_kind.setdefault(type(event), []).append(event)
+
+    def of(self, kind: type[_E]) -> Sequence[_E]:
+        """Return the events of a kind, in the same order."""
+        return self._by_kind.get(kind, [])
 
     @property
     def facts(self) -> Facts:

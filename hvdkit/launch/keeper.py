@@ -13,12 +13,11 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
-import tempfile
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import psutil
@@ -26,7 +25,7 @@ import psutil
 from hvdkit import mpi_segments, processes
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import record_folder
-from hvdkit.owned_folders import remove_abandoned
+from hvdkit.owned_folders import remove_abandoned, temporary
 from hvdkit.processes import ProcessGroup, StartedProcess
 from hvdkit.signals import STOP_SIGNALS
 
@@ -65,8 +64,9 @@ class KeptProcess:
 
     Args:
         keeper: the pid of its keeper.
-        lifeline: the write end of a pipe. When it is closed, the keeper ends its descendants.
-        reports: the read end of the pipe with the pid of the process and then its exit status.
+        connection: the connection to the keeper, which sends the pid of the process and then its
+            exit status, and gets the numbers of signals for the process. When the connection is
+            closed, the keeper ends its descendants.
         stdout: the read end of the pipe for its output; None without one.
         stderr: the same for its errors.
 
@@ -77,31 +77,30 @@ class KeptProcess:
     def __init__(
         self,
         keeper: int,
-        lifeline: int,
-        reports: int,
+        connection: socket.socket,
         stdout: IO[bytes] | None,
         stderr: IO[bytes] | None,
     ) -> None:
         self.keeper = keeper
         self.returncode: int | Any = None
         self.stdout, self.stderr = stdout, stderr
-        self._lifeline, self._reports = lifeline, reports
+        self._connection = connection
         report = b""
         data: bytes | None
-        while not report.endswith(b"\n") and (data := os.read(reports, _READ_BYTES)):
+        while not report.endswith(b"\n") and (data := connection.recv(_READ_BYTES)):
             report += data
         if not report.endswith(b"\n"):
             self.close()
             raise HvdkitError(report.decode(errors="replace") or "a keeper has ended at its start")
         pid, _, self._report = report.partition(b"\n")
         self.pid = int(pid)
-        os.set_blocking(reports, False)
+        connection.setblocking(False)
 
     def poll(self) -> int | None:
         """Return the exit status; None while the process runs."""
         if self.returncode is None:
             try:
-                data = os.read(self._reports, _READ_BYTES)
+                data = self._connection.recv(_READ_BYTES)
             except BlockingIOError:
                 data = None
             self._report += data or b""
@@ -127,14 +126,18 @@ class KeptProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            _wait_for([self._reports], min(left, 1.0))
+            wait_for([self._connection.fileno()], min(left, 1.0))
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if the process still runs."""
+        """Send a signal, if the process still runs.
+
+        The keeper sends it, because it reaps the process. After that, another process may have the
+        same number.
+        """
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            with contextlib.suppress(OSError):  # the keeper was killed
+                self._connection.send(bytes([number]))
 
     def kill(self) -> None:
         """Send SIGKILL, if the process still runs."""
@@ -146,17 +149,15 @@ class KeptProcess:
 
     def close(self) -> None:
         """End the keeper, after all its descendants have ended, and close the pipes."""
-        if self._lifeline < 0:
+        if self._connection.fileno() < 0:
             return
-        # Before the lifeline is closed. SIGKILL also ends a keeper that is stopped.
+        # Before the connection is closed. SIGKILL also ends a keeper that is stopped.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.keeper, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.keeper, 0)
         (_own_children or set()).discard(self.keeper)
-        os.close(self._lifeline)
-        os.close(self._reports)
-        self._lifeline = -1
+        self._connection.close()
         if self.returncode is None:
             self.returncode = -signal.SIGKILL
         for pipe in filter(None, (self.stdout, self.stderr)):
@@ -169,9 +170,9 @@ class KeptGroup(ProcessGroup):
     Call `close` after all processes have ended.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: list[KeptProcess] = []
+    @property
+    def _kept(self) -> list[KeptProcess]:
+        return [each for each in self.started if isinstance(each, KeptProcess)]
 
     def start(
         self,
@@ -187,27 +188,18 @@ class KeptGroup(ProcessGroup):
     ) -> StartedProcess:
         """Start a process as `ProcessGroup.start` does. The kernel kills it with its keeper."""
         with contextlib.ExitStack() as on_exit, contextlib.ExitStack() as unless_started:
-
-            def pipe() -> tuple[int, int]:
-                read_end, write_end = os.pipe()
-                on_exit.callback(os.close, write_end)
-                return read_end, write_end
-
-            # The ends for the keeper are the first one of the lifeline, and the second ones.
-            lifeline_end, lifeline = os.pipe()
-            on_exit.callback(os.close, lifeline_end)
-            unless_started.callback(os.close, lifeline)
-            reports, reports_end = pipe()
-            unless_started.callback(os.close, reports)
+            connection, of_keeper = socket.socketpair()
+            on_exit.enter_context(of_keeper)
+            unless_started.enter_context(connection)
             streams: list[IO[bytes] | None] = []
             ends: list[int | IO[bytes] | None] = []
-            for stream in (stdout, stderr):
-                end = stream
-                if stream == subprocess.PIPE:
-                    read_end, end = pipe()
-                    streams.append(unless_started.enter_context(os.fdopen(read_end, "rb", 0)))
-                else:
-                    streams.append(None)
+            for end in (stdout, stderr):
+                stream = None
+                if end == subprocess.PIPE:
+                    read_end, end = os.pipe()
+                    on_exit.callback(os.close, end)
+                    stream = unless_started.enter_context(os.fdopen(read_end, "rb", 0))
+                streams.append(stream)
                 ends.append(end)
             parent = os.getpid()
             inherited = [*ends, stdin, *pass_fds]
@@ -226,22 +218,21 @@ class KeptGroup(ProcessGroup):
             if keeper == 0:
                 # An exception must not reach the caller, whose code must not run in this process.
                 with contextlib.suppress(BaseException):
-                    made = _Keeper(self._id, parent, lifeline_end, reports_end, inherited)
+                    made = _Keeper(self._id, parent, of_keeper, inherited)
                     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                     try:
                         out, errors = ends
                         made.start(command, env, cwd, out, errors, stdin, True, cpus, pass_fds)
                     except HvdkitError as error:
-                        os.write(reports_end, str(error).encode())
+                        of_keeper.sendall(str(error).encode())
                         os._exit(1)
                     made.keep()
                 os._exit(1)
             if _own_children is not None:
                 _own_children.add(keeper)
             unless_started.pop_all()
-        process = KeptProcess(keeper, lifeline, reports, *streams)
+        process = KeptProcess(keeper, connection, *streams)
         self.started.append(process)
-        self._kept.append(process)
         return process
 
     def find_orphans(self) -> None:
@@ -249,13 +240,12 @@ class KeptGroup(ProcessGroup):
 
     def forget(self, process: StartedProcess) -> None:
         super().forget(process)
-        for each in [each for each in self._kept if each is process]:
-            self._kept.remove(each)
-            each.close()
+        assert isinstance(process, KeptProcess)
+        process.close()
 
     def close(self) -> None:
         """End the keepers. All processes of the group have ended, or may not be signalled."""
-        for process in list(self._kept):
+        for process in self._kept:
             self.forget(process)
 
     def _find_others(self) -> set[psutil.Process]:
@@ -277,8 +267,7 @@ class _Keeper(ProcessGroup):
     Args:
         group: the id of the group of its parent.
         parent: the pid of the process that has started it.
-        lifeline: the read end of a pipe that ends with this process.
-        reports: the write end of the pipe for reports.
+        connection: the connection to its parent.
         inherited: the descriptors and files that the process to start gets, or values like
             `subprocess.DEVNULL` and None. All others are closed.
     """
@@ -287,21 +276,20 @@ class _Keeper(ProcessGroup):
         self,
         group: str,
         parent: int,
-        lifeline: int,
-        reports: int,
+        connection: socket.socket,
         inherited: Sequence[int | IO[bytes] | None],
     ) -> None:
         super().__init__()
         self._id = group
-        self._parent, self._lifeline, self._reports = parent, lifeline, reports
+        self._parent, self._connection = parent, connection
         signal.set_wakeup_fd(-1)
         for number in (*STOP_SIGNALS, signal.SIGUSR2, signal.SIGCHLD):
             # Not SIG_IGN, which the started process would inherit.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
-        # Among the others are the lifelines of earlier keepers.
+        # Among the others are the connections to earlier keepers.
         files = {each if isinstance(each, int) else each.fileno() for each in inherited if each}
-        _close_all_but({*range(3), lifeline, reports, *files})
+        _close_all_but({*range(3), connection.fileno(), *files})
         # A signal to the process group of the parent must not end this process.
         os.setsid()
         processes.adopt_orphans()
@@ -319,20 +307,28 @@ class _Keeper(ProcessGroup):
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
-        _close_all_but({*range(3), self._lifeline, self._reports, woken, wakeup})
-        with contextlib.suppress(OSError):  # the parent has ended, which the lifeline tells
-            os.write(self._reports, b"%d\n" % process.pid)
+        connection = self._connection.fileno()
+        _close_all_but({*range(3), connection, woken, wakeup})
+        with contextlib.suppress(OSError):  # the parent has ended, which the loop notices
+            os.write(connection, b"%d\n" % process.pid)
         reported = False
         while True:
             self._reap(process)
             if process.returncode is not None and not reported:
                 reported = True
                 with contextlib.suppress(OSError):
-                    os.write(self._reports, b"%d\n" % process.returncode)
+                    os.write(connection, b"%d\n" % process.returncode)
                     if os.getppid() == self._parent:
                         os.kill(self._parent, signal.SIGCHLD)
-            if self._lifeline in _wait_for([self._lifeline, woken]):
-                break
+            if connection in wait_for([connection, woken]):
+                numbers = b""
+                with contextlib.suppress(OSError):  # the parent has ended
+                    numbers = os.read(connection, _READ_BYTES)
+                if not numbers:
+                    break
+                for number in numbers:
+                    with contextlib.suppress(PermissionError):  # a rank of another user
+                        process.send_signal(number)
             with contextlib.suppress(BlockingIOError):
                 os.read(woken, _READ_BYTES)
         files = mpi_segments.mpich_files(process.pid)
@@ -345,7 +341,7 @@ class _Keeper(ProcessGroup):
                 time.sleep(_POLL_SECONDS)
         finally:
             # The parent has ended, so nobody owns its folders.
-            remove_abandoned(Path(tempfile.gettempdir()), record_folder.PREFIX)
+            remove_abandoned(temporary(), record_folder.PREFIX)
             mpi_segments.remove_abandoned_folders()
             for file in files:
                 file.unlink(missing_ok=True)
@@ -368,7 +364,7 @@ class _Keeper(ProcessGroup):
                     os.waitpid(found.si_pid, os.WNOHANG)
 
 
-def _wait_for(descriptors: Sequence[int], seconds: float | None = None) -> list[int]:
+def wait_for(descriptors: Sequence[int], seconds: float | None = None) -> list[int]:
     """Wait until one of these descriptors can be read or has ended. Return those."""
     poll = select.poll()  # `select.select` takes only descriptors below 1024
     for descriptor in descriptors:

@@ -1,38 +1,200 @@
-"""The interface of launchers, and their settings. `hvdkit run` chooses one launcher for a job."""
+"""The interface of launchers: the ways to start the agents and the ranks of a job.
+
+| launcher | agents are started | ranks communicate over |
+|---|---|---|
+| `gloo.Gloo` | here and over ssh, one on each host | Gloo |
+| `nodes.gathering.Nodes` | by users, one on each node | Gloo |
+| `mpi.Mpi` | by mpirun, one for each rank | MPI |
+| `slurm.Slurm` | by srun, one for each rank | Gloo or MPI |
+
+Slurm has an agent for each rank, because Slurm binds CPUs and GPUs to its tasks, and accounts for
+them. In one task for each node, all ranks of the node would share these. MPI needs a task for each
+rank, too.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar, Self
 
-from hvdkit.launch import environment
+from hvdkit.errors import UsageError
+from hvdkit.flags import flag
+from hvdkit.launch import preflight, prepare
+from hvdkit.launch.agent_pool import AgentPool
+from hvdkit.launch.controller import Controller
 from hvdkit.launch.hosts import Host
+from hvdkit.launch.job import Job
+from hvdkit.launch.messages import Message
+from hvdkit.launch.network import Interface
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
-from hvdkit.launch.ssh import Ssh
-from hvdkit.launch.timeouts import Timeouts
+from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.prepare import Workers
+from hvdkit.launch.settings import Settings
 
 
-class Launcher(Protocol):
-    """Start the ranks of one job in one way: `gloo.Gloo`, `mpi.Mpi` or `slurm.Slurm`."""
+class Launcher(ABC):
+    """One way to start the ranks of a job. A context manager for all starts of the job.
 
-    def run(self, output: Output, say: Callable[[str], None]) -> AbstractContextManager[Outcome]:
-        """Start the ranks, and watch them until they have ended. The context has the outcome.
+    Args:
+        settings: the settings of the job.
 
-        On exit, the context closes the agents of this start. This may take many seconds.
+    Attributes:
+        settings: as given.
+        refused: an option of `hvdkit run` that this launcher does not take -> why, and what to do.
+        in_allocation: whether the hosts are those of an allocation. They stay the same, and only
+            the batch system can give the job another host.
+        hosts_return: whether a host that was lost may take part again later.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    in_allocation: ClassVar[bool] = False
+    hosts_return: ClassVar[bool] = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:  # noqa: B027
+        """End all agents that are left."""
+
+    def check(self, options: argparse.Namespace, plan: Plan) -> None:  # noqa: ARG002
+        """Check the options of `hvdkit run`.
+
+        Raises:
+            UsageError: the launcher does not take one of them, or its value.
+        """
+        for name, why in self.refused.items():
+            value = getattr(options, name)
+            if value not in (None, "") and value is not False:
+                raise UsageError(why.format(flag(name)))
+
+    def hosts(self, size: int | None) -> Sequence[Host] | None:  # noqa: ARG002
+        """Return the hosts of the job; None if the user names them.
 
         Args:
-            output: gets the ranks' output.
+            size: the number of ranks; None for all slots.
+
+        Raises:
+            UsageError: the hosts have fewer slots.
+        """
+        return None
+
+    def next_hosts(self, plan: Plan) -> Sequence[Host]:
+        """Return the hosts of a restart, if the user names none.
+
+        Args:
+            plan: the plan of the first start.
+        """
+        return plan.hosts
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The network of the ranks, and what starts them, after "2 ranks over "."""
+
+    @abstractmethod
+    def examined(
+        self, plan: Plan, say: Callable[[str], None], checks: bool = True
+    ) -> AbstractContextManager[Workers]:
+        """Examine the hosts, and choose the network. May end the agents on exit.
+
+        Args:
+            plan: the job.
             say: prints a message for the user.
+            checks: whether to make the preflight, and to warn of a faster network.
 
         Raises:
             HvdkitError: the job could not be started.
         """
 
-    def describe(self, say: Callable[[str], None]) -> str:
+    def _examine(
+        self,
+        agents: AgentPool,
+        plan: Plan,
+        facts: Mapping[Host, Message],
+        say: Callable[[str], None],
+        checks: bool,
+    ) -> Workers:
+        """Choose the network, and make the preflight if `checks`."""
+        warn = say if checks else None
+        interfaces, address = prepare.choose_network(plan, facts, self.settings, warn)
+        if checks:
+            preflight.before_start(agents, interfaces, plan, self.settings, address, say)
+        return Workers(agents, facts, interfaces, address)
+
+    def workers(self, plan: Plan, say: Callable[[str], None]) -> AbstractContextManager[Workers]:
+        """Start the agents that start the ranks: one for each host, or one for each rank.
+
+        Raises:
+            HvdkitError: the job could not be started.
+        """
+        return self.examined(plan, say)
+
+    @abstractmethod
+    def controller(self, plan: Plan, workers: Workers) -> AbstractContextManager[Controller]:
+        """Start what the ranks need to find each other."""
+
+    @abstractmethod
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
+        """Return the lines of a dry run with the commands that would start the ranks."""
+
+    def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:  # noqa: ARG002
+        """Return the hosts of a plan that do not answer or cannot take part now, and why.
+
+        Args:
+            plan: the plan.
+            timeout: seconds for the hosts to answer.
+        """
+        return {}
+
+    def after_failure(self, outcome: Outcome, plan: Plan, workers: Workers) -> Outcome:  # noqa: ARG002
+        """Return the outcome with what the agents find after a failure."""
+        return outcome
+
+    @contextmanager
+    def run(
+        self,
+        plan: Plan,
+        output: Output,
+        say: Callable[[str], None],
+        elastic: Callable[[Host], Mapping[str, str]] | None = None,
+    ) -> Iterator[Outcome]:
+        """Start the ranks, and watch them until they have ended. The context has the outcome.
+
+        On exit, the context closes the agents that do not stay. This may take many seconds.
+
+        Args:
+            plan: the job.
+            output: gets the ranks' output.
+            say: prints a message for the user.
+            elastic: returns the variables for the ranks of an elastic job on a host; None in other
+                jobs.
+
+        Raises:
+            HvdkitError: the job could not be started.
+        """
+        prepare.warn_of_withheld(plan, self.settings, say)
+        with (
+            self.workers(plan, say) as workers,
+            self.controller(plan, workers) as controller,
+        ):
+
+            def variables(place: Place, interface: Interface) -> Mapping[str, str]:
+                own = {} if elastic is None else elastic(place.host)
+                return {**controller.variables(place, interface), **own}
+
+            prepare.start_ranks(plan, workers, self.settings, variables)
+            timeouts = self.settings.rank_timeouts
+            job = Job(plan, workers.agents, output, timeouts, controller, say, elastic is not None)
+            yield self.after_failure(job.run(), plan, workers)
+
+    def describe(self, plan: Plan, say: Callable[[str], None]) -> str:
         """Return the plan as text, and the commands that would start the ranks.
 
         This starts agents to ask the hosts, but starts no rank.
@@ -40,54 +202,7 @@ class Launcher(Protocol):
         Raises:
             HvdkitError: a host cannot take part.
         """
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a job, apart from the command and the hosts.
-
-    Attributes:
-        ssh: how to reach other hosts.
-        python: the Python of the agents on other hosts.
-        network: the user's choice of network (`network.choose_interfaces`).
-        variables: the user's `-x` arguments.
-        pin_gpus: give each rank one GPU in CUDA_VISIBLE_DEVICES.
-        timeouts: the timeouts of the job.
-        preflight: check several hosts before starting ranks.
-        torch_env: give ranks the variables that torchrun gives.
-        use_agent_environment: ranks inherit the environment of their agent, not of the launcher.
-        debug_rank: the rank that gets the user's terminal, with unlimited time; None for none.
-        bind: bind each rank to cores of one NUMA node.
-        agents_stay: agents stay after their ranks have ended, until the launcher ends them. So the
-            launcher can ask them why the job has failed, and start it again.
-        spares: agents keep spare interpreters for restarts.
-        elastic_variables: returns the variables for the ranks of an elastic job on a host; None in
-            other jobs.
-    """
-
-    ssh: Ssh
-    python: str
-    network: str | None = None
-    variables: Sequence[str] = ()
-    pin_gpus: bool = False
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    preflight: bool = True
-    torch_env: bool = True
-    use_agent_environment: bool = False
-    debug_rank: int | None = None
-    bind: bool = False
-    agents_stay: bool = False
-    spares: bool = False
-    elastic_variables: Callable[[Host], Mapping[str, str]] | None = None
-
-    @property
-    def rank_timeouts(self) -> Timeouts:
-        """The timeouts for running ranks.
-
-        Raises:
-            UsageError: the ranks' HVDKIT_STALL_TIMEOUT is not a number of seconds.
-        """
-        debug = self.debug_rank is not None
-        stall = environment.rank_stall_seconds(os.environ, self.variables, debug)
-        start = float("inf") if debug else self.timeouts.start
-        return replace(self.timeouts, start=start, stall=stall)
+        with self.examined(plan, say, checks=False) as workers:
+            lines = [f"{plan.size} ranks over {self.name}, in {plan.directory}"]
+            lines += prepare.host_lines(plan, workers, self.settings)
+            return "\n".join([*lines, "", *self.commands(plan, workers)])

@@ -38,7 +38,8 @@ class LauncherLink:
         self.lost = False
         os.set_blocking(self.receive_fd, False)
         os.set_blocking(self.send_fd, False)
-        self._lines = messages.Lines()
+        # The part of a line that has arrived.
+        self._line = b""
         self._unsent = bytearray(messages.GREETING)
         # The bytes of output and records that the launcher has not handled yet.
         self._unread = 0
@@ -101,7 +102,8 @@ class LauncherLink:
             return
         if not data:
             raise EOFError
-        for line in self._lines.feed(data):
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
             yield messages.decode(line)
         # Not earlier: handling a message may take long, and no other is read meanwhile.
         self._last_received = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 
 from hvdkit import cgroups
@@ -29,20 +30,18 @@ class MemoryKills:
     def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._folders = cgroups.folders("memory", process, proc)
-        # The counters some time ago, and at the last look: a process that was killed long before
-        # the end of the rank is not its cause.
-        self._before = self._last = self._counters()
-        self._looked_at = time.monotonic()
+        # The counters some time ago, and at the last look, with its time: a process that was killed
+        # long before the end of the rank is not its cause.
+        self._looks = deque([(time.monotonic(), self._counters())], maxlen=2)
 
     def look(self) -> None:
         """Read the counters, but only every few seconds."""
-        if time.monotonic() > self._looked_at + _LOOK_SECONDS:
-            self._looked_at = time.monotonic()
-            self._before, self._last = self._last, self._counters()
+        if time.monotonic() > self._looks[-1][0] + _LOOK_SECONDS:
+            self._looks.append((time.monotonic(), self._counters()))
 
     def explain(self) -> str:
         """Return a probable cause of the rank's SIGKILL: "" if no process was killed for memory."""
-        in_cgroup, on_host, reached = self._before
+        in_cgroup, on_host, reached = self._looks[0][1]
         in_cgroup_now, on_host_now, reached_now = self._counters()
         full = [
             limit

@@ -45,9 +45,6 @@ From the agent:
                                              how far Horovod is in a rank that mpirun or srun has
                                              started: the number of its last start of Horovod, and
                                              whether it is connected, and shuts down
-    script     {rank, status}                the script of the rank has made an orderly end with
-                                             this exit status, but its process still runs; None if
-                                             this process has ended, and the command continues
     saved      {}                            a new checkpoint or a new commit was saved
     committed  {}                            the host has the newest commit of an elastic job
     kept       {folders}                     the folders for commits
@@ -68,7 +65,6 @@ Bytes that are not UTF-8 are sent as lone surrogates, so that no bytes are lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from hvdkit.plain_files import parse_json
@@ -147,15 +143,3 @@ def as_text(data: bytes) -> str:
 
 def as_bytes(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
-
-
-class Lines:
-    """Join the pieces that a pipe returns into lines."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that are complete with `data`, without line ends."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        yield from lines

@@ -10,29 +10,27 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch import environment, network, preflight, prepare
+from hvdkit.launch import environment, network, prepare
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import agent_variables, local_agent_command
+from hvdkit.launch.controller import MPI_VARIABLES, Controller, over_mpi
+from hvdkit.launch.external import agents_started_by
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job
-from hvdkit.launch.launcher import Settings
-from hvdkit.launch.listener import AgentListener, agents_started_by
+from hvdkit.launch.launcher import Launcher, Workers
+from hvdkit.launch.listener import AgentListener
 from hvdkit.launch.network import Interface
-from hvdkit.launch.outcome import Outcome
-from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.settings import Settings
 from hvdkit.launch.ssh import Ssh
 from hvdkit.mpirun import Mpirun, identify_mpirun
 from hvdkit.processes import without_rank_variables
-
-#: Make a Horovod with both Gloo and MPI use MPI.
-CONTROLLER = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
 
 
 def find(path: str | None = None) -> Mpirun:
@@ -181,89 +179,91 @@ def _hydra_environment(ssh: Ssh) -> dict[str, str]:
     return dict.fromkeys(names, _ssh_arguments(ssh))
 
 
-@dataclass(frozen=True)
-class Mpi:
+class Mpi(Launcher):
     """Start ranks with an MPI's `mpirun`, which starts an agent for each.
 
-    Attributes:
-        plan: the job.
-        settings: how it is started.
+    Args:
+        settings: the settings of the job.
         mpirun: the mpirun.
         extra: the user's own arguments for mpirun.
     """
 
-    plan: Plan
-    settings: Settings
-    mpirun: Mpirun
-    extra: Sequence[str]
+    refused: ClassVar[Mapping[str, str]] = {
+        "debug_rank": "{} needs ranks that `hvdkit run` starts itself. Use --launcher gloo"
+    }
+
+    def __init__(self, settings: Settings, mpirun: Mpirun, extra: Sequence[str]) -> None:
+        # Each start has new agents.
+        super().__init__(replace(settings, agents_stay=False, spares=False))
+        self._mpirun = mpirun
+        self._extra = extra
+
+    @property
+    def name(self) -> str:
+        open_mpi = f"Open MPI {self._mpirun.major}"
+        return f"MPI ({open_mpi if self._mpirun.open_mpi else 'Hydra (MPICH, Intel MPI)'})"
 
     @contextmanager
-    def run(self, output: Output, say: Callable[[str], None]) -> Iterator[Outcome]:
-        """Start the ranks, and watch them until they have ended. Close the agents on exit."""
-        prepare.warn_of_withheld(self.plan, self.settings, say)
-        with ExitStack() as on_exit:
-            with AgentPool(self.settings.ssh.silence) as agents:
-                prepare.start_agents(agents, self.plan, self.settings)
-                facts = prepare.collect_facts(agents, self.plan, self.settings)
-                interfaces, address = prepare.choose_network(self.plan, facts, self.settings, say)
-                listener = AgentListener(address, self.plan.size, self.settings.ssh.silence)
-                on_exit.callback(listener.close)
-                preflight.before_start(
-                    agents, interfaces, self.plan, self.settings, listener.address, say
-                )
-            command = mpirun_command(
-                self.mpirun,
-                self.plan,
-                local_agent_command(),
-                interfaces=interfaces,
-                variables=[*listener.variables(), *agent_variables()],
-                ssh=self.settings.ssh,
-                directory="/",
-                extra=self.extra,
-            )
-            env = without_rank_variables(os.environ) | _hydra_environment(self.settings.ssh)
-            env |= listener.variables()
-            timeout = self.settings.timeouts.start
-            with agents_started_by(
-                "mpirun", command, env, listener, self.plan, timeout, say, holds=True
-            ) as agents:
-                agents.require_facts(prepare.task(self.plan, self.settings), timeout)
-                prepare.start_ranks(
-                    agents, self.plan, facts, self.settings, interfaces, lambda *_: CONTROLLER
-                )
-                yield Job(self.plan, agents, output, self.settings.rank_timeouts, None, say).run()
-
-    def describe(self, say: Callable[[str], None]) -> str:  # noqa: ARG002
-        """Return the plan as text, and the command that would start the ranks."""
+    def examined(
+        self, plan: Plan, say: Callable[[str], None], checks: bool = True
+    ) -> Iterator[Workers]:
         with AgentPool(self.settings.ssh.silence) as agents:
-            prepare.start_agents(agents, self.plan, self.settings)
-            facts = prepare.collect_facts(agents, self.plan, self.settings)
-        interfaces, _ = prepare.choose_network(self.plan, facts, self.settings)
-        names = environment.known(os.environ) | environment.explicit(
-            os.environ, self.settings.variables
-        )
+            prepare.start_agents(agents, plan, self.settings)
+            facts = prepare.collect_facts(agents, plan, self.settings)
+            yield self._examine(agents, plan, facts, say, checks)
+
+    def problems(self, plan: Plan, timeout: float) -> Mapping[Host, str]:
+        with AgentPool(self.settings.ssh.silence) as agents:
+            prepare.start_agents(agents, plan, self.settings)
+            _, problems = agents.collect_facts(prepare.task(plan, self.settings), timeout)
+            return {connection.host: problem for connection, problem in problems.items()}
+
+    @contextmanager
+    def workers(self, plan: Plan, say: Callable[[str], None]) -> Iterator[Workers]:
+        with self.examined(plan, say) as found:
+            pass
+        ssh, timeout = self.settings.ssh, self.settings.timeouts.start
+        with closing(AgentListener(found.address, plan.size, ssh.silence)) as listener:
+            command = mpirun_command(
+                self._mpirun,
+                plan,
+                local_agent_command(),
+                interfaces=found.interfaces,
+                variables=[*listener.variables(), *agent_variables()],
+                ssh=ssh,
+                directory="/",
+                extra=self._extra,
+            )
+            env = without_rank_variables(os.environ) | _hydra_environment(ssh)
+            env |= listener.variables()
+            with agents_started_by(
+                "mpirun", command, env, listener, plan, timeout, say, holds=True
+            ) as agents:
+                agents.require_facts(prepare.task(plan, self.settings), timeout)
+                yield replace(found, agents=agents)
+
+    def controller(
+        self,
+        plan: Plan,  # noqa: ARG002
+        workers: Workers,  # noqa: ARG002
+    ) -> AbstractContextManager[Controller]:
+        return nullcontext(over_mpi({}))
+
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
+        variables = self.settings.variables
+        names = environment.known(os.environ) | environment.explicit(os.environ, variables)
         command = mpirun_command(
-            self.mpirun,
-            self.plan,
-            self.plan.command,
-            interfaces=interfaces,
-            variables=sorted(names | CONTROLLER),
+            self._mpirun,
+            plan,
+            plan.command,
+            interfaces=workers.interfaces,
+            variables=sorted(names | MPI_VARIABLES),
             ssh=self.settings.ssh,
-            directory=self.plan.directory,
-            extra=self.extra,
+            directory=plan.directory,
+            extra=self._extra,
         )
-        given = environment.explicit({}, [text for text in self.settings.variables if "=" in text])
-        shown = [f"{name}={value}" for name, value in sorted(CONTROLLER.items())]
+        given = environment.explicit({}, [text for text in variables if "=" in text])
+        shown = [f"{name}={value}" for name, value in sorted(MPI_VARIABLES.items())]
         shown += [f"{name}=…" for name in sorted(given)]
-        family = (
-            f"Open MPI {self.mpirun.major}" if self.mpirun.open_mpi else "Hydra (MPICH, Intel MPI)"
-        )
-        return "\n".join(
-            [
-                f"{self.plan.size} ranks over MPI ({family}), in {self.plan.directory}",
-                *prepare.host_lines(self.plan, facts, interfaces, self.settings),
-                "",
-                "To start the same ranks by hand:",
-                f"  {shlex.join(['env', *shown, *command])}",
-            ]
-        )
+        words = shlex.join(["env", *shown, *command])
+        return ["To start the same ranks by hand:", f"  {words}"]

@@ -150,8 +150,7 @@ def choose_interfaces(
         )
     if network is not None:
         return _by_option(hosts, network)
-    shared = _shared_networks(hosts)
-    if shared:
+    if shared := _shared_networks(hosts):
         best = max(shared, key=lambda net: (_reached_over(hosts, net), _slowest(hosts, net)))
         return {name: _on(host, best)[0] for name, host in hosts.items()}
     return _by_reached_address(hosts)
@@ -189,26 +188,26 @@ def _by_option(hosts: Mapping[str, HostNetwork], network: str) -> dict[str, Inte
         raise UsageError(
             f"--network {network}: {unknown[0]} has no ranks; the hosts are {', '.join(hosts)}"
         )
-    chosen = {}
-    without = []
-    for name, host in hosts.items():
-        if subnet is not None:
-            matching = [i for i in host.interfaces if IPv4Address(i.address) in subnet]
-        else:
-            wanted = by_host.get(name) if by_host else network
-            matching = [i for i in host.interfaces if i.name == wanted]
-        if matching:
-            chosen[name] = matching[0]
-        else:
-            without.append(name)
-    if without:
+    matching = {
+        name: [
+            each
+            for each in host.interfaces
+            if (
+                IPv4Address(each.address) in subnet
+                if subnet is not None
+                else each.name == (by_host.get(name) if by_host else network)
+            )
+        ]
+        for name, host in hosts.items()
+    }
+    if without := [name for name, found in matching.items() if not found]:
         raise StartUsageError(
             f"--network {network}: {without[0]} has no such interface; it has "
             f"{_listed(hosts[without[0]])}. Expected a subnet (10.0.0.0/8), a name, or "
             f"HOST=NAME,HOST=NAME.",
             without,
         )
-    return chosen
+    return {name: found[0] for name, found in matching.items()}
 
 
 def _on(host: HostNetwork, network: IPv4Network) -> list[Interface]:
@@ -240,15 +239,14 @@ def _slowest(hosts: Mapping[str, HostNetwork], network: IPv4Network) -> int:
 
 def _by_reached_address(hosts: Mapping[str, HostNetwork]) -> dict[str, Interface]:
     others = [host.reached_at for host in hosts.values() if host.reached_at is not None]
-    chosen = {}
-    without = []
-    for name, host in hosts.items():
-        at = host.reached_at or next(filter(None, map(source_address, others)), None)
-        interface = next((i for i in host.interfaces if i.address == at), None)
-        if interface is None:
-            without.append(name)
-        else:
-            chosen[name] = interface
+    own = next(filter(None, map(source_address, others)), None)
+    chosen = {
+        name: interface
+        for name, host in hosts.items()
+        for interface in host.interfaces
+        if interface.address == (host.reached_at or own)
+    }
+    without = [name for name in hosts if name not in chosen]
     if without:
         lists = "; ".join(f"{name}: {_listed(host)}" for name, host in hosts.items())
         raise StartError(

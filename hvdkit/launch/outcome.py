@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from hvdkit.errors import HOSTS_CHANGED, RESUMABLE, HvdkitError
 from hvdkit.exit_statuses import signal_of
+from hvdkit.faults.names import shortened
 from hvdkit.launch.events import Event, JobPlan
 from hvdkit.launch.facts import Facts
 from hvdkit.launch.failure import Failure, in_order, suspects, tail_of
 from hvdkit.launch.failure_report import failure_report
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.questions import shortened
 from hvdkit.launch.reachability import BrokenConnection, best_connected, describe_broken
 from hvdkit.launch.start_error import StartError
 from hvdkit.processes import exit_text
@@ -250,13 +250,15 @@ def _describe_agent_signals(facts: Facts) -> str:
 
 def _orderly(facts: Facts, problem: str) -> Outcome:
     """Return the outcome if some ranks have made an orderly stop, and none has failed."""
-    if not facts.rank_stopped:
+    changed = any(each.status == HOSTS_CHANGED for each in facts.unsuccessful)
+    if changed and not facts.rank_stopped:
         report = _joined(_remarks(facts), problem)
         return Outcome(HOSTS_CHANGED, report, restartable=True, hosts_changed=True)
-    if facts.stopped_by is not None:
+    if facts.stopped_by is not None and not facts.failed_first:
         return _ended_by(facts.stopped_by, facts, problem)
     report = _joined(_remarks(facts), _partial_stop(facts), problem)
-    return Outcome(1, report, is_verdict=facts.is_verdict)
+    restartable = not facts.stops_first
+    return Outcome(1, report, restartable=restartable, is_verdict=facts.is_verdict)
 
 
 def _failed(facts: Facts, problem: str) -> Outcome:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import os
 import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import IO, Any, Self
 
 from hvdkit.errors import UsageError
 from hvdkit.launch import readers
 from hvdkit.plain_files import printable
+from hvdkit.whole_files import open_to_write
 
 #: The number of last lines that are kept of each rank, for the report when it fails.
 TAIL_LINES = 100
@@ -38,6 +40,68 @@ def _ignore(text: str) -> None:
     pass
 
 
+class RankFiles:
+    """Files with the ranks' output in a folder.
+
+    If writing to a file fails (a full disk), further output to it is dropped.
+
+    Args:
+        option: the user's option with the folder, for messages.
+        directory: the folder.
+        say: prints a message for the user, once for all files.
+    """
+
+    def __init__(self, option: str, directory: Path, say: Callable[[str], None]) -> None:
+        self._directory = directory
+        self._where = f"{option} {directory}"
+        self._say = say
+        # None for a file that cannot be written to any more.
+        self._files: dict[str, IO[bytes] | None] = {}
+
+    def open(self, names: Iterable[str]) -> None:
+        """Make the files that are not open. Files of an earlier job become empty.
+
+        Raises:
+            UsageError: a file cannot be made.
+        """
+        try:
+            for name in names:
+                if name not in self._files:
+                    path = self._directory / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    descriptor = open_to_write(path, os.O_WRONLY | os.O_TRUNC)
+                    self._files[name] = os.fdopen(descriptor, "wb", buffering=0)
+        except OSError as error:
+            self.close()
+            raise UsageError(f"{self._where}: {error.strerror}") from error
+
+    def write(self, name: str, data: bytes) -> None:
+        file = self._files[name]
+        try:
+            # The file is unbuffered, so a write to a full disk may write only a part.
+            while file is not None and data:
+                data = data[file.write(data) :]
+        except OSError as error:
+            self._drop(name, error)
+
+    def close(self) -> None:
+        for name, file in self._files.items():
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:  # NFS reports some errors of writes only here
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: OSError) -> None:
+        is_first = None not in self._files.values()
+        self._files[name] = None
+        if is_first:
+            self._say(
+                f"{self._where}: {error.strerror}. From now on, nothing is written to {name}, and "
+                f"to other files that fail"
+            )
+
+
 class Output:
     """Show the ranks' output. A context manager.
 
@@ -55,7 +119,6 @@ class Output:
 
     Attributes:
         directory: the folder for one file per rank; None for no files.
-        stdout_closed: whether the reader of standard output has closed it, as `| head` does.
 
     Raises:
         UsageError: the directory cannot be written to.
@@ -72,7 +135,6 @@ class Output:
         progress: bool = True,
     ) -> None:
         readers.wait()
-        self.stdout_closed = False
         self._say = say
         if shown is None:
             shown = range(size) if size <= SHOWN_RANKS else (0,)
@@ -88,19 +150,11 @@ class Output:
         self._bars_at = time.monotonic()
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(size)]
         self._status = _StatusLine(self._streams["stderr"] if progress else io.BytesIO())
-        # None for a file that cannot be written to any more.
-        self._files: list[IO[bytes] | None] = []
         self.directory = directory
-        self._warned_of_files = False
-        if directory is not None:
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                for rank in range(size):
-                    name = f"rank.{rank:0{self._width}}.log"
-                    self._files.append((directory / name).open("ab", buffering=0))
-            except OSError as error:
-                self.close()
-                raise UsageError(f"--output-dir {directory}: {error.strerror}") from error
+        self._names = [f"rank.{rank:0{self._width}}.log" for rank in range(size)]
+        self._files = None if directory is None else RankFiles("--output-dir", directory, say)
+        if self._files is not None:
+            self._files.open(self._names)
 
     def __enter__(self) -> Self:
         return self
@@ -113,16 +167,13 @@ class Output:
         for rank, _ in list(self._unfinished):
             self.finish(rank)
         self._status.clear()
-        for rank, file in enumerate(self._files):
-            if file is not None:
-                try:
-                    file.close()
-                except OSError as error:  # NFS reports some errors of writes only here
-                    self._drop_file(rank, error)
+        if self._files is not None:
+            self._files.close()
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         """Add output that `rank` wrote to `stream` ("stdout" or "stderr")."""
-        self._keep(rank, data)
+        if self._files is not None:
+            self._files.write(self._names[rank], data)
         *lines, rest = (self._unfinished.pop((rank, stream), b"") + data).split(b"\n")
         if len(rest) > _LONGEST_BAR:
             # A progress bar without line ends: keep its last state only.
@@ -198,48 +249,24 @@ class Output:
         except OSError as error:
             self._drop(stream, error)
 
-    def _keep(self, rank: int, data: bytes) -> None:
-        """Write output of `rank` to its file."""
-        file = self._files[rank] if self._files else None
-        if file is None:
-            return
-        try:
-            # The file is unbuffered, so a write to a full disk may write only a part.
-            while data := data[file.write(data) :]:
-                pass
-        except OSError as error:
-            self._drop_file(rank, error)
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def _drop_file(self, rank: int, error: OSError) -> None:
-        """Write no more to the file of `rank`. Warn, but once for all files."""
-        self._files[rank] = None
-        if not self._warned_of_files:
-            self._warned_of_files = True
-            self._say(
-                f"--output-dir {self.directory}: {error.strerror}. From now on, the output of "
-                f"rank {rank}, and of other ranks whose files fail, is not kept"
-            )
-
     def _drop(self, stream: str, error: OSError) -> None:
         """Drop further output to a stream that cannot be written to. Warn of it."""
-        out = self._streams[stream]
-        self._streams[stream] = _NullStream()
         with contextlib.suppress(OSError, ValueError):
             # Without this, Python tries to write the stream's buffer again when it exits.
-            descriptor = out.fileno()
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
-        if error.errno == errno.EPIPE and stream == "stdout":
-            self.stdout_closed = True
-        elif error.errno not in (errno.EPIPE, errno.EIO):
-            # EIO: the terminal is closed.
+            readers.discard(self._streams[stream].fileno())
+        self._streams[stream] = _NullStream(error)
+        # EIO: the terminal is closed.
+        if error.errno not in (errno.EPIPE, errno.EIO):
             names = {"stdout": "standard output", "stderr": "standard error"}
             self._say(
                 f"{names[stream]}: {error.strerror}. The ranks' output to it is not shown any more"
             )
+
+    @property
+    def stdout_closed(self) -> bool:
+        """Whether the reader of standard output has closed it, as `| head` does."""
+        stream = self._streams["stdout"]
+        return isinstance(stream, _NullStream) and stream.error.errno == errno.EPIPE
 
 
 def _write_all(out: IO[bytes], data: bytes) -> None:
@@ -253,7 +280,11 @@ def _write_all(out: IO[bytes], data: bytes) -> None:
 
 
 class _NullStream(io.BytesIO):
-    """A stream that discards its data."""
+    """A stream that discards its data, because of an error."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -292,7 +323,50 @@ class _StatusLine:
 
     def _write(self, data: bytes) -> None:
         if self._stream is not None:
-            try:
+            with contextlib.suppress(OSError):  # the terminal is closed
                 _write_all(self._stream, data)
-            except OSError:
-                self._stream = None  # the terminal is closed
+
+
+class TaggedOutput(Output):
+    """Show the ranks' output as Horovod's horovodrun does, such as `[0]<stdout>:`.
+
+    Args:
+        size: the number of ranks.
+        others: arguments of `Output`.
+        over_mpi: whether to use the prefix of Open MPI 4, such as `[1,0]<stdout>:`.
+        with_time: whether the prefix begins with the time.
+        files: get the same lines, as `rank.N/stdout` and `rank.N/stderr`; None for no files.
+        width: the digits of N.
+        more: arguments of `Output`.
+
+    Raises:
+        UsageError: a file cannot be made.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *others: Any,
+        over_mpi: bool = False,
+        with_time: bool = False,
+        files: RankFiles | None = None,
+        width: int = 1,
+        **more: Any,
+    ) -> None:
+        super().__init__(size, *others, **more)
+        self._job = b"1," if over_mpi else b""
+        self._with_time = with_time
+        self._same_lines = files
+        self._name = f"rank.{{:0{width}}}/{{}}"
+        if files is not None:
+            names = itertools.product(range(size), self._streams)
+            files.open(self._name.format(*each) for each in names)
+
+    def _prefix(self, rank: int, stream: str) -> bytes:
+        now = time.asctime().encode() if self._with_time else b""
+        return b"%s[%s%d]<%s>:" % (now, self._job, rank, stream.encode())
+
+    def _show_lines(self, rank: int, stream: str, lines: bytes) -> None:
+        super()._show_lines(rank, stream, lines)
+        if self._same_lines is not None:
+            self._same_lines.write(self._name.format(rank, stream), lines)

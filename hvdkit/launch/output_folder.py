@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import platform
 import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+import hvdkit
+from hvdkit.engine.describe import installed
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.faults.start_folders import ERROR, LATEST, START
+from hvdkit.faults.start_folders import ERROR, LATEST, START, Start, identify_launcher
 from hvdkit.launch import events
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.outcome import outcome as outcome_of
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.starts import Start
 from hvdkit.plain_files import read_text
-from hvdkit.whole_files import replacing
+from hvdkit.whole_files import beside, replacing
 
 
 def make(directory: Path) -> Path:
@@ -45,10 +49,43 @@ def make(directory: Path) -> Path:
     except OSError as error:
         raise UsageError(f"--output-dir {directory}: {error.strerror}") from error
     with suppress(OSError):  # file systems without links
-        new = directory / f".{LATEST}.{os.getpid()}"
+        new = beside(directory / LATEST)
         new.symlink_to(folder.name)
         new.replace(directory / LATEST)
     return folder
+
+
+def describe_start(plan: Plan) -> Start:
+    """Return the description of a start that begins now."""
+    engine = installed()
+    versions = {
+        "hvdkit": hvdkit.__version__,
+        "Python": platform.python_version(),
+        "Horovod": "none" if engine is None else engine.version,
+    }
+    return Start(
+        tuple(plan.command),
+        plan.directory,
+        {host.name: len(plan.on(host)) for host in plan.hosts},
+        identify_launcher(psutil.Process()),
+        versions,
+        time.time(),
+    )
+
+
+def describe_end(start: Start, outcome: Outcome) -> Start:
+    """Return the description of a start after its end."""
+    return replace(
+        start,
+        ended=time.time(),
+        status=outcome.status,
+        reason=outcome.reason,
+        failed=outcome.restartable and not outcome.hosts_changed,
+        saved=outcome.saved,
+        hosts_changed=outcome.hosts_changed,
+        verdict=outcome.is_verdict,
+        network=outcome.network,
+    )
 
 
 def write_start(folder: Path, start: Start, say: Callable[[str], None]) -> None:
@@ -83,10 +120,10 @@ def write_error(folder: Path, outcome: Outcome, plan: Plan, say: Callable[[str],
         say(f"cannot write {folder / ERROR}: {error.strerror}")
 
 
-def replayed(folder: Path) -> dict[str, Any] | None:
-    """Return the content of `error.json`, computed from the events in the folder of a start.
+def replayed(folder: Path) -> str | None:
+    """Return the reason for the end of a start, computed from the events in its folder.
 
-    None without events, or if no rank has failed.
+    None without events.
 
     Raises:
         HvdkitError: the file is not a list of events of this version.
@@ -99,7 +136,8 @@ def replayed(folder: Path) -> dict[str, Any] | None:
     except HvdkitError as error:
         raise HvdkitError(f"{file}: {error}. Without the file, the folder can be read") from error
     found = outcome_of(plan, happened)
-    return None if found.failure is None else error_content(found, plan.hosts)
+    tail = () if found.failure is None or found.failure.exception else found.failure.tail
+    return " ".join([found.reason, *(f"Its last line of output: {line}" for line in tail[-1:])])
 
 
 def error_content(outcome: Outcome, hosts: Sequence[str]) -> dict[str, Any]:

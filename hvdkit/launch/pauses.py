@@ -5,6 +5,8 @@ Meanwhile it did not read the messages of agents, so it does not know the state 
 
 from __future__ import annotations
 
+from hvdkit.launch.events import Resumed
+from hvdkit.launch.journal import Journal
 from hvdkit.launch.messages import PAUSE_SECONDS
 
 #: The time in which the launcher reads the messages that arrived while it was stopped.
@@ -17,26 +19,29 @@ class Pauses:
     """The pauses of this process. All times are of `time.monotonic`.
 
     Args:
+        journal: the events of the job, which get the pauses.
         now: the time.
+
+    Attributes:
+        read_until: all messages that had arrived until this time have been handled.
     """
 
-    def __init__(self, now: float) -> None:
-        self._looked_at = now
-        #: The end of the last pause; the start of the job without one.
-        self.resumed_at = now
-        #: The seconds of the last pause; 0 without one.
-        self.seconds = 0.0
-        #: All messages that had arrived until this time have been handled.
-        self.read_until = now
+    def __init__(self, journal: Journal, now: float) -> None:
+        self._journal = journal
+        self._looked_at = self.read_until = now
+        self._start = Resumed(now, 0.0)
 
-    def look(self, now: float) -> float:
-        """Return the seconds of a pause since the last call; 0 if there was none."""
+    @property
+    def last(self) -> Resumed:
+        """The end of the last pause; without one, the start of the job."""
+        return self._journal.facts.resumed or self._start
+
+    def look(self, now: float) -> None:
+        """Note a pause since the last call."""
         pause = now - self._looked_at
         self._looked_at = now
-        if pause <= PAUSE_SECONDS:
-            return 0.0
-        self.resumed_at, self.seconds = now, pause
-        return pause
+        if pause > PAUSE_SECONDS:
+            self._journal.add(Resumed(now, pause))
 
     def note_read(self, until: float, now: float) -> None:
         """Note that all messages that had arrived until a time have been handled.
@@ -44,7 +49,8 @@ class Pauses:
         A write of output to a slow reader also counts as a pause, and may follow on another one.
         """
         # After a pause, threads first have to receive the messages that arrived meanwhile.
-        if until < self.resumed_at or now > self.resumed_at + _READ_SECONDS or not self.seconds:
+        resumed = self.last
+        if until < resumed.at or now > resumed.at + _READ_SECONDS or not resumed.seconds:
             self.read_until = until
 
     def has_read(self, now: float) -> bool:
@@ -56,15 +62,15 @@ class Pauses:
 
     def ended_agents(self, now: float, timeout: float) -> bool:
         """Return whether agents end now because a pause was longer than their timeout."""
-        recently = now < self.resumed_at + PAUSE_SECONDS
-        return recently and self.seconds > max(0, timeout - PAUSE_SECONDS)
+        recently = now < self.last.at + PAUSE_SECONDS
+        return recently and self.last.seconds > max(0, timeout - PAUSE_SECONDS)
 
     def sentence(self, now: float) -> str:
         """Return a sentence about a pause in the last minute; "" if there was none."""
-        if not self.seconds or now >= self.resumed_at + _REMEMBERED_SECONDS:
+        at, seconds = self.last.at, self.last.seconds
+        if not seconds or now >= at + _REMEMBERED_SECONDS:
             return ""
         return (
-            f"This launcher did not run for {self.seconds:.0f} s, until "
-            f"{now - self.resumed_at:.0f} s ago (SIGSTOP, a suspended job or machine, or a program "
-            f"that did not read its output)."
+            f"This launcher did not run for {seconds:.0f} s, until {now - at:.0f} s ago (SIGSTOP, "
+            f"a suspended job or machine, or a program that did not read its output)."
         )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.hosts import Host, name_slots, total_slots
+from hvdkit.faults.names import shortened
+from hvdkit.launch.hosts import Host, describe_slots, name_slots, total_slots
 
 MOST_RANKS = 100_000
 #: The most ranks in a text.
@@ -95,9 +96,8 @@ def describe_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         ranks: the ranks.
         hosts: the host of each rank of the job.
     """
-    shown = ", ".join(f"{rank} on {hosts[rank]}" for rank in ranks[:_SHOWN])
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    named = [f"{rank} on {hosts[rank]}" for rank in ranks]
+    return f"rank{'s' if len(ranks) > 1 else ''} {shortened(named, _SHOWN)}"
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -119,10 +119,9 @@ def make_plan(command: Sequence[str], directory: str, hosts: Sequence[Host], siz
     if size > MOST_RANKS:
         raise UsageError(f"-np is {size}; expected at most {MOST_RANKS}")
     if total_slots(hosts) < size:
-        given = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise UsageError(
-            f"-np is {size}, but the hosts have {name_slots(total_slots(hosts))} ({given}). "
-            "Lower -np, add hosts, or give them more slots: HOST:SLOTS."
+            f"-np is {size}, but the hosts have {name_slots(total_slots(hosts))} "
+            f"({describe_slots(hosts)}). Lower -np, add hosts, or give them more slots: HOST:SLOTS."
         )
     counts: list[tuple[Host, int]] = []
     left = size

@@ -7,17 +7,18 @@ question, so the report for 64 hosts is as short as the report for 2 hosts.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
+from hvdkit.faults.names import shortened
 from hvdkit.launch import open_files, prepare
 from hvdkit.launch.agent_pool import AgentPool, other_versions
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.prepare import Settings
 from hvdkit.launch.questions import Questions, named
 from hvdkit.launch.reachability import (
     FULL_MESH_HOSTS,
@@ -26,8 +27,8 @@ from hvdkit.launch.reachability import (
     listening,
     try_connections,
 )
+from hvdkit.launch.settings import Settings
 from hvdkit.launch.start_error import StartError
-from hvdkit.rendezvous import RendezvousServer
 
 #: The free bytes that a host should have. NCCL and MPI keep shared buffers in /dev/shm.
 _SHM_BYTES = 1_000_000_000
@@ -40,7 +41,6 @@ _BANDWIDTH_SECONDS = 2.0
 #: In bytes per second. On a slower network, int8 saves more time than it costs on the CPU
 #: (docs/synchronizer.md).
 _INT8_BELOW = 5e9 / 8
-_NAMED_HOSTS = 4
 
 _HOSTNAMES = "hostnames"
 #: The version of a package that a host does not have.
@@ -67,7 +67,7 @@ def before_start(
     interfaces: Mapping[Host, Interface],
     plan: Plan,
     settings: Settings,
-    launcher_address: tuple[str, int],
+    address: str,
     say: Callable[[str], None],
 ) -> None:
     """Check several hosts; warn of problems, and raise if the job could not start.
@@ -77,7 +77,7 @@ def before_start(
         interfaces: host -> the interface of its ranks.
         plan: the job.
         settings: how the job is started.
-        launcher_address: an address and port of this machine that the ranks must reach.
+        address: an address of this machine that the ranks must reach.
         say: prints a message for the user.
 
     Raises:
@@ -85,7 +85,7 @@ def before_start(
     """
     if not settings.preflight or len(interfaces) < 2:
         return
-    checked = check(agents, interfaces, plan, launcher_address, settings.timeouts.start)
+    checked = check(agents, interfaces, plan, address, settings.timeouts.start)
     for diagnostic in checked.diagnostics:
         # Only MPI needs different host names, and `--nodes` does not use MPI.
         if diagnostic.status == WARNING and not (
@@ -133,12 +133,12 @@ def examine(plan: Plan, settings: Settings, bandwidth: bool = False) -> list[Dia
         if able:
             by_host = {connection.host: facts[connection] for connection in able}
             interfaces, address = prepare.choose_network(plan, by_host, settings)
-            with RendezvousServer(address) as server, agents.only(able):
+            with agents.only(able):
                 diagnostics += check(
                     agents,
                     interfaces,
                     plan,
-                    (address, server.port),
+                    address,
                     settings.timeouts.start,
                     bandwidth,
                     needs_engine=True,
@@ -150,7 +150,7 @@ def check(
     agents: AgentPool,
     interfaces: Mapping[Host, Interface],
     plan: Plan,
-    launcher_address: tuple[str, int],
+    address: str,
     timeout: float,
     bandwidth: bool = False,
     needs_engine: bool = False,
@@ -161,7 +161,7 @@ def check(
         agents: the agents, which have sent their facts.
         interfaces: host -> the interface of its ranks.
         plan: the number of ranks, and their hosts.
-        launcher_address: an address and port of this machine that the hosts must reach.
+        address: an address of this machine that the hosts must reach.
         timeout: seconds for the answers to each question.
         bandwidth: also measure the bandwidth between the first two hosts.
         needs_engine: whether it is an error if no host has Horovod. A job may not use Horovod.
@@ -175,7 +175,7 @@ def check(
     versions = _versions(found)
     if needs_engine:
         versions.setdefault("horovod", dict.fromkeys(found, _NO_VERSION))
-    connections, broken = _connections(questions, interfaces, launcher_address, bandwidth)
+    connections, broken = _connections(questions, interfaces, address, bandwidth)
     diagnostics = [
         *_compared(versions),
         _network(interfaces),
@@ -224,12 +224,17 @@ def _versions(found: Mapping[Host, Mapping[str, Any]]) -> dict[str, dict[Host, s
     }
 
 
+def _diagnostic(name: str, found: str, advice: str = "", status: str = WARNING) -> Diagnostic:
+    """Return a diagnostic. Without advice, it is OK."""
+    return Diagnostic(name, status if advice else OK, found, advice)
+
+
 def _compared(versions: Mapping[str, Mapping[Host, str]]) -> Iterator[Diagnostic]:
     for name, by_host in versions.items():
         advice = "" if _is_same(by_host) else "install the same version on every host"
         if set(by_host.values()) == {_NO_VERSION}:
             advice = "run `hvdkit build` on every host"
-        yield Diagnostic(name, ERROR if advice else OK, _grouped(by_host), advice)
+        yield _diagnostic(name, _grouped(by_host), advice, ERROR)
 
 
 def _is_same(by_host: Mapping[Host, str]) -> bool:
@@ -239,51 +244,43 @@ def _is_same(by_host: Mapping[Host, str]) -> bool:
 def _network(interfaces: Mapping[Host, Interface]) -> Diagnostic:
     subnets = sorted({str(interface.network) for interface in interfaces.values()})
     names = _grouped({host: interface.name for host, interface in interfaces.items()})
-    return Diagnostic("network", OK, f"{', '.join(subnets)} over {names}; also for NCCL")
+    return _diagnostic("network", f"{', '.join(subnets)} over {names}; also for NCCL")
 
 
 def _mtu(interfaces: Mapping[Host, Interface]) -> Diagnostic:
     if all(interface is LOOPBACK for interface in interfaces.values()):
-        return Diagnostic("MTU", OK, "no network is used on one machine")
+        return _diagnostic("MTU", "no network is used on one machine")
     values = {host: str(interface.mtu) for host, interface in interfaces.items()}
-    if len(set(values.values())) == 1:
-        return Diagnostic("MTU", OK, _grouped(values))
     advice = "set the same MTU everywhere: large packets get lost where it is smaller"
-    return Diagnostic("MTU", WARNING, _grouped(values), advice)
+    return _diagnostic("MTU", _grouped(values), "" if _is_same(values) else advice)
 
 
 def _connections(
     questions: Questions,
     interfaces: Mapping[Host, Interface],
-    launcher_address: tuple[str, int],
+    address: str,
     bandwidth: bool,
 ) -> tuple[list[Diagnostic], list[BrokenConnection]]:
     """Check TCP between all hosts, and from them to the launcher, on arbitrary ports.
 
     Return the diagnostics, and the connections that fail.
     """
-    with listening(questions, interfaces) as targets:
-        broken, tried = try_connections(questions, targets, launcher_address)
-        found = [_reachability(broken, tried, len(questions.hosts))]
-        if bandwidth and len(questions.hosts) > 1 and not broken:
-            found.append(_bandwidth(questions, targets))
-    return found, broken
-
-
-def _reachability(broken: Sequence[BrokenConnection], tried: int, count: int) -> Diagnostic:
-    if broken:
-        return Diagnostic(
-            "TCP",
-            ERROR,
-            f"{len(broken)} of {tried} connections fail: {describe_broken(broken)}",
+    count = len(questions.hosts)
+    with listening(questions, interfaces, address) as targets:
+        broken, tried = try_connections(questions, targets)
+        others = f"{FULL_MESH_HOSTS - 1} others" if count > FULL_MESH_HOSTS else "every other"
+        text = f"every host reaches {others} and the launcher ({tried} connections)"
+        if broken:
+            text = f"{len(broken)} of {tried} connections fail: {describe_broken(broken)}"
+        advice = (
             "open all TCP ports between the hosts in their firewalls, or choose another --network. "
             "If connections are made but large data does not arrive, or only some attempts fail, "
-            "check the MTU and the packet loss of the network (`ping -s 1400 HOST`)",
+            "check the MTU and the packet loss of the network (`ping -s 1400 HOST`)"
         )
-    others = f"{FULL_MESH_HOSTS - 1} others" if count > FULL_MESH_HOSTS else "every other"
-    return Diagnostic(
-        "TCP", OK, f"every host reaches {others} and the launcher ({tried} connections)"
-    )
+        found = [_diagnostic("TCP", text, advice if broken else "", ERROR)]
+        if bandwidth and count > 1 and not broken:
+            found.append(_bandwidth(questions, targets))
+    return found, broken
 
 
 def _bandwidth(questions: Questions, targets: Mapping[str, tuple[str, int]]) -> Diagnostic:
@@ -294,7 +291,7 @@ def _bandwidth(questions: Questions, targets: Mapping[str, tuple[str, int]]) -> 
     text = f"{8 * speed / 1e9:.2f} Gbit/s from {first.name} to {second.name}, one connection"
     if speed < _INT8_BELOW:
         text += '; so slow that compression="int8" may be faster than "fp16"'
-    return Diagnostic("bandwidth", OK, text)
+    return _diagnostic("bandwidth", text)
 
 
 def _own_names(
@@ -302,41 +299,30 @@ def _own_names(
 ) -> Diagnostic:
     names = {host: facts["own_name"]["name"] for host, facts in found.items()}
     machines = _by_value({host: f"{names[host]} {interfaces[host].address}" for host in names})
-    repeated = [named(hosts) for hosts in machines.values() if len(hosts) > 1]
-    if repeated:
-        return Diagnostic(
-            _HOSTNAMES,
-            WARNING,
-            f"these are names of one machine: {'; '.join(repeated)}",
+    shared = {name: hosts for name, hosts in _by_value(names).items() if len(hosts) > 1}
+    nameless = [host for host, facts in found.items() if "error" in facts["own_name"]]
+    for text, problems, advice in (
+        (
+            "these are names of one machine",
+            [named(hosts) for hosts in machines.values() if len(hosts) > 1],
             "name each machine once, with all its slots (HOST:SLOTS). Otherwise its ranks use the "
             "same GPUs, and MPI fails",
-        )
-    shared = [
-        f"{name} is {named(hosts)}" for name, hosts in _by_value(names).items() if len(hosts) > 1
-    ]
-    if shared:
-        return Diagnostic(
-            _HOSTNAMES,
-            WARNING,
-            f"several hosts have the same host name: {'; '.join(shared)}",
+        ),
+        (
+            "several hosts have the same host name",
+            [f"{name} is {named(hosts)}" for name, hosts in shared.items()],
             "give each host its own name (hostnamectl set-hostname). MPI treats hosts with the "
             "same name as one host, and fails",
-        )
-    nameless = [host for host, facts in found.items() if "error" in facts["own_name"]]
-    if nameless:
-        return Diagnostic(
-            _HOSTNAMES,
-            WARNING,
-            f"the host's own name does not resolve on {named(nameless)}",
+        ),
+        (
+            "the host's own name does not resolve there",
+            [named(nameless)] if nameless else [],
             "add it to /etc/hosts there: MPI and some libraries look it up",
-        )
-    local = [
-        host for host, facts in found.items() if facts["own_name"]["address"].startswith("127.")
-    ]
-    text = "every host resolves its own name"
-    if local:
-        text += f"; to 127.x on {named(local)}, which is fine: ranks use the network's addresses"
-    return Diagnostic(_HOSTNAMES, OK, text)
+        ),
+    ):
+        if problems:
+            return _diagnostic(_HOSTNAMES, f"{text}: {'; '.join(problems)}", advice)
+    return _diagnostic(_HOSTNAMES, "every host resolves its own name")
 
 
 def _skews(questions: Questions) -> dict[Host, float]:
@@ -349,13 +335,13 @@ def _skews(questions: Questions) -> dict[Host, float]:
 
 
 def _clocks(skews: Mapping[Host, float]) -> Diagnostic:
-    far = [host for host, skew in skews.items() if abs(skew) > _SKEW_SECONDS]
+    far = [
+        f"{host.name} {skew:+.1f} s" for host, skew in skews.items() if abs(skew) > _SKEW_SECONDS
+    ]
     if far:
-        text = ", ".join(f"{host.name} {skews[host]:+.1f} s" for host in far[:_NAMED_HOSTS])
-        more = f" and {len(far) - _NAMED_HOSTS} more" if len(far) > _NAMED_HOSTS else ""
-        return Diagnostic("clocks", WARNING, f"{text}{more}", "run an NTP client on every host")
+        return _diagnostic("clocks", shortened(far), "run an NTP client on every host")
     worst = max(map(abs, skews.values()))
-    return Diagnostic("clocks", OK, f"within {max(worst, 0.1):.1f} s of the launcher's")
+    return _diagnostic("clocks", f"within {max(worst, 0.1):.1f} s of the launcher's")
 
 
 def _shared_memory(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
@@ -366,7 +352,7 @@ def _shared_memory(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
             "mount a tmpfs that this user can write to: NCCL, MPI and the workers of a DataLoader "
             "keep shared buffers there"
         )
-        return Diagnostic(name, WARNING, f"not writable on {named(closed)}", advice)
+        return _diagnostic(name, f"not writable on {named(closed)}", advice)
     return _amount(found, "shared_memory", name, _SHM_BYTES, "mount a larger tmpfs there")
 
 
@@ -376,16 +362,14 @@ def _amount(
     known = {host: facts[key] for host, facts in found.items() if facts[key] is not None}
     missing = [host for host in found if host not in known]
     if missing:
-        return Diagnostic(name, WARNING, f"cannot be determined on {named(missing)}", advice)
+        return _diagnostic(name, f"cannot be determined on {named(missing)}", advice)
     lowest = min(known, key=lambda host: known[host])
     text = f"at least {known[lowest] / 1e9:.1f} GB"
     text += f" ({lowest.name})" if len(known) > 1 else ""
-    if known[lowest] >= least:
-        return Diagnostic(name, OK, text)
     few = [host for host, amount in known.items() if amount < least]
-    return Diagnostic(
-        name, WARNING, f"{text}; less than {least / 1e9:g} GB on {named(few)}", advice
-    )
+    if not few:
+        return _diagnostic(name, text)
+    return _diagnostic(name, f"{text}; less than {least / 1e9:g} GB on {named(few)}", advice)
 
 
 def _open_files(found: Mapping[Host, Mapping[str, Any]], size: int) -> Diagnostic:
@@ -394,10 +378,9 @@ def _open_files(found: Mapping[Host, Mapping[str, Any]], size: int) -> Diagnosti
     few = [host for host, facts in found.items() if facts["open_files"] < needed]
     text = f"each of {size} ranks may need {needed:,}, for connections to the other ranks"
     if not few:
-        return Diagnostic("open files", OK, text)
-    return Diagnostic(
+        return _diagnostic("open files", text)
+    return _diagnostic(
         "open files",
-        WARNING,
         f"{text}; the limit is {least:,} on {named(few)}",
         "raise it there (`ulimit -Hn`, /etc/security/limits.conf, LimitNOFILE of the ssh server)",
     )
@@ -406,16 +389,9 @@ def _open_files(found: Mapping[Host, Mapping[str, Any]], size: int) -> Diagnosti
 def _gpus(found: Mapping[Host, Mapping[str, Any]]) -> Diagnostic:
     values = {}
     for host, facts in found.items():
-        kinds = dict.fromkeys(facts["gpus"])
-        counts = [f"{facts['gpus'].count(kind)} x {kind}" for kind in kinds]
-        values[host] = ", ".join(counts) or "none"
-    broken = [
-        host for host, facts in found.items() if any("nvidia-smi" in g for g in facts["gpus"])
-    ]
-    if broken:
-        return Diagnostic("GPUs", WARNING, _grouped(values), "repair the NVIDIA driver there")
-    if len(set(values.values())) > 1:
-        return Diagnostic(
-            "GPUs", WARNING, _grouped(values), "the slowest GPU limits the job; match slots to GPUs"
-        )
-    return Diagnostic("GPUs", OK, _grouped(values))
+        counts = Counter(facts["gpus"])
+        values[host] = ", ".join(f"{counts[kind]} x {kind}" for kind in counts) or "none"
+    advice = "" if _is_same(values) else "the slowest GPU limits the job; match slots to GPUs"
+    if any("nvidia-smi" in text for text in values.values()):
+        advice = "repair the NVIDIA driver there"
+    return _diagnostic("GPUs", _grouped(values), advice)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.faults.names import shortened
 from hvdkit.launch import binding, environment, network
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host, are_local
-from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import HostNetwork, Interface
 from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.questions import Questions
+from hvdkit.launch.settings import Settings
 
 _SHOWN_NAMES = 8
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -24,6 +27,23 @@ _INTERPRETERS = ("python", "bash", "sh")
 
 # Host -> whether it is this machine. Each host is looked up only once.
 _looked_up: dict[Host, bool] = {}
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The agents of a start, and what they have told about their hosts.
+
+    Attributes:
+        agents: the agents. They start the ranks, answer questions, and report each end.
+        facts: host -> its facts (`host_facts.facts`).
+        interfaces: host -> the interface of its ranks.
+        address: this machine's address on the network of the ranks.
+    """
+
+    agents: AgentPool
+    facts: Mapping[Host, Message]
+    interfaces: Mapping[Host, Interface]
+    address: str
 
 
 def local_hosts(plan: Plan) -> dict[Host, bool]:
@@ -34,11 +54,14 @@ def local_hosts(plan: Plan) -> dict[Host, bool]:
     return {host: known.get(host, _looked_up.get(host, False)) for host in plan.hosts}
 
 
-def start_agents(agents: AgentPool, plan: Plan, settings: Settings) -> None:
-    """Start an agent on each of the plan's hosts."""
+def start_agents(
+    agents: AgentPool, plan: Plan, settings: Settings, hosts: Mapping[Host, bool] | None = None
+) -> None:
+    """Start an agent on each of the plan's hosts, or only on `hosts` (`local_hosts`)."""
     rank = settings.debug_rank
     terminal = None if rank is None else plan.places[rank].host
-    agents.start(local_hosts(plan), settings.ssh, settings.python, terminal)
+    chosen = local_hosts(plan) if hosts is None else hosts
+    agents.start(chosen, settings.ssh, settings.python, terminal)
 
 
 def collect_facts(agents: AgentPool, plan: Plan, settings: Settings) -> dict[Host, Message]:
@@ -95,76 +118,71 @@ def choose_network(
     local = local_hosts(plan)
     if all(local.values()) and settings.network is None:
         return dict.fromkeys(facts, network.LOOPBACK), network.LOOPBACK.address
-    networks = {host.name: _network_of(found, local[host]) for host, found in facts.items()}
+    networks = {
+        host.name: HostNetwork(
+            [Interface(**fields) for fields in found["interfaces"]],
+            # On this machine, `reached_at` is the address to which the user has logged in. It does
+            # not show which network leads to the other hosts.
+            None if local[host] else found["reached_at"],
+        )
+        for host, found in facts.items()
+    }
     chosen = network.choose_interfaces(networks, settings.network)
     address = network.rendezvous_address(chosen, network.own_interfaces())
-    if say is not None and settings.network is None:
-        _warn_of_faster_network(networks, chosen, say)
-    return {host: chosen[host.name] for host in facts}, address
-
-
-def _network_of(facts: Message, local: bool) -> HostNetwork:
-    interfaces = [Interface(**fields) for fields in facts["interfaces"]]
-    # On this machine, `reached_at` is the address to which the user has logged in. It does not
-    # show which network leads to the other hosts.
-    return HostNetwork(interfaces, None if local else facts["reached_at"])
-
-
-def _warn_of_faster_network(
-    networks: Mapping[str, HostNetwork],
-    chosen: Mapping[str, Interface],
-    say: Callable[[str], None],
-) -> None:
-    if (found := network.faster_network(networks, chosen)) is not None:
-        faster, faster_speed, speed = found
-        subnet = next(iter(chosen.values())).network
+    faster = network.faster_network(networks, chosen) if settings.network is None else None
+    if say is not None and faster is not None:
+        net, faster_speed, speed = faster
         say(
-            f"the ranks use the network of ssh, {subnet} ({speed / 1000:g} Gbit/s). The hosts "
-            f"share a faster one ({faster_speed / 1000:g} Gbit/s): --network {faster}"
+            f"the ranks use the network of ssh, {next(iter(chosen.values())).network} "
+            f"({speed / 1000:g} Gbit/s). The hosts share a faster one ({faster_speed / 1000:g} "
+            f"Gbit/s): --network {net}"
         )
+    return {host: chosen[host.name] for host in facts}, address
 
 
 def rank_messages(
     plan: Plan,
-    facts: Mapping[Host, Message],
+    workers: Workers,
     settings: Settings,
-    interfaces: Mapping[Host, Interface],
     place_variables: Callable[[Place, Interface], Mapping[str, str]],
-    master: tuple[str, int] | None = None,
-) -> dict[Host, list[Message]]:
-    """Return host -> the field `ranks` of its `start` message: numbers and environments.
+    master_port: int | None,
+) -> list[Message]:
+    """Return what the agents get about each rank: its numbers and its environment.
 
     Args:
         plan: the job.
-        facts: host -> its facts (`host_facts.facts`).
+        workers: the facts of the hosts, and their network.
         settings: the user's choices.
-        interfaces: host -> the interface of its ranks.
         place_variables: returns the variables with a rank's place, such as its local rank.
-        master: the address of rank 0's host and a free port there, for
-            `environment.torch_variables`; None for ranks without these variables.
+        master_port: a free port of rank 0's host, for `environment.torch_variables`; None for ranks
+            without these variables.
     """
     variables = environment.explicit(os.environ, settings.variables)
     forwarded = environment.forwarded(os.environ)
     local = local_hosts(plan)
-    ranks = {}
-    for host, found in facts.items():
+    master = workers.interfaces[plan.places[0].host].address
+    ranks: list[Message] = []
+    for host in plan.hosts:
+        found = workers.facts[host]
         bound = bound_cpus(plan, host, found, settings)
         # Ranks on this machine inherit the other variables from their agent.
         inherited = local[host] or settings.use_agent_environment
         base = variables if inherited else forwarded | variables
-        interface = interfaces[host]
+        interface = workers.interfaces[host]
         optional = {} if interface is network.LOOPBACK else _nccl(interface)
-        elastic = settings.elastic_variables(host) if settings.elastic_variables else {}
-        ranks[host] = [
+        ranks += [
             {
                 "rank": place.rank,
                 "terminal": place.rank == settings.debug_rank,
                 "cpus": bound[place.local_rank],
                 "env": base
-                | (environment.torch_variables(plan, place, *master) if master else {})
+                | (
+                    {}
+                    if master_port is None
+                    else environment.torch_variables(plan, place, master, master_port)
+                )
                 | {name: variables[name] for name in _MASTER_VARIABLES if name in variables}
                 | dict(place_variables(place, interface))
-                | dict(elastic)
                 | (environment.pinned_gpu(place, found["gpus"]) if settings.pin_gpus else {}),
                 "defaults": optional
                 | environment.defaults(place, found["cores"], settings.timeouts.start)
@@ -182,45 +200,38 @@ def bound_cpus(plan: Plan, host: Host, facts: Message, settings: Settings) -> li
 
 
 def start_ranks(
-    agents: AgentPool,
     plan: Plan,
-    facts: Mapping[Host, Message],
+    workers: Workers,
     settings: Settings,
-    interfaces: Mapping[Host, Interface],
     place_variables: Callable[[Place, Interface], Mapping[str, str]],
 ) -> None:
     """Let the agents start the ranks. The arguments are those of `rank_messages`.
 
     There must be one agent for each host or one for each rank, in the order of the plan.
+
+    Raises:
+        HvdkitError: the host of rank 0 does not answer.
     """
-    address = master(agents, plan, interfaces, settings)
-    by_host = rank_messages(plan, facts, settings, interfaces, place_variables, address)
-    ranks = {message["rank"]: message for messages in by_host.values() for message in messages}
+    agents = workers.agents
+    port = _master_port(plan, workers, settings) if settings.torch_env else None
+    ranks = rank_messages(plan, workers, settings, place_variables, port)
     groups = plan.by_agent(len(agents.connections))
     for connection, places in zip(agents.connections, groups, strict=True):
         connection.idle = False
         connection.send("start", ranks=[ranks[place.rank] for place in places], size=plan.size)
 
 
-def master(
-    agents: AgentPool, plan: Plan, interfaces: Mapping[Host, Interface], settings: Settings
-) -> tuple[str, int] | None:
-    """Return MASTER_ADDR and MASTER_PORT: the address of rank 0's host and a free port there.
-
-    None if the user does not want torchrun's variables.
-
-    Raises:
-        HvdkitError: the host does not answer.
-    """
-    if not settings.torch_env:
-        return None
+def _master_port(plan: Plan, workers: Workers, settings: Settings) -> int:
+    """Return a free port of rank 0's host."""
     host = plan.places[0].host
-    address = interfaces[host].address
-    if interfaces[host] is network.LOOPBACK:
-        return address, network.free_port(address)
-    connection = next(each for each in agents.connections if each.host == host)
-    port = agents.ask(connection, "free_port", {"address": address}, settings.timeouts.start)
-    return address, int(port)
+    address = workers.interfaces[host].address
+    if workers.interfaces[host] is network.LOOPBACK:
+        return network.free_port(address)
+    agents = workers.agents
+    # There may be an agent for each rank.
+    with agents.only([next(each for each in agents.connections if each.host == host)]):
+        questions = Questions(agents, settings.timeouts.start)
+        return int(questions.all("free_port", {"address": address})[host])
 
 
 def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None]) -> None:
@@ -228,10 +239,9 @@ def warn_of_withheld(plan: Plan, settings: Settings, say: Callable[[str], None])
     given = environment.explicit(os.environ, settings.variables)
     names = [name for name in environment.withheld(os.environ) if name not in given]
     if names and not (settings.use_agent_environment or all(local_hosts(plan).values())):
-        shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
         say(
-            f"not sent to other hosts: {shown}. Their names look like secrets, or their values "
-            f"belong to this host; to send a variable, give -x NAME"
+            f"not sent to other hosts: {shortened(names, _SHOWN_NAMES)}. Their names look like "
+            f"secrets, or their values belong to this host; to send a variable, give -x NAME"
         )
 
 
@@ -240,17 +250,12 @@ def _nccl(interface: Interface) -> dict[str, str]:
     return {"NCCL_SOCKET_IFNAME": f"={interface.name}"}
 
 
-def host_lines(
-    plan: Plan,
-    facts: Mapping[Host, Message],
-    interfaces: Mapping[Host, Interface],
-    settings: Settings,
-) -> list[str]:
+def host_lines(plan: Plan, workers: Workers, settings: Settings) -> list[str]:
     """Return a line about each host for a dry run: its ranks, network, cores and Python."""
     lines = []
     for host in plan.hosts:
         numbers = ", ".join(str(place.rank) for place in plan.on(host))
-        interface, found = interfaces[host], facts[host]
+        interface, found = workers.interfaces[host], workers.facts[host]
         lines.append(
             f"  {host.name}: rank {numbers}; {interface.name} {interface.address}; "
             f"{found['cores']} cores, Python {found['python']}"

@@ -6,11 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdkit.faults.names import shortened
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.start_error import StartError
-
-_NAMED_HOSTS = 4
 
 
 class Questions:
@@ -67,9 +66,3 @@ class Questions:
 def named(hosts: Sequence[Host]) -> str:
     """Return a text such as `host1, host2 and 3 more`."""
     return shortened([host.name for host in hosts])
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return a text such as `host1, host2 and 3 more`, from the names of hosts."""
-    more = len(names) - _NAMED_HOSTS
-    return f"{', '.join(names[:_NAMED_HOSTS])} and {more} more" if more > 0 else ", ".join(names)

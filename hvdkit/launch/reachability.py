@@ -7,11 +7,13 @@ launcher calls `broken_connections` after a failure that does not show its host.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.errors import HvdkitError
+from hvdkit.faults.names import shortened
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import Interface
@@ -24,7 +26,6 @@ FULL_MESH_HOSTS = 32
 
 #: The bytes that hosts send to each other: several packets, also on a network with a large MTU.
 _SENT_BYTES = 65536
-_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class BrokenConnection:
 def broken_connections(
     agents: AgentPool,
     interfaces: Mapping[Host, Interface],
-    launcher_address: tuple[str, int],
+    address: str,
     timeout: float,
 ) -> list[BrokenConnection]:
     """Return the connections between the hosts of `agents`, and to the launcher, that fail.
@@ -58,34 +59,37 @@ def broken_connections(
     Args:
         agents: the agents, which run no ranks now.
         interfaces: host -> the interface of its ranks.
-        launcher_address: an address and port of this machine that the hosts must reach.
+        address: an address of this machine that the hosts must reach.
         timeout: seconds for the answers to each question.
 
     Raises:
         HvdkitError: a host does not answer.
     """
     questions = Questions(agents, timeout)
-    with listening(questions, interfaces) as targets:
-        return try_connections(questions, targets, launcher_address)[0]
+    with listening(questions, interfaces, address) as targets:
+        return try_connections(questions, targets)[0]
 
 
 def describe_broken(broken: Sequence[BrokenConnection]) -> str:
     """Return a text with the connections that fail."""
-    more = len(broken) - _SHOWN
-    named = "; ".join(map(str, broken[:_SHOWN]))
-    return f"{named} and {more} more" if more > 0 else named
+    return shortened(broken, separator="; ")
 
 
 @contextlib.contextmanager
 def listening(
-    questions: Questions, interfaces: Mapping[Host, Interface]
+    questions: Questions, interfaces: Mapping[Host, Interface], address: str
 ) -> Iterator[dict[str, tuple[str, int]]]:
-    """Context in which all hosts accept connections. Yield their addresses and ports, by name."""
+    """Context in which all hosts, and the launcher at `address`, accept connections.
+
+    Yield their addresses and ports, by name.
+    """
     addresses = {host: interfaces[host].address for host in questions.hosts}
     arguments = {host: {"address": addresses[host]} for host in questions.hosts}
     try:
-        ports = questions.each("listen", arguments)
-        yield {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+        with socket.create_server((address, 0), backlog=len(arguments)) as server:
+            ports = questions.each("listen", arguments)
+            found = {host.name: (addresses[host], ports[host]) for host in questions.hosts}
+            yield {**found, LAUNCHER: (address, server.getsockname()[1])}
     except HvdkitError:
         # A host does not answer. The agents of the other hosts may stay.
         questions.end("stop_listening")
@@ -94,18 +98,17 @@ def listening(
 
 
 def try_connections(
-    questions: Questions, targets: Mapping[str, tuple[str, int]], launcher_address: tuple[str, int]
+    questions: Questions, targets: Mapping[str, tuple[str, int]]
 ) -> tuple[list[BrokenConnection], int]:
     """Return the connections that fail, and the number of connections that were tried.
 
     Args:
         questions: asks the hosts.
-        targets: name of a host -> its address and port.
-        launcher_address: as for `broken_connections`.
+        targets: as `listening` yields them.
     """
-    # The rendezvous of the launcher does not confirm data.
+    # The launcher does not confirm data.
     known = {name: (*target, _SENT_BYTES) for name, target in targets.items()}
-    known[LAUNCHER] = (*launcher_address, 0)
+    known[LAUNCHER] = (*targets[LAUNCHER], 0)
     answers = questions.each(
         "connect",
         {

@@ -90,6 +90,13 @@ def write_ready(descriptor: int, data: bytearray) -> None:
             del data[:written]
 
 
+def discard(descriptor: int) -> None:
+    """Let what is written to a descriptor go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
 def _write_piece(descriptor: int, data: bytes | bytearray, wait: float) -> int:
     """Write the first bytes after at most `wait` seconds. Return their number."""
     poll = select.poll()

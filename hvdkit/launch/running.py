@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.faults.start_folders import Start
 from hvdkit.launch import open_files, output_folder, readers
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.launcher import Launcher
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.starts import Start
 from hvdkit.plain_files import printable
 from hvdkit.signals import status_before_start
-
-#: `Launcher.run`.
-RunRanks = Callable[[Output, Callable[[str], None]], AbstractContextManager[Outcome]]
 
 
 class Runner:
@@ -31,17 +29,23 @@ class Runner:
 
     Args:
         options: the user's options.
+        launcher: the launcher.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, launcher: Launcher) -> None:
         self._options = options
+        self._launcher = launcher
         self._is_restart = False
 
-    def run(self, plan: Plan, run_ranks: RunRanks) -> Outcome:
+    def run(self, plan: Plan, elastic: Callable[[Host], Mapping[str, str]] | None) -> Outcome:
         """Run the ranks, and show their output and the outcome. Return the outcome.
 
         The start and its end are written to the output folder. The outcome is shown and written
         before the agents are closed, which may take many seconds.
+
+        Args:
+            plan: the job.
+            elastic: as for `Launcher.run`.
 
         Raises:
             HvdkitError: the ranks could not be started, or the first start has no folder.
@@ -49,23 +53,23 @@ class Runner:
         """
         _raise_file_limit(plan)
         output = self._output(plan)
-        if (folder := output.directory) is None:
-            with output, run_ranks(output, say) as outcome:
-                _show(outcome, output)
-            return outcome
-        start = Start.of(plan)
-        output_folder.write_start(folder, start, say)
-        has_ended = False
+        start = output_folder.describe_start(plan)
+        _write(start, output.directory)
+        found = None
         try:
-            with output, run_ranks(output, say) as outcome:
-                has_ended = True
-                _show(outcome, output)
-                _write(outcome, folder, start, plan)
+            with output, self._launcher.run(plan, output, say, elastic) as found:
+                output.close()
+                if found.report:
+                    say(found.report)
+                ended = output_folder.describe_end(start, found)
+                _write(ended, output.directory)
+                if output.directory and (found.failure is not None or ended.failed):
+                    output_folder.write_error(output.directory, found, plan, say)
         except (HvdkitError, KeyboardInterrupt) as error:
-            if not has_ended:
-                output_folder.write_start(folder, start.end(_without_job(error)), say)
+            if found is None:
+                _write(output_folder.describe_end(start, _without_job(error)), output.directory)
             raise
-        return outcome
+        return found
 
     def _output(self, plan: Plan) -> Output:
         """Return the output of one start, with a new folder if `--output-dir` is given."""
@@ -97,19 +101,10 @@ def _without_job(error: HvdkitError | KeyboardInterrupt) -> Outcome:
     return Outcome(status_before_start(number), f"ended by {number.name}")
 
 
-def _show(outcome: Outcome, output: Output) -> None:
-    """Show the rest of the ranks' output, and the outcome."""
-    output.close()
-    if outcome.report:
-        say(outcome.report)
-
-
-def _write(outcome: Outcome, folder: Path, start: Start, plan: Plan) -> None:
-    """Write the end of a start to its folder."""
-    ended = start.end(outcome)
-    output_folder.write_start(folder, ended, say)
-    if outcome.failure is not None or ended.failed:
-        output_folder.write_error(folder, outcome, plan, say)
+def _write(start: Start, folder: Path | None) -> None:
+    """Write the description of a start, if it has a folder."""
+    if folder is not None:
+        output_folder.write_start(folder, start, say)
 
 
 def say(text: str) -> None:

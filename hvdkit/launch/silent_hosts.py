@@ -28,7 +28,7 @@ def describe_silent_hosts(
     """
     found: dict[str, tuple[float, float]] = {}
     # During a pause, this process did not read answers.
-    earliest = max(now - _REMEMBERED_SECONDS, pauses.resumed_at + 1)
+    earliest = max(now - _REMEMBERED_SECONDS, pauses.last.at + 1)
     for connection in connections:
         silence = connection.silence(now)
         if silence is not None and silence.ended_at >= earliest:

@@ -14,25 +14,24 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from typing import ClassVar
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import environment, gloo, mpi, network, preflight, prepare
-from hvdkit.launch.agent_pool import AgentPool
-from hvdkit.launch.allocation import Allocation
+from hvdkit.launch import environment, gloo, messages, mpi, network, prepare
+from hvdkit.launch.allocation import Allocation, check_size
 from hvdkit.launch.connection import local_agent_command
+from hvdkit.launch.controller import MPI_VARIABLES, Controller, over_gloo, over_mpi
+from hvdkit.launch.external import agents_started_by
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.job import Job
-from hvdkit.launch.launcher import Settings
-from hvdkit.launch.listener import AgentListener, agents_started_by
+from hvdkit.launch.launcher import Launcher, Workers
+from hvdkit.launch.listener import AgentListener
 from hvdkit.launch.messages import Message
 from hvdkit.launch.network import Interface
-from hvdkit.launch.outcome import Outcome
-from hvdkit.launch.output import Output
-from hvdkit.launch.plan import Place, Plan
+from hvdkit.launch.plan import Plan
+from hvdkit.launch.settings import Settings
 from hvdkit.processes import without_rank_variables
-from hvdkit.rendezvous import RendezvousServer
 
 # Variables that srun reads as its options. They would contradict the plan.
 _SRUN_OPTIONS = {
@@ -102,54 +101,97 @@ def _srun_environment(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class _Started:
-    """The agents of all ranks, srun's command line, the facts of the hosts, and the network."""
+class Slurm(Launcher):
+    """Start ranks inside an allocation: `srun` starts an agent for each rank.
 
-    agents: AgentPool
-    command: Sequence[str]
-    facts: Mapping[Host, Message]
-    interfaces: Mapping[Host, Interface]
-    address: str
+    Args:
+        settings: the settings of the job.
+        allocation: the allocation.
+        kind: srun's `--mpi` for ranks over MPI; None for Gloo.
+    """
 
-    def start_ranks(
-        self,
-        plan: Plan,
-        settings: Settings,
-        places: Callable[[Place, Interface], Mapping[str, str]],
-    ) -> None:
-        prepare.start_ranks(self.agents, plan, self.facts, settings, self.interfaces, places)
+    refused: ClassVar[Mapping[str, str]] = {
+        "bind": "{} was given, but Slurm binds tasks itself. Set SLURM_CPU_BIND=cores instead",
+        "debug_rank": "{} needs ranks that `hvdkit run` starts itself. Use --launcher gloo",
+        "mpirun": "{0} needs --launcher mpi: add it, or remove {0}",
+        "mpi_args": "{0} needs --launcher mpi: add it, or remove {0}",
+    }
+    in_allocation = True
 
+    def __init__(self, settings: Settings, allocation: Allocation, kind: str | None) -> None:
+        # Slurm has already pinned a task that sees one GPU. Each start has new agents.
+        pin_gpus = settings.pin_gpus and not allocation.pins_gpus
+        super().__init__(replace(settings, pin_gpus=pin_gpus, agents_stay=False, spares=False))
+        self._allocation = allocation
+        self._kind = kind
 
-@contextmanager
-def _started(
-    plan: Plan, allocation: Allocation, settings: Settings, kind: str, say: Callable[[str], None]
-) -> Iterator[_Started]:
-    """Start the agents, collect facts, and choose the network. End the agents on exit."""
-    with closing(AgentListener(_own_address(plan), plan.size, settings.ssh.silence)) as listener:
-        here = os.environ | listener.variables()
-        login = [name for name in _LOGIN if name in here]
-        names = sorted({*login, *environment.forwarded(here), *listener.variables()})
-        command = srun_command(plan, allocation, local_agent_command(), names, kind)
-        env, timeout = _srun_environment(here), settings.timeouts.start
-        with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
-            # Ask one agent of each host.
-            first = {connection.host: connection for connection in reversed(agents.connections)}
-            with agents.only([first[host] for host in plan.hosts]):
-                answers = agents.require_facts(prepare.task(plan, settings), timeout)
-                facts = {
-                    host: _facts(answers[agent], host, plan, allocation)
-                    for host, agent in first.items()
-                }
-                interfaces, address = prepare.choose_network(plan, facts, settings, say)
-                # The listener of the agents is closed, and the rendezvous is not open yet.
-                with socket.create_server((address, 0), backlog=len(plan.hosts)) as server:
-                    preflight.before_start(
-                        agents, interfaces, plan, settings, server.getsockname(), say
-                    )
-            # Slurm also sends signals to the tasks, here the agents.
-            agents.require_facts(prepare.task(plan, settings) | {"forward_signals": True}, timeout)
-            yield _Started(agents, command, facts, interfaces, address)
+    def hosts(self, size: int | None) -> Sequence[Host]:
+        if size is not None:
+            check_size(self._allocation, size)
+        return list(self._allocation.hosts)
+
+    @property
+    def name(self) -> str:
+        over = "Gloo" if self._kind is None else f"MPI (srun --mpi={self._kind})"
+        return f"{over}, started by srun"
+
+    @contextmanager
+    def examined(
+        self, plan: Plan, say: Callable[[str], None], checks: bool = True
+    ) -> Iterator[Workers]:
+        settings = self.settings
+        with closing(
+            AgentListener(_own_address(plan), plan.size, settings.ssh.silence)
+        ) as listener:
+            here = os.environ | listener.variables()
+            login = [name for name in _LOGIN if name in here]
+            names = sorted({*login, *environment.forwarded(here), *listener.variables()})
+            command = self._command(plan, local_agent_command(), names)
+            env, timeout = _srun_environment(here), settings.timeouts.start
+            with agents_started_by("srun", command, env, listener, plan, timeout, say) as agents:
+                # Ask one agent of each host.
+                first = {connection.host: connection for connection in reversed(agents.connections)}
+                with agents.only([first[host] for host in plan.hosts]):
+                    answers = agents.require_facts(prepare.task(plan, settings), timeout)
+                    facts = {
+                        host: _facts(answers[agent], host, plan, self._allocation)
+                        for host, agent in first.items()
+                    }
+                    found = self._examine(agents, plan, facts, say, checks)
+                # Slurm also sends signals to the tasks, here the agents.
+                forwards = prepare.task(plan, settings) | {"forward_signals": True}
+                agents.require_facts(forwards, timeout)
+                yield found
+
+    def controller(self, plan: Plan, workers: Workers) -> AbstractContextManager[Controller]:
+        if self._kind is not None:
+            return nullcontext(over_mpi(_open_mpi_network(workers.interfaces)))
+        return over_gloo(plan, workers.facts, workers.address)
+
+    def commands(self, plan: Plan, workers: Workers) -> Sequence[str]:
+        variables = self.settings.variables
+        lines = ["This starts the agents, which start the ranks:"]
+        own = (messages.ADDRESS_VARIABLE, messages.TOKEN_VARIABLE)
+        names = sorted({*_LOGIN, *environment.forwarded(os.environ), *own})
+        lines.append(f"  {shlex.join(self._command(plan, local_agent_command(), names))}")
+        if self._kind is not None:
+            given = MPI_VARIABLES | _open_mpi_network(workers.interfaces)
+            names = sorted({*names, *environment.explicit(os.environ, variables), *given})
+            command = self._command(plan, plan.command, names, plan.directory)
+            words = ["env", *(f"{name}={value}" for name, value in given.items()), *command]
+            return [*lines, "", "To start the same ranks by hand:", f"  {shlex.join(words)}"]
+
+        def on_host(host: Host, words: Sequence[str]) -> str:
+            srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
+            return shlex.join([*srun, f"--chdir={plan.directory}", *words])
+
+        return [*lines, *gloo.manual_commands(plan, self.settings, workers, on_host)]
+
+    def _command(
+        self, plan: Plan, command: Sequence[str], variables: Sequence[str], directory: str = "/"
+    ) -> list[str]:
+        kind = self._kind or "none"
+        return srun_command(plan, self._allocation, command, variables, kind, directory)
 
 
 def _facts(found: Message, host: Host, plan: Plan, allocation: Allocation) -> Message:
@@ -203,90 +245,6 @@ def _address_of(name: str) -> str:
         f"{name}, a node of the allocation, has no address here: its name does not resolve, and "
         f"`scontrol show node {name}` shows no address. Add the node to DNS or /etc/hosts"
     )
-
-
-def _settings(settings: Settings, allocation: Allocation) -> Settings:
-    # Slurm has already pinned a task that sees one GPU.
-    return replace(settings, pin_gpus=settings.pin_gpus and not allocation.pins_gpus)
-
-
-@dataclass(frozen=True)
-class Slurm:
-    """Start ranks inside an allocation: `srun` starts an agent for each rank.
-
-    Attributes:
-        plan: the job.
-        settings: how it is started.
-        allocation: the allocation.
-        kind: srun's `--mpi` for ranks over MPI; None for Gloo.
-    """
-
-    plan: Plan
-    settings: Settings
-    allocation: Allocation
-    kind: str | None
-
-    @contextmanager
-    def run(self, output: Output, say: Callable[[str], None]) -> Iterator[Outcome]:
-        """Start the ranks, and watch them until they have ended. Close the agents on exit."""
-        prepare.warn_of_withheld(self.plan, self.settings, say)
-        settings = _settings(self.settings, self.allocation)
-        timeouts = settings.rank_timeouts
-        with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
-            if self.kind is not None:
-                variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
-                started.start_ranks(self.plan, settings, lambda *_: variables)
-                yield Job(self.plan, started.agents, output, timeouts, None, say).run()
-                return
-            without_key = not gloo.all_send_key(started.facts)
-            with RendezvousServer(
-                started.address, size=self.plan.size, stores_without_key=without_key
-            ) as server:
-                places = gloo.place_variables(self.plan, started.address, server.port, server.key)
-                started.start_ranks(self.plan, settings, places)
-                ready = gloo.registered_ranks(server, self.plan.size, started.facts, say)
-                yield Job(self.plan, started.agents, output, timeouts, ready, say).run()
-
-    def describe(self, say: Callable[[str], None]) -> str:
-        """Return the plan as text, and the commands that would start the ranks.
-
-        This starts the agents, but no rank.
-        """
-        settings = _settings(self.settings, self.allocation)
-        with _started(self.plan, self.allocation, settings, self.kind or "none", say) as started:
-            pass
-        over = "Gloo" if self.kind is None else f"MPI (srun --mpi={self.kind})"
-        lines = [f"{self.plan.size} ranks over {over}, started by srun, in {self.plan.directory}"]
-        lines += prepare.host_lines(self.plan, started.facts, started.interfaces, settings)
-        lines += [
-            "",
-            "This starts the agents, which start the ranks:",
-            f"  {shlex.join(started.command)}",
-        ]
-        if self.kind is not None:
-            hidden = environment.explicit(os.environ, settings.variables)
-            variables = mpi.CONTROLLER | _open_mpi_network(started.interfaces)
-            names = sorted({*_LOGIN, *environment.forwarded(os.environ), *hidden, *variables})
-            directory = self.plan.directory
-            command = srun_command(
-                self.plan, self.allocation, self.plan.command, names, self.kind, directory
-            )
-            words = ["env", *(f"{name}={value}" for name, value in variables.items())]
-            manual = [
-                "",
-                "To start the same ranks by hand:",
-                f"  {shlex.join([*words, *command])}",
-            ]
-            return "\n".join([*lines, *manual])
-
-        def on_host(host: Host, words: Sequence[str]) -> str:
-            srun = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap"]
-            return shlex.join([*srun, f"--chdir={self.plan.directory}", *words])
-
-        manual = gloo.manual_commands(
-            self.plan, settings, started.facts, started.interfaces, started.address, on_host
-        )
-        return "\n".join([*lines, *manual])
 
 
 def _open_mpi_network(interfaces: Mapping[Host, Interface]) -> dict[str, str]:

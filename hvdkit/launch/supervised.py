@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, total_slots
-from hvdkit.launch.kept_agents import KeptAgents
-from hvdkit.launch.launcher import Settings
+from hvdkit.launch.launcher import Launcher
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import Plan, make_plan
-from hvdkit.launch.restarting import Supervisor
-from hvdkit.launch.running import say
+from hvdkit.launch.restarting import RestartedJob
+from hvdkit.launch.running import Runner, say
 
 # Time for hosts to answer before a restart.
 _PROBE_SECONDS = 15.0
@@ -20,7 +19,7 @@ _PROBE_SECONDS = 15.0
 _LEAST_TIMEOUT = 2.0
 
 
-def check(options: argparse.Namespace, in_slurm: bool) -> None:
+def check(options: argparse.Namespace, in_allocation: bool) -> None:
     """Check the options for restarts.
 
     Raises:
@@ -35,7 +34,7 @@ def check(options: argparse.Namespace, in_slurm: bool) -> None:
             raise UsageError(
                 f"--min-np is {options.min_np}: expected at least 1, and at most {most}"
             )
-        if in_slurm:
+        if in_allocation:
             raise UsageError(
                 "--min-np was given in a Slurm allocation, whose nodes stay the same. Use "
                 "`sbatch --requeue`, or remove --min-np"
@@ -54,43 +53,35 @@ def check_host_timeout(options: argparse.Namespace) -> None:
 def run(
     plan: Plan,
     options: argparse.Namespace,
-    settings: Settings,
-    kept: KeptAgents,
-    start: Callable[[Plan], Outcome],
-    hosts: Callable[[], Sequence[Host]] | None = None,
-    in_slurm: bool = False,
+    launcher: Launcher,
+    hosts: Callable[[], Sequence[Host]] | None,
 ) -> Outcome:
-    """Run a job with restarts, and return the last outcome.
+    """Run a job with its restarts, and return the last outcome.
 
     Args:
         plan: the plan of the first start.
         options: the user's options.
-        settings: how the ranks are started.
-        kept: the agents.
-        start: starts the ranks of a plan, and returns the outcome.
-        hosts: returns the hosts of the next start; None for nodes that users have started, which
-            cannot join again.
-        in_slurm: whether the job runs in a Slurm allocation.
+        launcher: the launcher.
+        hosts: returns the hosts that the user names for the next start; None if none are named.
     """
 
     def answering(given: Sequence[Host]) -> Sequence[Host]:
         probe = make_plan(plan.command, plan.directory, given, total_slots(given))
-        problems = kept.problems(probe, settings, _PROBE_SECONDS)
+        problems = launcher.problems(probe, _PROBE_SECONDS)
         for host, problem in problems.items():
             say(f"left out: {host.name}: {problem}")
         left_out = {host.name for host in problems}
         return [host for host in given if host.name not in left_out]
 
-    supervisor = Supervisor(
-        start=start,
+    return RestartedJob(
+        start=Runner(options, launcher).run,
         make_plan=lambda given, size: make_plan(plan.command, plan.directory, given, size),
-        hosts=kept.connected if hosts is None else hosts,
-        hosts_return=hosts is not None,
-        requeue=in_slurm,
+        hosts=(lambda: launcher.next_hosts(plan)) if hosts is None else hosts,
+        hosts_return=launcher.hosts_return,
+        requeue=launcher.in_allocation,
         answering=answering,
-        size=plan.size,
+        first=plan,
         min_size=options.min_np or plan.size,
         restarts=options.restarts,
         say=say,
-    )
-    return supervisor.run(plan)
+    ).run()

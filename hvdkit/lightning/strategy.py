@@ -25,7 +25,6 @@ from hvdkit.lightning.ranks import (
     no_sync,
 )
 from hvdkit.lightning.stopping import CommonStop
-from hvdkit.torch import hooks
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torchmetrics import compute_over_ranks
 
@@ -182,20 +181,12 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _compare_ranks(self, consequence: str) -> None:
-        """Compare the replicas of each optimizer that a rank has stepped since the last time."""
-        wrapped = [each for each in self.optimizers if isinstance(each, WrappedOptimizer)]
-        checked = [
-            (each.steps, each.replicas)
-            for each in wrapped
-            if each.replicas is not None and each.replicas.settings.interval
-        ]
-        if not checked:
-            return
-        own = torch.tensor([int(each.has_stepped()) for _, each in checked], device="cpu")
-        stepped = hvd.allreduce(own, op=hvd.Max, name="lightning.stepped").tolist()
-        for (steps, replicas), has_stepped in zip(checked, stepped, strict=True):
-            if has_stepped:
-                replicas.compare(steps, consequence)
+        """Compare the replicas of each optimizer."""
+        for each in self.optimizers:
+            if not isinstance(each, WrappedOptimizer) or each.replicas is None:
+                continue
+            if each.replicas.settings.interval:
+                each.replicas.compare(each.hvdkit_steps, consequence=consequence)
 
     # --- training -------------------------------------------------------------------------------
 
@@ -233,13 +224,13 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         """
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = RESUMABLE
-            note_end_with(RESUMABLE, hvd.rank())
+            note_end_with(RESUMABLE)
 
     def teardown(self) -> None:
         """Remove the optimizers' hooks: later backward passes do not wait for other ranks."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, WrappedOptimizer):
-                hooks.remove(optimizer)
+                optimizer.reducer.gradients.remove_hooks()
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None:
             trainer.callbacks[:] = [

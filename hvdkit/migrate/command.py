@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdkit.errors import HvdkitError
+from hvdkit.flags import add_options
 from hvdkit.migrate import files
 from hvdkit.plain_files import printable
 
@@ -32,10 +33,9 @@ _REQUIREMENT = "libcst>=1.5"
 def add_arguments(verb: ArgumentParser) -> None:
     """Add the arguments of `hvdkit migrate`."""
     verb.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file or a folder")
-    how = verb.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true", help="change the files")
-    how.add_argument(
-        "--diff", action="store_true", help="print a unified diff, and advice on standard error"
+    add_options(
+        verb,
+        "| --write  change the files\n| --diff  print a unified diff, and advice on standard error",
     )
 
 

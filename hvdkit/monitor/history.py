@@ -40,7 +40,7 @@ from typing import Any
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.jsonl import VERSION
 from hvdkit.monitor.records import Record, Run, Slowest, Statistic
-from hvdkit.plain_files import open_regular, parse_json, rank_number, seconds, whole
+from hvdkit.plain_files import Budget, open_regular, parse_json, rank_number, seconds, whole
 
 #: The longest line that is read, in characters.
 LONGEST_LINE = 1_000_000
@@ -66,8 +66,12 @@ class History:
     skipped: int = 0
 
 
-def read(path: str | os.PathLike[str]) -> History:
+def read(path: str | os.PathLike[str], budget: Budget | None = None) -> History:
     """Return the history in a file of a `JSONLLogger`. The job may still be running.
+
+    Args:
+        path: the file.
+        budget: the memory for the history. The rest of the file is left out. Default: no limit.
 
     Raises:
         OSError: the file cannot be read.
@@ -77,6 +81,10 @@ def read(path: str | os.PathLike[str]) -> History:
     with open(open_regular(Path(path).resolve()), encoding="utf-8", errors="replace") as file:
         # A longer line is read as several ones, which are not JSON.
         while line := file.readline(LONGEST_LINE):
+            if budget is not None:
+                if not budget.allows(Path(path)):
+                    break
+                budget.spend(line)
             try:
                 _add(history, parse_json(line), path)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hvdkit.faults.call_names import name_call
+from hvdkit.faults.names import name_call
 from hvdkit.faults.records import Call, Record
 
 #: An event of Chrome's trace event format.

@@ -341,8 +341,7 @@ class BaseProfile:
         else:
             # The times of the record are times of day.
             record = parse(text)
-            offset = record.offset
-            record = record.shifted(-(time_of_day.offset() / 1e9 if offset is None else offset))
+            record = record.shifted(-record.offset)
             calls = events.calls_between(record, recording.began, ended)
             found += events.collective_events(rank, record, calls)
             if not events.is_complete(record, recording.began):

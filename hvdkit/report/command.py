@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import add_options
+from hvdkit.plain_files import Budget
 from hvdkit.report import theme
 from hvdkit.whole_files import replacing
 
@@ -29,6 +31,18 @@ EXAMPLE = (
 _MOST_RUNS = len(theme.LIGHT.series)
 
 
+_OPTIONS = """
+--compare                 show several runs on the same axes
+--out FILE                the page (default: report.html in the folder of the run; comparison.html
+                          in the current folder)
+--png DIR                 also write each chart as a PNG file into DIR
+[records that are not in the folder of the run]
+--metrics FILE            the file of a JSONLLogger
+--logs DIR                the folder of `hvdkit run --output-dir`
+--checkpoints PLACE       the folder of the checkpoints, or a URL
+"""
+
+
 def add_arguments(verb: ArgumentParser) -> None:
     """Add the arguments of `hvdkit report`."""
     verb.add_argument(
@@ -38,25 +52,7 @@ def add_arguments(verb: ArgumentParser) -> None:
         metavar="RUN",
         help="a folder with the records of one run, or the file of a JSONLLogger",
     )
-    verb.add_argument("--compare", action="store_true", help="show several runs on the same axes")
-    verb.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the page (default: report.html in the folder of the run; comparison.html in the "
-        "current folder)",
-    )
-    verb.add_argument(
-        "--png", type=Path, metavar="DIR", help="also write each chart as a PNG file into DIR"
-    )
-    records = verb.add_argument_group("records that are not in the folder of the run")
-    records.add_argument("--metrics", type=Path, metavar="FILE", help="the file of a JSONLLogger")
-    records.add_argument(
-        "--logs", type=Path, metavar="DIR", help="the folder of `hvdkit run --output-dir`"
-    )
-    records.add_argument(
-        "--checkpoints", metavar="DIR", help="the folder of the checkpoints, or a URL"
-    )
+    add_options(verb, _OPTIONS)
 
 
 def run(options: Namespace) -> int:
@@ -73,7 +69,8 @@ def run(options: Namespace) -> int:
     from hvdkit.report.gathering import gather
 
     if options.compare:
-        runs = _named([gather(place) for place in options.runs])
+        budget = Budget()
+        runs = _named([gather(place, budget=budget) for place in options.runs])
         document = comparison.document(runs)
         out = options.out or Path("comparison.html")
     else:

@@ -16,12 +16,11 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import command as faults
 from hvdkit.faults import start_folders
-from hvdkit.launch import starts
 from hvdkit.monitor import History, read
 from hvdkit.monitor.history import LONGEST_LINE
-from hvdkit.plain_files import open_regular, parse_json, read_text
+from hvdkit.plain_files import Budget, open_regular, parse_json, read_text
 from hvdkit.report.numbers import count
-from hvdkit.report.training_run import StartFolder, TrainingRun
+from hvdkit.report.training_run import LONGEST_EXPLANATION, StartFolder, TrainingRun
 
 #: How many levels of folders below the given folder are searched.
 _DEPTH = 4
@@ -58,6 +57,7 @@ def gather(
     metrics: Path | None = None,
     logs: Path | None = None,
     checkpoints: str | None = None,
+    budget: Budget | None = None,
 ) -> TrainingRun:
     """Read the records of one training.
 
@@ -66,6 +66,7 @@ def gather(
         metrics: the file of the `JSONLLogger`; default: the one in `place`.
         logs: the folder of `hvdkit run --output-dir`; default: the one in `place`.
         checkpoints: the folder or URL of the checkpoints; default: the one in `place`.
+        budget: the memory for the records. Default: a new budget.
 
     Raises:
         UsageError: there are no records, or those of several trainings.
@@ -109,7 +110,8 @@ def gather(
             + (f". {hidden}" if found.unreadable else "")
         )
     notes = [hidden] if found.unreadable else []
-    return _read(place, metrics_file, found.starts, checkpoints, notes)
+    budget = budget or Budget()
+    return _read(place, metrics_file, found.starts, checkpoints, notes, budget)
 
 
 def _search(folder: Path, found: _Found, depth: int = _DEPTH) -> _Found:
@@ -178,6 +180,7 @@ def _read(
     folders: Sequence[Path],
     checkpoints: str,
     notes: list[str],
+    budget: Budget,
 ) -> TrainingRun:
     history = History()
     if metrics_file is None:
@@ -187,7 +190,7 @@ def _read(
         )
     else:
         try:
-            history = read(metrics_file)
+            history = read(metrics_file, budget)
         except OSError as error:
             raise HvdkitError(f"cannot read {metrics_file}: {error.strerror}") from error
         if history.skipped:
@@ -195,7 +198,7 @@ def _read(
             notes.append(f"{lines} of {metrics_file.name} could not be read and are left out.")
         if not history.records:
             notes.append(f"{metrics_file.name} has no records yet.")
-    found = list(_starts(folders, notes))
+    found = list(_starts(folders, notes, budget))
     chosen = _of_this_run(found, history)
     if len(chosen) < len(found):
         notes.append(
@@ -208,19 +211,24 @@ def _read(
             "`hvdkit run --output-dir` writes them."
         )
     entries = _checkpoints(checkpoints, notes) if checkpoints else []
+    if budget.left_out:
+        notes.append(budget.note)
     return TrainingRun(
         *(str(place), place, history, metrics_file), chosen, entries, checkpoints, notes
     )
 
 
-def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
+def _starts(folders: Iterable[Path], notes: list[str], budget: Budget) -> Iterator[StartFolder]:
     """Yield the starts in the order of their times."""
     described = []
     for folder in folders:
+        if not budget.allows(folder):
+            continue
         start = None
         try:
             text = read_text(folder / start_folders.START)
-            start = starts.parse(text)
+            budget.spend(text)
+            start = start_folders.parse(text)
         except FileNotFoundError:
             pass
         except (HvdkitError, OSError) as error:
@@ -228,7 +236,8 @@ def _starts(folders: Iterable[Path], notes: list[str]) -> Iterator[StartFolder]:
         logs = sum(bool(_RANK_LOG.fullmatch(path.name)) for path in folder.iterdir())
         began = _time_in(folder) if start is None else start.began
         ranks = logs if start is None else start.ranks
-        described.append(StartFolder(folder, began, start, ranks, _explanation(folder, notes)))
+        explanation = _explanation(folder, notes)
+        described.append(StartFolder(folder, began, start, ranks, explanation))
     yield from sorted(described, key=lambda each: (each.began, each.path.name))
 
 
@@ -247,7 +256,7 @@ def _explanation(folder: Path, notes: list[str]) -> str:
     if not (folder / start_folders.ERROR).exists() and not (folder / faults.FOLDER).exists():
         return ""
     try:
-        return faults.why(folder)
+        return faults.why(folder)[: LONGEST_EXPLANATION + 1]
     except UsageError:
         return ""
     except HvdkitError as error:

@@ -17,6 +17,8 @@ from hvdkit.report.style import STYLE
 
 #: A longer text in a table may have several lines.
 _LONG = 40
+#: The most characters of a text. A file may have a reason or a name of many megabytes.
+_LONGEST = 30_000
 
 
 class Markup(str):
@@ -38,9 +40,13 @@ def join(content: Iterable[str], separator: str = "") -> Markup:
     """Return texts as one. Text that is not `Markup` is escaped."""
     return Markup(
         separator.join(
-            each if isinstance(each, Markup) else html.escape(printable(each)) for each in content
+            each if isinstance(each, Markup) else html.escape(_shown(each)) for each in content
         )
     )
+
+
+def _shown(text: str) -> str:
+    return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
 
 
 def write(document: Document) -> str:
@@ -107,7 +113,7 @@ def _section(section: Section, number: int) -> Markup:
 
 
 def _labelled(title: str) -> str:
-    return f'<svg role="img" aria-label="{html.escape(printable(title))}"'
+    return f'<svg role="img" aria-label="{html.escape(_shown(title))}"'
 
 
 def _table(table: Table, kind: str = "") -> Markup:

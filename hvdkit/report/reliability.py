@@ -8,11 +8,10 @@ from hvdkit.monitor import metrics
 from hvdkit.report.document import Cell, Section, Table, Value
 from hvdkit.report.numbers import UNKNOWN, count, duration, moment, percent, short, times
 from hvdkit.report.series import mean_per_step
-from hvdkit.report.training_run import StartFolder, TrainingRun
+from hvdkit.report.training_run import LONGEST_EXPLANATION, StartFolder, TrainingRun
 
 #: The most starts whose explanation is on the page.
 _MOST_EXPLANATIONS = 10
-_LONGEST_EXPLANATION = 20_000
 
 
 def checkpoints(run: TrainingRun) -> Section | None:
@@ -86,8 +85,8 @@ def starts(run: TrainingRun) -> Section | None:
         )
         if each.explanation and len(texts) < _MOST_EXPLANATIONS:
             text = each.explanation
-            if len(text) > _LONGEST_EXPLANATION:
-                text = f"{text[:_LONGEST_EXPLANATION]}\n… (see hvdkit why {each.path})"
+            if len(text) > LONGEST_EXPLANATION:
+                text = f"{text[:LONGEST_EXPLANATION]}\n… (see hvdkit why {each.path})"
             texts[f"hvdkit why {each.path.name}, of start {number}"] = text
     explained = sum(bool(each.explanation) for each in run.starts)
     if explained > len(texts):

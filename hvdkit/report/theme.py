@@ -6,6 +6,7 @@ drawn with stand-ins, which `svg` replaces by variables of CSS.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
@@ -93,7 +94,9 @@ _REPLACED = {color: f"var({name})" for name, color in variables(_STAND_INS).item
 def check_installed() -> None:
     """Raise HvdkitError if matplotlib is not installed."""
     try:
-        import matplotlib  # noqa: F401
+        # matplotlib reads a configuration in the current folder, where others may write.
+        with contextlib.chdir("/"):
+            import matplotlib  # noqa: F401
     except ImportError as error:
         raise HvdkitError(
             f"matplotlib is not installed, which `hvdkit report` needs: install it with\n"

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdkit.checkpoint.storage import Entry
-from hvdkit.launch.starts import Start
+from hvdkit.faults.start_folders import Start
 from hvdkit.monitor import History, Record, metrics
 from hvdkit.monitor.records import Run
+
+#: The most characters of an explanation on the page.
+LONGEST_EXPLANATION = 20_000
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class StartFolder:
         began: the time of the start, in seconds since 1970.
         start: the description of the start; None if an older hvdkit has started it.
         ranks: the number of ranks.
-        explanation: the output of `hvdkit why`; empty without a failure or a stall.
+        explanation: the output of `hvdkit why`, of which one character more than
+            `LONGEST_EXPLANATION` is kept; empty without a failure or a stall.
     """
 
     path: Path

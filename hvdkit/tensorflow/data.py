@@ -1,7 +1,6 @@
 """`hvd.shard` for tf.data: give every rank a share of a dataset with equally many elements."""
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -12,7 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import check_consistency
+from hvdkit.core.consistency import check_consistency, gather
 from hvdkit.core.sharding import Division
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
@@ -352,8 +351,7 @@ def _count_files(
             found["counts"].append(known if known >= 0 else _read_through(examples))
     except Exception as error:
         found["problem"] = f"{type(error).__name__}: {error}"
-    answers = collectives.allgather(json.dumps(found).encode(), "hvdkit.shard.counts")
-    by_rank = [json.loads(answer) for answer in answers]
+    by_rank = list(gather(collectives, found, "hvdkit.shard.counts").values())
     for index, answer in enumerate(by_rank):
         if answer["problem"]:
             raise UsageError(

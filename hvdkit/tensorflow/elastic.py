@@ -181,7 +181,9 @@ class TensorFlowKerasState(_VariablesState):
             raise UsageError("the model is not built: call model.build(input_shape) before this")
         self.model = model
         self.optimizer = outermost(model, optimizer)
-        if self.optimizer is not None and getattr(self.optimizer, "built", True) is False:
+        # An optimizer that is built without variables, for a frozen model, could train nothing.
+        unbuilt = self.optimizer is not None and getattr(self.optimizer, "built", True) is False
+        if unbuilt and model.trainable_variables:
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
 

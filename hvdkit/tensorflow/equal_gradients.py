@@ -7,7 +7,6 @@ second sum multiplies the gradients by the number of ranks.
 
 import logging
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from hvdkit.core.replicas import SMALL
 from hvdkit.core.same_data import PASSES, warn_of_equal
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.graphs import GraphValue
-from hvdkit.tensorflow.variables import tf_variable_or_none
+from hvdkit.tensorflow.variables import NotedVariables, tf_variable_or_none
 
 _log = logging.getLogger("hvdkit.tensorflow")
 
@@ -34,18 +33,8 @@ _TWICE = (
 )
 _TWICE_ADVICE = "Use one of them: a plain tf.GradientTape, or the plain optimizer"
 
-#: The ranks and the id of a variable -> the variable, if a tape has reduced its gradients.
-_by_tapes: "weakref.WeakValueDictionary[tuple[tuple[int, ...], int], tf.Variable]" = (
-    weakref.WeakValueDictionary()
-)
-
-
-def note_reduced_by_tape(sources: Sequence[Any], process_set: mpi_ops.ProcessSet) -> None:
-    """Record that a tape reduces the gradients of its sources over these ranks."""
-    ranks = tuple(process_set.ranks)
-    for source in sources:
-        if (variable := tf_variable_or_none(source)) is not None:
-            _by_tapes[ranks, id(variable)] = variable
+#: The variables whose gradients a tape has reduced.
+by_tapes = NotedVariables()
 
 
 class EqualGradients:
@@ -70,8 +59,7 @@ class EqualGradients:
         self._process_set = process_set
         self._of_tape = of_tape
         self._average = average
-        self._counted = 0
-        self._counter: GraphValue | None = None
+        self._count = GraphValue(tf.int32)
         # Rank -> digest of all passes so far, 0 if unknown.
         self._digests: dict[int, int] = {}
         self._warned = False
@@ -86,8 +74,9 @@ class EqualGradients:
         Raises:
             UsageError: on every rank, if a sum has reduced the gradients twice.
         """
-        count, self._counted = self._counted, self._counted + 1
+        count = int(self._count.numpy())
         if count < PASSES:
+            self._count.set(count + 1)
             table = self._table(self._tensors(gradients, variables), variables)
             self._note(count, table.numpy())
 
@@ -103,13 +92,11 @@ class EqualGradients:
                 ranks have started.
         """
         tensors = self._tensors(gradients, variables)
-        if self._counter is None:
-            self._counter = GraphValue(tf.int32)
-        handle = self._counter.handle()
+        handle = self._count.handle()
         # Not before the gradients: at the end of the data, they are not computed.
         with tf.device("/cpu:0"), tf.control_dependencies([*tensors, *reduced]):
-            count = self._counter.read(handle)
-            self._counter.assign(handle, count + 1)
+            count = self._count.read(handle)
+            self._count.assign(handle, count + 1)
             tf.cond(
                 count < PASSES,
                 lambda: self._check(count, tensors, variables),
@@ -145,7 +132,7 @@ class EqualGradients:
 
         @tf.autograph.experimental.do_not_convert
         def own(*values: tf.Tensor) -> np.ndarray:
-            by_tape = any((tuple(ranks), each) in _by_tapes for each in ids)
+            by_tape = any(by_tapes.has_id(each, ranks) for each in ids)
             return np.array([_digest(values), by_tape], np.int64)
 
         if tf.executing_eagerly():

@@ -12,7 +12,7 @@ from hvdkit.core.collectives import check_root
 from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.unwrapped import note_broadcast
+from hvdkit.tensorflow.unwrapped import shared
 from hvdkit.tensorflow.variables import tf_variables
 
 # Small variables are concatenated into broadcasts of up to 16 MB. Larger broadcasts would gain
@@ -74,7 +74,7 @@ def broadcast_variables(
     else:
         # While tracing, ranks are not compared, because one rank alone may trace again.
         own, _ = prepare()
-    note_broadcast(own)
+    shared.note(own)
     if collectives.single_rank:
         return
     if not inplace:

@@ -43,15 +43,7 @@ class VariableTensor:
 
     def memory(self) -> np.ndarray:
         """Return the variable's memory if it is on the CPU; otherwise a copy."""
-        with tf.device("/cpu:0"):
-            value = tf.identity(self._variable.read_value())
-            if value.dtype == tf.bfloat16:
-                # The buffer protocol does not have bfloat16.
-                value = tf.bitcast(value, tf.uint16)
-        # The buffer protocol does not have float8 either, and TensorFlow cannot bitcast it.
-        narrow = value.dtype.name.startswith("float8")
-        array = value.numpy() if narrow else np.asarray(memoryview(value))
-        return array.reshape(-1).view(np.uint8)
+        return memory_of(self._variable.read_value())
 
     def write(self, content: np.ndarray, start: int = 0) -> None:
         """Write a piece of the content, without a copy of the whole variable."""
@@ -67,6 +59,19 @@ class VariableTensor:
             box = variable[place]
             box.assign(values[:count].reshape(tuple(box.shape)))
             values = values[count:]
+
+
+def memory_of(tensor: tf.Tensor) -> np.ndarray:
+    """Return the content of a tensor as one-dimensional uint8, without a copy on the CPU."""
+    with tf.device("/cpu:0"):
+        value = tf.identity(tensor)
+        if value.dtype == tf.bfloat16:
+            # The buffer protocol does not have bfloat16.
+            value = tf.bitcast(value, tf.uint16)
+    # The buffer protocol does not have float8 either, and TensorFlow cannot bitcast it.
+    narrow = value.dtype.name.startswith("float8")
+    array = value.numpy() if narrow else np.asarray(memoryview(value))
+    return array.reshape(-1).view(np.uint8)
 
 
 def _boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[Any, ...], int]]:

@@ -14,7 +14,7 @@ from hvdkit.tensorflow.bucket_reduction import TracedReduction, allreduce
 from hvdkit.tensorflow.equal_gradients import EqualGradients
 from hvdkit.tensorflow.graphs import new_variable
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
-from hvdkit.tensorflow.replicas import record_reduced
+from hvdkit.tensorflow.replicas import reduced as reduced_variables
 from hvdkit.tensorflow.step_times import TapeStragglers, payload_bytes
 from hvdkit.tensorflow.value_check import ValueCheck
 
@@ -124,7 +124,7 @@ class Plan:
         given = {i: self._as_planned(i, gradients[i]) for i in self._planned}
         if not self._eager:
             planned = {i: variables[i] for i in self._planned} if check_values else {}
-            record_reduced(planned.values(), self._process_set)
+            reduced_variables.note(planned.values(), self._process_set.ranks)
             before = [self._values.compare_in_graph(planned)] if planned else []
             with tf.control_dependencies(before):
                 reduced = self._reduce(given)
@@ -147,7 +147,7 @@ class Plan:
             if check_values:
                 reduced_by = zip(variables, ranks.numpy(), strict=True)
                 compared = {i: v for i, (v, number) in enumerate(reduced_by) if number}
-                record_reduced(compared.values(), self._process_set)
+                reduced_variables.note(compared.values(), self._process_set.ranks)
                 self._values.compare(compared)
             if any(gradient is None for gradient in gradients):
                 ranks = ranks.numpy()

@@ -72,8 +72,9 @@ class Profiler:
 
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._running = False
-        self._step: contextlib.ExitStack | None = None
+        # What ends the recording, and the current step.
+        self._recording = contextlib.ExitStack()
+        self._step = contextlib.ExitStack()
         # The system's time before and after each mark.
         self._marks: list[clocks.Round] = []
 
@@ -81,28 +82,23 @@ class Profiler:
         """See `Framework`."""
         self._folder = tempfile.TemporaryDirectory(prefix="hvdkit-profile-")
         tf.profiler.experimental.start(self._folder.name)
-        self._running = True
+        self._recording.callback(tf.profiler.experimental.stop)
+        self._recording.callback(self.step_ends)
         for _ in range(_MARKS):
             self._mark()
 
     def step_begins(self, number: int) -> None:
         """See `Framework`."""
-        self._step = contextlib.ExitStack()
         self._step.enter_context(tf.profiler.experimental.Trace("step", step_num=number, _r=1))
 
     def step_ends(self) -> None:
         """See `Framework`."""
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+        self._step.close()
         self._mark()
 
     def stop(self) -> None:
         """See `Framework`."""
-        if self._running:
-            self._running = False
-            self.step_ends()
-            tf.profiler.experimental.stop()
+        self._recording.close()
 
     def events(self, rank: int) -> list[Event]:
         """See `Framework`."""

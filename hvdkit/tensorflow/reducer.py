@@ -27,7 +27,7 @@ from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
 from hvdkit.tensorflow.step_times import GraphTimes, TapeStragglers
-from hvdkit.tensorflow.unwrapped import note_handled
+from hvdkit.tensorflow.unwrapped import handled
 from hvdkit.tensorflow.value_check import ValueCheck
 
 
@@ -137,7 +137,7 @@ class GradientReducer:
                 "Horovod's operations: use tf.function without jit_compile"
             )
         retrace_after_init()
-        note_handled(variables)
+        handled.note(variables)
         if self._collectives.single_rank:
             prepared = list(map(self._prepared, gradients, variables))
             checked = self._checked_alone(prepared, variables)
@@ -221,7 +221,7 @@ class GradientReducer:
         scaling = Scaling(total, self.reduction.predivide, ranks)
         states = self._states_of(planned)
         process_set = self._collectives.process_set
-        values = ValueCheck([spec.name for spec in specs], planned.name, process_set)
+        values = ValueCheck([spec.name for spec in specs], self._collectives)
         first = EqualGradients(planned.name, process_set, self._of_tape, average)
         nonfinite = None
         if self._on_nonfinite != IGNORE:

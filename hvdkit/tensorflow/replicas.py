@@ -1,8 +1,6 @@
 """The variables of a custom training loop that must be equal on all ranks at a checkpoint."""
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,12 +9,12 @@ import tensorflow as tf
 import xxhash
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.replicas import CheckSettings, ReplicaCheck
-from hvdkit.core.variable_replicas import VariableReplicas, state_of
+from hvdkit.core.replicas import CheckSettings, ReplicaCheck, Replicas
+from hvdkit.core.variable_replicas import state_of, variable_replicas
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.items import VariableTensor
-from hvdkit.tensorflow.unwrapped import is_handled
-from hvdkit.tensorflow.variables import tf_variable, tf_variable_or_none
+from hvdkit.tensorflow.items import VariableTensor, memory_of
+from hvdkit.tensorflow.unwrapped import handled
+from hvdkit.tensorflow.variables import NotedVariables, tf_variable, tf_variable_or_none
 
 _ADVICE = (
     "Reduced gradients are the same on all ranks. So memory or a processor of a host has "
@@ -27,53 +25,36 @@ _ADVICE = (
     "hvd.DistributedGradientTape, or call hvd.register_local(variables)."
 )
 
-#: The variables whose gradients tapes have reduced with `check_parameters`, by ranks and id.
-_reduced: "weakref.WeakValueDictionary[tuple[Any, ...], tf.Variable]" = (
-    weakref.WeakValueDictionary()
-)
-
-
-def record_reduced(variables: Iterable[Any], process_set: mpi_ops.ProcessSet) -> None:
-    """Record that the gradients of these variables are reduced.
-
-    All ranks then apply the same gradients, so the variables must stay equal.
-
-    Args:
-        variables: `tf.Variable`s and `keras.Variable`s; other sources of a tape are ignored.
-        process_set: the ranks.
-    """
-    ranks = tuple(process_set.ranks)
-    for source in variables:
-        if (variable := tf_variable_or_none(source)) is not None:
-            _reduced[ranks, id(variable)] = variable
+#: The variables whose gradients tapes have reduced with `check_parameters`. All ranks then apply
+#: the same gradients, so the variables must stay equal.
+reduced = NotedVariables()
 
 
 def all_reduced(variables: Sequence[Any], process_set: mpi_ops.ProcessSet) -> bool:
     """Return whether the gradients of all these variables are reduced over these ranks."""
-    ranks = tuple(process_set.ranks)
-    return all((ranks, id(tf_variable(each))) in _reduced for each in variables)
+    return all(reduced.has(each, process_set.ranks) for each in variables)
 
 
-class _Access:
-    """Implements `VariableAccess` for `tf.Variable`s and `keras.Variable`s."""
+class TensorAccess:
+    """Implements `hvdkit.core.replicas.Access` for tensors, `tf.Variable`s, `keras.Variable`s."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
+    def digests(self, values: Sequence[Any]) -> Sequence[int]:
+        return [xxhash.xxh64_intdigest(self.read(value).data) for value in values]
 
-    def name_of(self, variable: Any) -> str:
-        return self._names[id(variable)]
+    def read(self, value: Any) -> np.ndarray:
+        variable = tf_variable_or_none(value)
+        return memory_of(value if variable is None else variable.read_value())
 
-    def dtype_of(self, variable: Any) -> np.dtype:
-        return np.dtype(tf_variable(variable).dtype.as_numpy_dtype)
+    def write(self, value: Any, data: np.ndarray) -> None:
+        VariableTensor(tf_variable(value)).write(data)
 
-    def read(self, variable: Any) -> np.ndarray:
-        return VariableTensor(tf_variable(variable)).memory()
-
-    def write(self, variable: Any, content: np.ndarray) -> None:
-        VariableTensor(tf_variable(variable)).write(content)
-
-    def digests(self, variables: Sequence[Any]) -> list[int]:
-        return [xxhash.xxh64_intdigest(self.read(variable).data) for variable in variables]
+    def elements(self, value: Any, data: np.ndarray) -> np.ndarray:
+        # A copy, because `data` may be unaligned.
+        elements = data.copy().view(tf.as_dtype(value.dtype).as_numpy_dtype)
+        if elements.dtype.kind in "iubc":
+            return elements
+        # NumPy does not know that bfloat16 and float8 are floating-point types.
+        return elements.astype(np.float64)
 
 
 def tape_check(
@@ -88,7 +69,6 @@ def tape_check(
         models: returns the name of each model -> the name of each variable -> the variable.
         optimizers: the optimizers. The variables of a Keras optimizer are compared.
     """
-    ranks = tuple(collectives.ranks)
 
     def shared() -> dict[int, tuple[str, Any]]:
         """Return id -> the name and the variable. Variables of two models may have equal names."""
@@ -97,30 +77,20 @@ def tape_check(
             id(variable): (f"{model}: {name}" if len(named) > 1 else name, variable)
             for model, variables in named.items()
             for name, variable in variables.items()
-            if (ranks, id(tf_variable(variable))) in _reduced
+            if reduced.has(variable, collectives.ranks)
             # Nothing has reduced the gradients of these: a tape may have been forgotten.
-            or (getattr(variable, "trainable", False) and not is_handled(variable))
+            or (getattr(variable, "trainable", False) and not handled.has(variable))
         }
 
-    def replicas() -> VariableReplicas:
+    def replicas() -> Replicas:
         found = shared()
         variables = [variable for _, variable in found.values()]
         state = [
-            variable
+            (found[id(each)][0] if id(each) in found else each.path, each)
             for optimizer in optimizers
             if isinstance(optimizer, keras.optimizers.Optimizer)
-            for variable in state_of(optimizer, variables)
+            for each in state_of(optimizer, variables)
         ]
-        names = {key: name for key, (name, _) in found.items()}
-        names |= {id(variable): variable.path for variable in state}
-        return VariableReplicas(_Access(names), variables, state)
+        return variable_replicas(TensorAccess(), list(found.values()), state)
 
-    # The number of steps is unknown, because a graph may make them. Return a new number each time.
-    numbers = itertools.count(1)
-    return ReplicaCheck(
-        collectives,
-        CheckSettings(),
-        replicas,
-        lambda: next(numbers) if shared() else 0,
-        advice=_ADVICE,
-    )
+    return ReplicaCheck(collectives, CheckSettings(), replicas, _ADVICE)

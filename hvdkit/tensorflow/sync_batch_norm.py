@@ -83,9 +83,11 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
         # Squares around each rank's own mean are combined with the mean of all. E[x^2] - E[x]^2
         # would lose the variance of values that are far from 0.
         own_squares = tf.reduce_sum(centered(x, own_mean) ** 2, axes)
-        gathered = mpi_ops.allgather(
-            tf.stack([own_count, own_mean, own_squares])[None], name, ignore_name_scope=True
-        )
+        own = tf.stack([own_count, own_mean, own_squares])[None]
+        # Second derivatives follow this path, because `gradient` uses the mean. The gradient of
+        # allgather is divided by the number of ranks. (A custom gradient cannot be nested here.)
+        own += (mpi_ops.size() - 1) * (own - tf.stop_gradient(own))
+        gathered = mpi_ops.allgather(own, name, ignore_name_scope=True)
         counts, means, squares = tf.unstack(gathered, axis=1)
         count = tf.reduce_sum(counts, 0)
         divisor = count + tf.cast(extra_count, x.dtype)

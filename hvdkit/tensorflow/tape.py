@@ -17,12 +17,12 @@ from hvdkit.core.reduction import Reduction, predivide
 from hvdkit.core.trial import TrialPlan, with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.compression import Compression, wire_format
-from hvdkit.tensorflow.equal_gradients import note_reduced_by_tape
+from hvdkit.tensorflow.equal_gradients import by_tapes
 from hvdkit.tensorflow.graphs import trace_position
 from hvdkit.tensorflow.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
 from hvdkit.tensorflow.trial import TapeTrial, static_bytes
-from hvdkit.tensorflow.unwrapped import note_handled
+from hvdkit.tensorflow.unwrapped import handled
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
 #: Reduces gradients; called with the gradients and their sources.
@@ -104,7 +104,7 @@ def DistributedGradientTape(
 
     def reduce(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         if op == mpi_ops.Adasum:
-            note_handled(sources)
+            handled.note(sources)
             return _adasum(gradients, compression, sparse_as_dense)
         key = (
             compression,
@@ -131,6 +131,7 @@ def DistributedGradientTape(
     # The original tape may still be recording; the wrapped tape is not.
     wrapped._recording = False
     wrapped._reduce = reduce
+    wrapped._op = op
     wrapped._device = device_dense or device_sparse or None
     wrapped._local_sources = {}
     wrapped.process_set = process_set
@@ -199,6 +200,7 @@ class _DistributedTape(tf.GradientTape):
     """Mixin of `DistributedGradientTape` for a tape's class."""
 
     _reduce: Reduce
+    _op: int
     _device: str | None
     #: `_identity` of a source -> the source. The dict keeps the sources alive, so that no other
     #: object gets the same id.
@@ -209,7 +211,7 @@ class _DistributedTape(tf.GradientTape):
     def register_local_source(self, source: Any) -> None:
         """Exclude the variable `source` from the reduction."""
         self._local_sources[_identity(source)] = source
-        note_handled([source])
+        handled.note([source])
 
     # No code here depends on tensors, so AutoGraph's conversion would only cost time.
     @tf.autograph.experimental.do_not_convert
@@ -242,7 +244,7 @@ class _DistributedTape(tf.GradientTape):
         if indices:
             with tf.device(self._device):
                 reduced = self._reduce([gradients[k] for k in indices], [flat[k] for k in indices])
-            note_reduced_by_tape([flat[k] for k in indices], self.process_set)
+            by_tapes.note([flat[k] for k in indices], self.process_set.ranks)
             by_source = dict(zip(shared, reduced, strict=True))
             for k, source in enumerate(flat):
                 gradients[k] = by_source.get(_identity(source), gradients[k])
@@ -251,6 +253,56 @@ class _DistributedTape(tf.GradientTape):
                 if _identity(source) in self._local_sources:
                     gradients[k] = _divided(gradients[k], self.process_set.size())
         return tf.nest.pack_sequence_as(sources, gradients)
+
+    @tf.autograph.experimental.do_not_convert
+    def jacobian(self, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
+        """Compute a jacobian like the tape's own method, and reduce it over all ranks.
+
+        With `op=hvd.Average`, the result is the jacobian of the mean of the ranks' targets. It is
+        reduced in its own dtype. On several ranks, it is zero, not None, for sources that the
+        target does not depend on.
+
+        A collective: every rank calls it with a target of the same shape, for the same sources.
+        """
+        computed = tf.nest.flatten(self._plain().jacobian(target, sources, *args, **options))
+        if not self.process_set.included() or self.process_set.size() == 1:
+            return tf.nest.pack_sequence_as(sources, computed)
+        flat = tf.nest.flatten(sources)
+        shared = [s for s in flat if _identity(s) not in self._local_sources]
+        handled.note(shared)
+        by_tapes.note(shared, self.process_set.ranks)
+        name = f"hvdkit.jacobian.{trace_position('jacobian')}"
+        for k, source in enumerate(flat):
+            if _identity(source) not in self._local_sources:
+                computed[k] = self._allreduce(computed[k], target, source, f"{name}.{k}")
+            elif self.scale_local_gradients:
+                computed[k] = _divided(computed[k], self.process_set.size())
+        return tf.nest.pack_sequence_as(sources, computed)
+
+    def _allreduce(self, jacobian: Any, target: Any, source: Any, name: str) -> Any:
+        with tf.device(self._device):
+            if jacobian is None:
+                shape = tf.concat([tf.shape(target), source.shape], 0)
+                jacobian = tf.zeros(shape, target.dtype)
+            return horovod.allreduce(
+                jacobian,
+                name=name,
+                op=self._op,
+                process_set=self.process_set,
+                ignore_name_scope=True,
+            )
+
+    def batch_jacobian(self, *args: Any, **options: Any) -> Any:
+        """Compute the jacobian of each sample of this rank's batch. Not reduced."""
+        return self._plain().batch_jacobian(*args, **options)
+
+    def _plain(self) -> Any:
+        """Return this tape as one of its original class, whose `gradient` does not reduce."""
+        cls: Any = type(self).__bases__[1]
+        plain = cls.__new__(cls)
+        # The same dict, because a tape that is not persistent forgets its recordings.
+        plain.__dict__ = self.__dict__
+        return plain
 
     def get_local_and_global_gradients(
         self,

@@ -9,7 +9,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -17,31 +17,21 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.errors import UsageError
-from hvdkit.tensorflow.variables import tf_variable_or_none
+from hvdkit.tensorflow.variables import NotedVariables, tf_variable_or_none
 
 log = logging.getLogger("hvdkit.tensorflow")
 
 # The step of an eager loop before which an optimizer is examined.
 _STEPS = 10
 
-#: id -> variable: those whose gradients a tape or a wrapped optimizer has reduced, or was told not
-#: to reduce.
-_handled: "weakref.WeakValueDictionary[int, tf.Variable]" = weakref.WeakValueDictionary()
-_broadcast: "weakref.WeakValueDictionary[int, tf.Variable]" = weakref.WeakValueDictionary()
+#: The variables whose gradients a tape or a wrapped optimizer has reduced, or need not reduce.
+handled = NotedVariables()
+#: The variables that the script makes equal on all ranks, so they should stay equal.
+shared = NotedVariables()
 _steps: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 # Whether the script has reduced tensors that are no scalars, such as gradients.
 _reduces_itself = False
 _warned = False
-
-
-def note_handled(variables: Iterable[Any]) -> None:
-    """Note that a tape or a wrapped optimizer reduces the gradients of variables, or need not."""
-    _note(_handled, variables)
-
-
-def note_broadcast(variables: Iterable[Any]) -> None:
-    """Note that the script makes variables equal on all ranks, so they should stay equal."""
-    _note(_broadcast, variables)
 
 
 def register_local(variables: Any) -> None:
@@ -62,13 +52,7 @@ def register_local(variables: Any) -> None:
             f"register_local was called with a {type(variables).__name__}: expected a model, a "
             f"layer, or a list of variables"
         )
-    note_handled(given)
-
-
-def is_handled(variable: Any) -> bool:
-    """Return whether a tape or a wrapped optimizer has had a variable, or `register_local`."""
-    found = tf_variable_or_none(variable)
-    return found is not None and id(found) in _handled
+    handled.note(given)
 
 
 def noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,18 +70,12 @@ def noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _note(table: Any, variables: Iterable[Any]) -> None:
-    for source in variables:
-        if (variable := tf_variable_or_none(source)) is not None:
-            table[id(variable)] = variable
-
-
 def _examine(optimizer: Any, variables: Sequence[Any]) -> None:
     """Warn if nothing has reduced the gradients that an optimizer applies. Not a collective."""
     global _warned
     # The attribute that hvdkit.keras sets. This layer must not import that package.
     if getattr(optimizer, "_hvdkit_distribution", None) is not None:
-        note_handled(variables)
+        handled.note(variables)
         return
     if _warned or _reduces_itself or not mpi_ops.is_initialized() or mpi_ops.size() == 1:
         return
@@ -108,10 +86,10 @@ def _examine(optimizer: Any, variables: Sequence[Any]) -> None:
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
         if _steps[optimizer] != _STEPS:
             return
-    if any(map(is_handled, variables)):
+    if any(map(handled.has, variables)):
         return
     # If the script reduces other gradients, it may train these variables on each rank on purpose.
-    if _handled and not any(id(tf_variable_or_none(v)) in _broadcast for v in variables):
+    if handled and not any(map(shared.has, variables)):
         return
     _warned = True
     log.warning(

@@ -1,5 +1,7 @@
-"""Find the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
+"""Find the `tf.Variable` of a `tf.Variable` or `keras.Variable`, and remember variables."""
 
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,3 +47,29 @@ def tf_variables(variables: Any, argument: str = "variables") -> list[tf.Variabl
         except UsageError as error:
             raise UsageError(f"{argument}[{i}]: {error}") from None
     return found
+
+
+class NotedVariables:
+    """Variables that share a property; they are held weakly."""
+
+    def __init__(self) -> None:
+        self._noted: weakref.WeakValueDictionary[tuple[Sequence[int], int], tf.Variable] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def note(self, sources: Iterable[Any], ranks: Sequence[int] = ()) -> None:
+        """Note variables, for some ranks; other sources of a tape are ignored."""
+        for source in sources:
+            if (variable := tf_variable_or_none(source)) is not None:
+                self._noted[tuple(ranks), id(variable)] = variable
+
+    def has(self, source: Any, ranks: Sequence[int] = ()) -> bool:
+        """Return whether a variable was noted for these ranks."""
+        return self.has_id(id(tf_variable_or_none(source)), ranks)
+
+    def has_id(self, identity: int, ranks: Sequence[int] = ()) -> bool:
+        """Return whether the `tf.Variable` with an id was noted for these ranks."""
+        return (tuple(ranks), identity) in self._noted

@@ -27,16 +27,12 @@ from horovod.torch import (
     allgather,
     allgather_async,
     allreduce,
-    allreduce_,
     allreduce_async,
-    allreduce_async_,
     alltoall,
     alltoall_async,
     barrier,
     broadcast,
-    broadcast_,
     broadcast_async,
-    broadcast_async_,
     ccl_built,
     check_extension,
     cross_rank,
@@ -49,9 +45,7 @@ from horovod.torch import (
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
-    grouped_allreduce_,
     grouped_allreduce_async,
-    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
     is_initialized,
@@ -77,12 +71,11 @@ from horovod.torch import (
 from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
-from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.coordination import BackwardFailed, GradientsChanged
 from hvdkit.core.int8 import Int8
 from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.core.schedules import WarmupCosine
+from hvdkit.core.step_errors import BackwardFailed, GradientsChanged, PassesDiffer
 from hvdkit.errors import RESUMABLE
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, patch_torch_grad_scaler
@@ -98,6 +91,14 @@ from hvdkit.torch.functions import (
     broadcast_parameters,
 )
 from hvdkit.torch.gathering import gather_for_loss
+from hvdkit.torch.in_place import (
+    allreduce_,
+    allreduce_async_,
+    broadcast_,
+    broadcast_async_,
+    grouped_allreduce_,
+    grouped_allreduce_async_,
+)
 from hvdkit.torch.joining import join
 from hvdkit.torch.monitor import Monitor
 from hvdkit.torch.noise_scale import GradientNoiseScale

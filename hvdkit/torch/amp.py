@@ -65,26 +65,28 @@ class GradScaler(_TorchGradScaler):
         scaler.update()
     """
 
-    _in_window = False
-    _stepped = False
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Since the last update: for each optimizer, whether it made a step, or is in its window.
+        self._stepped: list[bool] = []
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the reduced gradients by the scale. Does nothing inside an accumulation window."""
         if isinstance(optimizer, WrappedOptimizer) and not optimizer.reduce():
-            self._in_window = True
+            self._stepped.append(False)
             return
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Make a step if the reduced gradients are finite; see `optimizer.stepped`."""
         if not isinstance(optimizer, WrappedOptimizer):
-            self._stepped = True
+            self._stepped.append(True)
             return super().step(optimizer, *args, **kwargs)
         optimizer.reset_stepped()
         if not optimizer.reduce():
-            self._in_window = True
+            self._stepped.append(False)
             return optimizer.step()  # counts the call
-        self._stepped = True
+        self._stepped.append(True)
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -94,8 +96,8 @@ class GradScaler(_TorchGradScaler):
             UsageError: one optimizer has made a step, and another is inside its accumulation
                 window. The passes of this window would have different scales.
         """
-        in_window, stepped = self._in_window, self._stepped
-        self._in_window = self._stepped = False
+        in_window, stepped = False in self._stepped, True in self._stepped
+        self._stepped.clear()
         if in_window and stepped:
             raise UsageError(
                 "GradScaler.update() was called after a step of one optimizer, while another "
@@ -110,6 +112,13 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(unscale)
     def reduced(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(optimizer, WrappedOptimizer):
+            norm = optimizer.reducer.settings.max_grad_norm
+            if norm is not None:
+                raise UsageError(
+                    f"max_grad_norm is {norm}, and a GradScaler unscales the gradients after "
+                    f"backward() has clipped them. Omit max_grad_norm. "
+                    f"Call scaler.unscale_(optimizer), then hvd.clip_grad_norm_(optimizer, ...)"
+                )
             if not optimizer.reduce():
                 raise UsageError(
                     "torch's GradScaler does not support accumulation_steps, because it counts "
@@ -129,10 +138,10 @@ def _note_skipped_step(maybe_step: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(optimizer, WrappedOptimizer):
             return maybe_step(self, optimizer, *args, **kwargs)
         # `on_nonfinite="skip"` skips steps, too.
-        ended = optimizer.steps + optimizer.skipped_steps
+        ended = optimizer.hvdkit_steps + optimizer.hvdkit_skipped_steps
         result = maybe_step(self, optimizer, *args, **kwargs)
-        if optimizer.steps + optimizer.skipped_steps == ended:
-            optimizer.skipped_steps += 1
+        if optimizer.hvdkit_steps + optimizer.hvdkit_skipped_steps == ended:
+            optimizer.hvdkit_skipped_steps += 1
             optimizer.end_step()
         return result
 

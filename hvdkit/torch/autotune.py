@@ -88,34 +88,34 @@ def autotune(
             "hvd.autotune was called in an elastic job, in which new ranks would measure alone: "
             "pass bucket_bytes and compression to hvd.DistributedOptimizer"
         )
-    if own.tuner is not None or own.steps:
+    if own.hvdkit_tuner is not None or own.hvdkit_steps:
         raise UsageError(
-            f"hvd.autotune was called {'twice' if own.tuner else f'after {own.steps} steps'}: "
-            f"expected one call before the first step"
+            f"hvd.autotune was called {'twice' if own.hvdkit_tuner else 'too late'}: expected one "
+            f"call before the first step, and {own.hvdkit_steps} steps were made"
         )
-    if any(state is not None for state in own.reduction_states()):
+    if any(state is not None for state in own.reducer.reduction_states()):
         raise UsageError(
             "hvd.autotune was called after Checkpointer.restore. The checkpoint may contain a "
             "bucket size: call hvd.autotune before Checkpointer.restore"
         )
-    collectives = own._collectives
+    collectives = own.reducer.collectives
     file = None if path is None else Path(path)
     tuner = make_tuner(own, sizes, formats, turns, steps)
     # `hvdkit tune` measures by itself.
-    if collectives.single_rank or own.trial is not None:
+    if collectives.single_rank or own.hvdkit_trial is not None:
         tuner.cancel()
-        own.tuner = tuner
+        own.hvdkit_tuner = tuner
         return tuner
     candidates = [str(each) for each in tuner.seconds]
     lines = [f"candidates: {candidates}", f"turns: {turns}", f"steps: {steps}"]
     check_consistency(collectives, lines, "hvd.autotune", "Pass the same arguments on every rank.")
     if len(candidates) == 1:
         tuner.cancel()
-        own.tuner = tuner
+        own.hvdkit_tuner = tuner
         return tuner
     key = fingerprint(own)
     known = tuning.load(collectives, file, key, formats)
-    own.tuner = tuner
+    own.hvdkit_tuner = tuner
     if known is not None:
         tuner.use(known)
         return tuner
@@ -149,17 +149,18 @@ def make_tuner(
         turns: see `Tuner`.
         steps: see `Tuner`.
     """
-    current = Candidate(optimizer.bucket_bytes, optimizer.wire_format.name)
+    gradients = optimizer.reducer.gradients
+    current = Candidate(gradients.bucket_bytes, gradients.wire_format.name)
     candidates = [
         Candidate(size, name)
         for name, each in formats.items()
-        for size in optimizer.distinct_bucket_bytes([current.bucket_bytes, *sizes], each)
+        for size in gradients.distinct_bucket_bytes([current.bucket_bytes, *sizes], each)
     ]
 
     def apply(candidate: Candidate) -> None:
-        optimizer.set_buckets(candidate.bucket_bytes, formats[candidate.wire_format])
+        optimizer.reducer.set_buckets(candidate.bucket_bytes, formats[candidate.wire_format])
 
-    return Tuner(optimizer._collectives, candidates, current, turns, steps, apply)
+    return Tuner(optimizer.reducer.collectives, candidates, current, turns, steps, apply)
 
 
 def formats_of(optimizer: WrappedOptimizer, wire_formats: Any) -> dict[str, WireFormat]:
@@ -172,7 +173,8 @@ def formats_of(optimizer: WrappedOptimizer, wire_formats: Any) -> dict[str, Wire
         raise UsageError(
             f"wire_formats is {wire_formats!r}: expected a list, such as ['none', 'bf16']"
         )
-    formats = {optimizer.wire_format.name: optimizer.wire_format}
+    own = optimizer.reducer.gradients.wire_format
+    formats = {own.name: own}
     for each in map(wire_format, wire_formats):
         formats.setdefault(each.name, each)
     return formats
@@ -182,8 +184,8 @@ def fingerprint(optimizer: WrappedOptimizer) -> str:
     """Return a digest of all that the fastest settings depend on, the same on every rank."""
     return digest(
         [
-            *optimizer.reduction_lines(),
-            f"ranks: {list(optimizer._collectives.ranks)}",
+            *optimizer.reducer.gradients.reduction_lines(),
+            f"ranks: {list(optimizer.reducer.collectives.ranks)}",
             f"hosts: {runtime.host_collectives.sum_order()}",
             f"engine: {runtime.engine.version}",
         ]

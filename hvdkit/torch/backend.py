@@ -109,8 +109,8 @@ class TorchMemory:
         # Parameters whose gradients keep or get memory of their own, with this gradient (None for a
         # new one) and its new value.
         self._own: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
-        # The views of the last packed buffer.
-        self._views: list[torch.Tensor] = []
+        # The gradients when this round has packed them, and their versions.
+        self._packed: tuple[list[torch.Tensor], list[int]] = [], []
 
     @property
     def dtype(self) -> str:
@@ -123,14 +123,18 @@ class TorchMemory:
             return shared_memory.empty(self._bucket.elements, dtype)
         return torch.empty(self._bucket.elements, dtype=dtype, device=device)
 
-    def _buffer(self, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _buffer(self, dtype: torch.dtype, keep: bool) -> torch.Tensor:
         if dtype in self._kept:
-            return self._kept[dtype]
+            return self._kept[dtype][0]
         flat = self._empty(dtype, shared=keep)
-        views = self._all_views(flat)
         if keep:
-            self._kept[dtype] = flat, views
-        return flat, views
+            self._kept[dtype] = flat, self._all_views(flat)
+        return flat
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of a result of `_buffer`."""
+        kept, views = self._kept.get(flat.dtype, (None, []))
+        return views if kept is flat else self._all_views(flat)
 
     def _view(self, flat: torch.Tensor, k: int) -> torch.Tensor:
         """Return the part of a buffer that belongs to parameter `k` of the bucket."""
@@ -171,7 +175,8 @@ class TorchMemory:
         two = flat.device.type == "cpu" and holders.tensors_in(flat, ()) is not None
         two = two and not self._separates
         views = self._all_views(flat)
-        self._lent = [(flat, views, _layouts(views)), *self._lent[:two]]
+        del self._lent[int(two) :]
+        self._lent.insert(0, (flat, views, _layouts(views)))
         return flat, views, set()
 
     def _is_in(self, flat: torch.Tensor, view: torch.Tensor, k: int) -> bool:
@@ -240,26 +245,28 @@ class TorchMemory:
             else:
                 for k in inside:
                     views[k].mul_(factor)
+        self._note_packed()
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     @torch.no_grad()
     def end_round(self, reduced: bool) -> None:
         """See `BucketMemory`."""
-        own, self._own = self._own, []
-        for p, gradient, view in own:
+        for p, gradient, view in self._own:
             if p.grad is view:
                 if gradient is None:
                     gradient = view.clone()
                 elif reduced:
                     gradient.copy_(view)
                 p.grad = gradient
+        self._own.clear()
+        self._packed = [], []
 
     @torch.no_grad()
     def pack(self, dtype: str, factor: float, keep: bool = True) -> torch.Tensor:
         """See `BucketMemory`. Reads each gradient once."""
-        flat, self._views = self._buffer(getattr(torch, dtype), keep)
+        flat = self._buffer(getattr(torch, dtype), keep)
         gradients, targets = [], []
-        for k, (p, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+        for k, (p, view) in enumerate(zip(self._parameters, self._views(flat), strict=True)):
             gradient = p.grad
             if gradient is None or gradient.shape != view.shape:
                 view.zero_()
@@ -267,7 +274,18 @@ class TorchMemory:
                 gradients.append(self._dense(k, gradient))
                 targets.append(view)
         _cast_scaled_all(gradients, targets, factor)
+        self._note_packed()
         return flat
+
+    def _note_packed(self) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._packed = gradients, holders.versions(gradients)
+
+    @property
+    def is_changed(self) -> bool:
+        """See `RoundMemory`."""
+        gradients, versions = self._packed
+        return holders.versions(gradients) != versions
 
     @torch.no_grad()
     def scale(self, buffer: torch.Tensor, factor: float) -> None:
@@ -275,10 +293,10 @@ class TorchMemory:
         buffer.mul_(factor)
 
     @torch.no_grad()
-    def unpack(self, buffer: torch.Tensor, factor: float) -> None:  # noqa: ARG002
+    def unpack(self, buffer: torch.Tensor, factor: float) -> None:
         """See `BucketMemory`. Writes in place, and creates gradients that do not exist."""
         views, gradients = [], []
-        for p, view in zip(self._parameters, self._views, strict=True):
+        for p, view in zip(self._parameters, self._views(buffer), strict=True):
             if p.shape != view.shape:
                 continue  # the result of this round is not used, see `in_place`
             gradient = p.grad
@@ -289,7 +307,6 @@ class TorchMemory:
             views.append(view)
             gradients.append(gradient)
         _cast_scaled_all(views, gradients, factor)
-        self._views = []
 
     @torch.no_grad()
     def rows(self, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -544,6 +561,14 @@ class TorchBackend:
         return TorchMemory(bucket, parameters, self._record_sparse, self._keeps_memory)
 
     @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """See `Backend`."""
+        if factor != 1.0:
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+
+    @torch.no_grad()
     def sum(self, buffer: torch.Tensor, name: str, factor: float) -> Any:
         """See `Backend`: an in-place allreduce."""
         if self._collectives.single_rank or not buffer.numel():
@@ -629,8 +654,13 @@ class TorchBackend:
 
     def has_sparse_in(self, plan: BucketPlan) -> bool:
         """Return whether a gradient that is or was sparse has a dense bucket in `plan`."""
+        if not plan.buckets:
+            return False
+        for i, p in enumerate(self._parameters):
+            if (gradient := p.grad) is not None and gradient.is_sparse:
+                self._record_sparse(i, gradient.sparse_dim())
         planned = {i for bucket in plan.buckets if bucket.sparse_dims for i in bucket.parameters}
-        return any(self.sparse_dims(i) and i not in planned for i in range(len(self._parameters)))
+        return any(dims and i not in planned for i, dims in enumerate(self.sparse_seen))
 
     @torch.no_grad()
     def make_sparse(self, dims: Sequence[int], plan: BucketPlan) -> bool:

@@ -219,16 +219,16 @@ class _WaitingGradients:
 
     def steps(self) -> int:
         """Return the number of steps of the optimizers together."""
-        return sum(each.steps + each.skipped_steps for each in self._optimizers)
+        return sum(each.hvdkit_steps + each.hvdkit_skipped_steps for each in self._optimizers)
 
     def window_steps(self) -> int:
         """Return the number of steps of the optimizers together in the longest window."""
-        return window_steps([each.passes_per_step for each in self._optimizers])
+        return window_steps([each.reducer.window.size for each in self._optimizers])
 
     def note_save(self, step: int) -> None:
         """Let the optimizers log a warning if they use their gradients after all."""
         for each in self._optimizers:
-            each.note_save(step)
+            each.reducer.note_save(step)
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from hvdkit.torch.last_stages import clip, norm_of
 from hvdkit.torch.wrapped_optimizer import wrapped
 
 
@@ -18,7 +19,7 @@ def clip_grad_norm_(
 
     The norm is that of the mean gradient over all ranks, so it is the same on each of them.
     PyTorch's function is sufficient if every rank makes a backward pass in every step. This
-    function also supports ranks that skip a pass. Every rank calls it.
+    function also supports ranks that skip a pass, and sparse gradients. Every rank calls it.
 
     Args:
         optimizer: a `DistributedOptimizer`, or several; the norm is that of all their parameters.
@@ -37,9 +38,16 @@ def clip_grad_norm_(
     if not all(reduced):
         return None
     parameters = [p for each in several for group in each.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(
-        parameters, max_norm, norm_type, error_if_nonfinite, foreach
-    )
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(gradient.is_sparse for gradient in gradients):
+        norm = norm_of(gradients, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}; they are not clipped")
+        clip(gradients, max_norm, norm)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
     if norm_type == 2.0:
         for each in several:
             wrapped(each).grad_norm = norm

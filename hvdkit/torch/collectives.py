@@ -8,6 +8,7 @@ from horovod.torch import mpi_ops
 
 from hvdkit.core.collectives import ProcessSetCollectives, alltoall_in_rounds
 from hvdkit.torch import runtime
+from hvdkit.torch.plain_tensors import traffic
 
 
 class TorchCollectives(ProcessSetCollectives):
@@ -37,9 +38,9 @@ class TorchCollectives(ProcessSetCollectives):
         if self.single_rank:
             return [data]
         size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        sizes = mpi_ops.allgather(size, name=f"{name}.sizes", process_set=self.process_set)
+        sizes = mpi_ops.allgather(_own(size), name=f"{name}.sizes", process_set=self.process_set)
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NO_BYTES
-        joined = mpi_ops.allgather(own, name=name, process_set=self.process_set)
+        joined = mpi_ops.allgather(_own(own), name=name, process_set=self.process_set)
         return [part.numpy().tobytes() for part in joined.split(sizes.tolist())]
 
     def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
@@ -51,7 +52,7 @@ class TorchCollectives(ProcessSetCollectives):
             joined = np.frombuffer(b"".join(pieces), np.uint8).copy()
             splits = torch.tensor([len(piece) for piece in pieces], dtype=torch.int32, device="cpu")
             received, sizes = mpi_ops.alltoall(
-                torch.from_numpy(joined), splits, name=name, process_set=self.process_set
+                _own(torch.from_numpy(joined)), splits, name=name, process_set=self.process_set
             )
             return [part.numpy().tobytes() for part in received.split(sizes.tolist())]
 
@@ -61,14 +62,22 @@ class TorchCollectives(ProcessSetCollectives):
         """Copy the buffer of rank `root_rank` into `buffer`."""
         if not self.single_rank:
             tensor = torch.from_numpy(buffer)
-            mpi_ops.broadcast_(tensor, root_rank, name=name, process_set=self.process_set)
+            mpi_ops.broadcast_(_own(tensor), root_rank, name=name, process_set=self.process_set)
 
     def _start(self, values: Sequence[int], name: str, op: int) -> Callable[[], list[int]]:
         if self.single_rank:
             return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        handle = mpi_ops.allreduce_async_(tensor, name=name, op=op, process_set=self.process_set)
+        handle = mpi_ops.allreduce_async_(
+            _own(tensor), name=name, op=op, process_set=self.process_set
+        )
         return lambda: list(mpi_ops.synchronize(handle).tolist())
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of a collective that is not the script's, and does not count as traffic."""
+    traffic.bytes -= tensor.nbytes
+    return tensor
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,45 +1,15 @@
-"""Compare tensors between ranks by digests, such as the parameters before the first reduction.
-
-All ranks apply the same reduced gradient. Equal models stay equal, and different models stay
-different. Without this comparison, a script without `broadcast_parameters` would train a different
-model on each rank, and no error would show it.
-"""
+"""Digests of tensors, with which the ranks compare them; see `hvdkit.core.replicas`."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import xxhash
 
-from hvdkit.core.consistency import check_consistency
-from hvdkit.torch.collectives import TorchCollectives
-
 # Words of 64 bits.
 _CHUNK = 1 << 21
 # The odd constant of a published mixing function of this form.
 _MIXER = 0xD6E8FEB86659FD93
-
-
-def check_values(collectives: TorchCollectives, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Check that all parameters have the same values on every rank. A collective.
-
-    Raises:
-        RankMismatchError: on every rank, naming the first parameter that differs.
-    """
-    pairs = zip(parameters, digests(list(parameters.values())), strict=True)
-    check_consistency(
-        collectives,
-        [f"{name!r} has a value with digest {d:016x}" for name, d in pairs],
-        "the values of the parameters",
-        "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
-        "pass. After last = hvd.join(), call it with root_rank=last, and also "
-        "hvd.broadcast_optimizer_state(optimizer, root_rank=last). If the forward pass changes "
-        "parameters, as nn.Embedding(max_norm=...) does with the rows of a rank's batch, change "
-        "them in the same way on all ranks instead, for example after the step: "
-        "weight.data.renorm_(2, 0, max_norm). If ranks should have different values, pass "
-        "check_parameters=False to hvd.DistributedOptimizer.",
-    )
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +56,7 @@ class GradientDigest:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._sum = 0
+        self._digests: list[int] = []
         self._passes: Counter[int] = Counter()
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
@@ -107,11 +77,11 @@ class GradientDigest:
         # Gradients of different data may be NaN alike, as after an overflow.
         if bool(elements.isfinite().all()):
             text = f"{number} {self._passes[number]} {digests(parts)}"
-            self._sum = (self._sum + xxhash.xxh64_intdigest(text.encode())) % (1 << 64)
+            self._digests.append(xxhash.xxh64_intdigest(text.encode()))
 
     def result(self) -> int | None:
         """Return the digest, of 64 bits; None without gradients that are not zero."""
-        return self._sum or None
+        return sum(self._digests) % (1 << 64) or None
 
 
 def _digest_on_device(content: torch.Tensor) -> torch.Tensor:

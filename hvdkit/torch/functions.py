@@ -14,6 +14,7 @@ from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
+from hvdkit.torch.in_place import note_written
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 from hvdkit.torch.unwrapped import note_shared
 
@@ -117,6 +118,7 @@ def _broadcast_tensors(
         if contiguous.data_ptr() != tensor.data_ptr():
             copies.append((tensor, contiguous))
         # As bytes, because Horovod lacks some dtypes, such as bfloat16.
+        note_written([contiguous])
         content = bytes_of(contiguous)
         for k, chunk in enumerate(content.split(_CHUNK_BYTES)):
             name = f"hvdkit.broadcast.{i}.{k}"

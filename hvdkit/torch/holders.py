@@ -18,6 +18,7 @@ _storage_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 _tensor_uses: Any = getattr(torch.Tensor, "_use_count", None)
 #: Returns the address of the content of a tensor or storage.
 address = operator.attrgetter("_cdata")
+_version = operator.attrgetter("_version")
 
 
 def _references_to_memory(tensor: torch.Tensor) -> tuple[int, int]:
@@ -89,3 +90,16 @@ def held(gradients: Sequence[torch.Tensor]) -> list[bool]:
         return [True] * len(gradients)
     alone = _ALONE[2]
     return [references != alone for references in _references_to_gradients(gradients)]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return PyTorch's count of the changes of a tensor; 0 for a tensor of the inference mode."""
+    return versions([tensor])[0]
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return PyTorch's counts of the changes of tensors; 0 for those of the inference mode."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [0 if each.is_inference() else each._version for each in tensors]

@@ -27,7 +27,7 @@ def join(device: int = -1) -> int:
         The last rank to join.
     """
     for optimizer in wrapped_optimizers():
-        if optimizer.accumulated or optimizer.pass_dropped:
+        if optimizer.reducer.accumulated or optimizer.reducer.window.dropped:
             log.warning(
                 "hvd.join() dropped gradients that no step has used. To use them, call "
                 "optimizer.flush() before hvd.join(). All ranks must then have made the same "
@@ -35,14 +35,14 @@ def join(device: int = -1) -> int:
             )
             optimizer.discard_accumulated()
             torch.optim.Optimizer.zero_grad(optimizer)
-        optimizer.mark_gradients_used()
-        optimizer.complete_deferred()
+        optimizer.reducer.mark_gradients_used()
+        optimizer.reducer.rounds.complete_deferred()
     complete_started_reports()
     if device == -1 and torch.cuda.is_available() and torch.cuda.is_initialized():
         device = torch.cuda.current_device()
     last = int(mpi_ops.join(device))
     runtime.begin_generation()
     for optimizer in wrapped_optimizers():
-        if optimizer.tuner is not None:
-            optimizer.tuner.cancel()
+        if optimizer.hvdkit_tuner is not None:
+            optimizer.hvdkit_tuner.cancel()
     return last

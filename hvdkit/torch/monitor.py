@@ -15,7 +15,9 @@ from hvdkit.monitor import Logger, metrics
 from hvdkit.monitor.monitor import BaseMonitor, as_float
 from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, coordinator_of, wrapped_optimizers
+from hvdkit.torch.last_stages import norm_of
+from hvdkit.torch.optimizer_reducer import coordinator_of
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
 
 
 class Monitor(BaseMonitor):
@@ -81,26 +83,12 @@ def _compute_norm(
         return
     if optimizer.grad_norm is None:
         gradients = [
-            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            p.grad
             for group in optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
         ]
-        optimizer.grad_norm = _norm(gradients)
-
-
-@torch.no_grad()
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    if not tensors:
-        return None
-    norms = [_norm_of(each).float() for each in tensors]
-    return torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
-
-
-def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    # Squares of float16 and bfloat16 are added in float32.
-    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
+        optimizer.grad_norm = norm_of(gradients) if gradients else None
 
 
 class _Torch:
@@ -144,7 +132,7 @@ class _Torch:
 
     def totals(self) -> Mapping[str, float]:
         """See `Framework`."""
-        skipped = sum(each.skipped_steps for each in self.optimizers())
+        skipped = sum(each.hvdkit_skipped_steps for each in self.optimizers())
         return {**totals(), metrics.SKIPPED: float(skipped)}
 
     def gauges(self) -> Mapping[str, float]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from torch.utils.hooks import RemovableHandle
 
 from hvdkit.core.noise_scale import Average, estimate
 from hvdkit.errors import UsageError
 from hvdkit.torch.amp import loss_scale
+from hvdkit.torch.last_stages import Measure, norm_of
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
 
 #: The optimizers with a `GradientNoiseScale` that is not closed.
@@ -41,9 +42,6 @@ class GradientNoiseScale:
         every: steps from one measured step to the next.
         decay: the weight of earlier measurements in the average, at least 0 and below 1.
 
-    Attributes:
-        measured: the number of measured steps.
-
     Raises:
         UsageError: an argument is invalid, there is only one rank, or the optimizer has another
             `GradientNoiseScale`.
@@ -70,7 +68,7 @@ class GradientNoiseScale:
                 raise UsageError(f"{name} is {value!r}: expected a whole number >= 1")
         if not 0 <= decay < 1:
             raise UsageError(f"decay is {decay!r}: expected a number >= 0 and < 1")
-        if own.op != mpi_ops.Average or own._window.size != 1:
+        if own.op != mpi_ops.Average or own.reducer.window.size != 1:
             raise UsageError(
                 "the noise scale needs the mean gradient of one pass per step: expected an "
                 "optimizer with op=hvd.Average, and without accumulation"
@@ -86,26 +84,20 @@ class GradientNoiseScale:
                 "the optimizer has a GradientNoiseScale already: expected one per optimizer. Use "
                 "that one, or call its close() first"
             )
-        self.measured = 0
         self._samples, self._every = samples, every
         self._average = Average(decay)
         self._process_set = own.process_set
-        # Ranks that were in `join` have made fewer steps. In the first step after `init` or `join`
-        # all ranks therefore begin to count again.
-        self._generation = own._collectives.generation
-        self._until = 0  # steps before the next measured one
-        # The squared norm of each of this rank's gradients before the reduction. A gradient may
-        # arrive several times before its round: after `no_sync`, in re-entrant checkpoints, and
-        # after a backward pass that raised. The last value is the gradient that is reduced.
-        self._small: dict[torch.Tensor, torch.Tensor] = {}
-        # For each round since the last step, the squared norm of all reduced gradients.
-        self._large: list[torch.Tensor] = []
-        self._hooks: list[RemovableHandle] = []
         # A weak reference, because the optimizer holds the hook: a strong one would be a cycle.
         self._optimizer = weakref.ref(own)
         self._hook = own.register_step_pre_hook(self._before_step)
         _measured.add(own)
-        self._watch()
+        #: What is read of the gradients of the next step; None in a step that is not measured.
+        self._reading: _Reading | None = _Reading(own)
+
+    @property
+    def measured(self) -> int:
+        """The number of measured steps."""
+        return self._average.steps
 
     @property
     def scale(self) -> float | None:
@@ -130,74 +122,88 @@ class GradientNoiseScale:
     def close(self) -> None:
         """Stop measuring. Every rank must call this after the same step."""
         self._hook.remove()
-        self._unwatch()
+        self._take()
         optimizer = self._optimizer()
         if optimizer is not None:
             _measured.discard(optimizer)
 
-    def _watch(self) -> None:
-        """Read the gradients of the next pass, before and after they are reduced."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        for parameter in _parameters(optimizer):
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(self._add)
-                self._hooks.append(hook)
-        optimizer._gradients.after_round = self._after_round
-
-    def _unwatch(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._small, self._large = [], {}, []
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._gradients.after_round = None
-
-    def _add(self, parameter: torch.Tensor) -> None:
-        """Hook when the gradient of this rank is complete."""
-        if parameter.grad is not None:
-            self._small[parameter] = _square(parameter.grad)
-
-    def _after_round(self) -> None:
-        """Called when the gradients are reduced, before they are clipped."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
-        self._large.append(_sum([_square(each) for each in gradients]))
+    def _take(self) -> tuple[float, float] | None:
+        """End the reading, and return its result."""
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return None
+        reading.end()
+        return reading.squares()
 
     def _before_step(self, *_: Any) -> None:
         """Hook before the plain optimizer's step."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        if self._generation != optimizer._collectives.generation:
-            self._generation = optimizer._collectives.generation
-            self._until = 0
-        if self._until:
-            self._until -= 1
-            if not self._until:
-                self._watch()
+        # It begins at 0 again after `init` and `join`, because ranks may have counted differently.
+        step = optimizer.reducer.rounds.position.step
+        found = self._take()
+        if (step + 1) % self._every == 0:
+            self._reading = _Reading(optimizer)
+        if step % self._every:
             return
-        # If not complete, this rank made no pass, there were several rounds since the last step,
-        # or the gradients were not read.
-        complete = bool(self._small) and len(self._large) == 1
-        squares = [_sum(list(self._small.values())), self._large[0]] if complete else [0.0, 0.0]
-        self._unwatch()
-        self._until = self._every - 1
-        if not self._until:
-            self._watch()
         # On the CPU on all ranks: a rank without gradients has no device.
-        own = torch.tensor([*map(float, squares), complete], dtype=torch.float64, device="cpu")
+        own = torch.tensor(
+            [*(found or (0.0, 0.0)), found is not None], dtype=torch.float64, device="cpu"
+        )
         small, large, count = mpi_ops.allreduce(
             own, name="hvdkit.noise_scale", op=mpi_ops.Sum, process_set=self._process_set
         ).tolist()
         # A rank in `join` adds zeros.
         ranks = self._process_set.size() or 1
         if count == ranks > 1 and math.isfinite(small + large):
-            self.measured += 1
             whole = self._samples * ranks
             divisor = ranks * (loss_scale([optimizer]) or 1.0) ** 2
             new = estimate(small / divisor, large / divisor, self._samples, whole)
-            self._average.add(new)
+            self._average = self._average.after(new)
+
+
+class _Reading:
+    """Read the gradients of one step, before and after they are reduced.
+
+    Args:
+        optimizer: the optimizer, before the backward pass of the step.
+    """
+
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
+        # The squared norm of each of this rank's gradients before the reduction. A gradient may
+        # arrive several times before its round: after `no_sync`, in re-entrant checkpoints, and
+        # after a backward pass that raised. The last value is the gradient that is reduced.
+        self._small: dict[torch.Tensor, torch.Tensor] = {}
+        # For each round, the squared norm of all reduced gradients, before they are clipped.
+        self._large: list[torch.Tensor] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._add)
+            for parameter in _parameters(optimizer)
+            if parameter.requires_grad
+        ]
+        self._stage = Measure(lambda gradients: self._large.append(_sum(map(_square, gradients))))
+        self._stages = optimizer.reducer.gradients.stages
+        self._stages.insert(0, self._stage)
+
+    def end(self) -> None:
+        """Stop reading."""
+        for hook in self._hooks:
+            hook.remove()
+        self._stages.remove(self._stage)
+
+    def squares(self) -> tuple[float, float] | None:
+        """Return the squared norms of this rank's gradients and of the reduced ones.
+
+        None if this rank made no pass, or if there were no or several rounds.
+        """
+        if not self._small or len(self._large) != 1:
+            return None
+        return float(_sum(self._small.values())), float(self._large[0])
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        """Hook when the gradient of this rank is complete."""
+        if parameter.grad is not None:
+            self._small[parameter] = _square(parameter.grad)
 
 
 def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:
@@ -206,11 +212,11 @@ def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def _square(gradient: torch.Tensor) -> torch.Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.linalg.vector_norm(values.detach().float()).double() ** 2
+    return norm_of([gradient]).double() ** 2
 
 
-def _sum(values: list[torch.Tensor]) -> torch.Tensor:
-    if not values:
+def _sum(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    found = list(values)
+    if not found:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    return torch.stack([each.to(values[0].device) for each in values]).sum()
+    return torch.stack([each.to(found[0].device) for each in found]).sum()

@@ -11,8 +11,11 @@ class NonFiniteNames:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._found: dict[str, None] = {}
+        # Name -> whether the gradient is finite, or its sum on an accelerator.
+        self._finite: dict[str, bool | torch.Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._finite
 
     @torch.no_grad()
     def add(self, name: str, gradient: torch.Tensor) -> None:
@@ -20,36 +23,28 @@ class NonFiniteNames:
 
         It replaces an earlier gradient of the parameter.
         """
-        self.discard(name)
+        self._finite.pop(name, None)
         values = gradient._values() if gradient.is_sparse else gradient
         # Compute the sum now: at the end of the pass, the gradient may be reduced in place already.
         if values.device.type == "cpu":
             # The sum is in the gradient's own dtype, because float64 takes 4 times as long. It may
             # overflow although all elements are finite.
-            if not values.sum().isfinite() and not values.isfinite().all():
-                self._found[name] = None
+            self._finite[name] = bool(values.sum().isfinite()) or bool(values.isfinite().all())
             return
         # In these wide dtypes the sum does not overflow. The host does not wait for the device.
         wide = torch.complex128 if values.is_complex() else torch.float64
-        self._sums[name] = values.sum(dtype=wide)
-
-    def discard(self, name: str) -> None:
-        """Forget the gradient of a parameter."""
-        self._sums.pop(name, None)
-        self._found.pop(name, None)
+        self._finite[name] = values.sum(dtype=wide)
 
     @torch.no_grad()
     def names(self) -> list[str]:
         """Return the names, in the order in which the gradients were computed."""
-        if self._sums:
-            device = next(iter(self._sums.values())).device
-            finite = torch.stack([s.isfinite().to(device) for s in self._sums.values()]).tolist()
-            names = zip(self._sums, finite, strict=True)
-            self._found |= dict.fromkeys(name for name, is_finite in names if not is_finite)
-            self._sums.clear()
-        return list(self._found)
+        sums = {name: s for name, s in self._finite.items() if isinstance(s, torch.Tensor)}
+        if sums:
+            device = next(iter(sums.values())).device
+            finite = torch.stack([s.isfinite().to(device) for s in sums.values()]).tolist()
+            self._finite.update(zip(sums, finite, strict=True))
+        return [name for name, finite in self._finite.items() if not finite]
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._sums.clear()
-        self._found.clear()
+        self._finite.clear()

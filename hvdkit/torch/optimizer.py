@@ -19,8 +19,9 @@ from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.torch.compression import Compression, wire_format
 from hvdkit.torch.plain_tensors import check_has_memory
+from hvdkit.torch.settings import Settings
 from hvdkit.torch.wrapped_modules import check_not_reduced
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, check_attributes, wrap, wrapped
 
 
 def DistributedOptimizer(
@@ -42,6 +43,7 @@ def DistributedOptimizer(
     check_interval: int = INTERVAL,
     on_mismatch: str = STOP,
     on_nonfinite: str = IGNORE,
+    max_grad_norm: float | None = None,
 ) -> torch.optim.Optimizer:
     """Wrap `optimizer` so that `loss.backward()` reduces the gradients over all ranks.
 
@@ -54,8 +56,9 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any optimizer of torch.optim except LBFGS.
-        named_parameters: usually `model.named_parameters()`; the names appear in errors. Must
-            contain all of the optimizer's parameters.
+        named_parameters: usually `model.named_parameters()`. Must contain all of the optimizer's
+            parameters. The ranks compare the names; without them, they do not notice parameters of
+            the same shape in another order.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
             `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
             class with the interface of Horovod's compressors, which gets gradients one by one.
@@ -96,6 +99,10 @@ def DistributedOptimizer(
             step on every rank.
             The check reads each gradient once, and waits for the device after the backward pass. Do
             not use it for float16 with a `GradScaler`, which expects infinity.
+        max_grad_norm: clip the reduced gradients to this norm, before `backward()` returns. The
+            norm is that of all gradients of the optimizer, and `optimizer.grad_norm` is the norm
+            before clipping. Another pass before `step()` clips the sum. Not with a `GradScaler`,
+            which unscales gradients later. None: do not clip.
 
     Raises:
         UsageError: an argument is invalid; nothing has been communicated.
@@ -108,6 +115,11 @@ def DistributedOptimizer(
     check_process_set(process_set)
     replicas = CheckSettings(check_interval, on_mismatch)
     window = window_of(accumulation_steps, backward_passes_per_step)
+    if op == mpi_ops.Adasum and max_grad_norm is not None:
+        raise UsageError(
+            f"max_grad_norm is {max_grad_norm}, and op is hvd.Adasum, which reduces gradients in "
+            f"the step. Pass op=hvd.Average, or omit max_grad_norm"
+        )
     if op == mpi_ops.Adasum and accumulation_steps > 1:
         raise UsageError(
             f"accumulation_steps is {accumulation_steps}, and op is hvd.Adasum, which supports "
@@ -131,32 +143,27 @@ def DistributedOptimizer(
     if op == mpi_ops.Adasum:
         check_adasum(wire_format(compression))
         return _horovods_adasum(optimizer, names, compression, backward_passes_per_step)
-    reduction = Reduction(
-        format=wire_format(compression),
-        average=op == mpi_ops.Average,
-        predivide=divisor,
-        passes=backward_passes_per_step,
-        bucket_bytes=bucket_bytes,
-        sparse_as_dense=sparse_as_dense,
-        find_unused=find_unused_parameters,
+    settings = Settings(
+        optimizer=type(optimizer).__name__,
+        reduction=Reduction(
+            format=wire_format(compression),
+            average=op == mpi_ops.Average,
+            predivide=divisor,
+            passes=backward_passes_per_step,
+            bucket_bytes=bucket_bytes,
+            sparse_as_dense=sparse_as_dense,
+            find_unused=find_unused_parameters,
+        ),
+        frozen={name: p for name, p in named or () if p not in names and not p.requires_grad},
+        process_set=process_set,
+        check_parameters=check_parameters,
+        replicas=replicas,
+        on_nonfinite=check_policy(on_nonfinite),
+        max_grad_norm=max_grad_norm,
+        keep_sparse=sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam),
     )
-    kind = type(optimizer)
-    cls: type[WrappedOptimizer] = type(
-        kind.__name__, (WrappedOptimizer, kind), {"__doc__": kind.__doc__}
-    )
-    result = cls.__new__(cls)
-    result._wrap(
-        optimizer,
-        names,
-        reduction,
-        window,
-        _group_lists(groups if groups is not None else num_groups, names),
-        process_set,
-        check_parameters,
-        replicas,
-        check_policy(on_nonfinite),
-        {name: p for name, p in named or () if p not in names and not p.requires_grad},
-    )
+    buckets = _group_lists(groups if groups is not None else num_groups, names)
+    result = wrap(optimizer, settings, window, names, buckets)
     _begin_trial(result)
     return result
 
@@ -172,23 +179,25 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Raises:
         UsageError: `optimizer` is not a `DistributedOptimizer`.
     """
-    own = wrapped(optimizer)
-    own.rounds.no_sync_used = True
-    previous, own._no_sync = own._no_sync, True
+    own = wrapped(optimizer).reducer
+    own.gradients.refresh()  # a conversion may have removed the hooks
+    own.rounds.position = own.rounds.position.with_local_gradients()
+    previous, own.no_sync = own.no_sync, True
     try:
         yield
     finally:
-        own._no_sync = previous
+        own.no_sync = previous
 
 
 @contextmanager
 def sync(optimizer: WrappedOptimizer) -> Iterator[None]:
     """Context, within `no_sync`, in which backward passes reduce the gradients nevertheless."""
-    previous, optimizer._no_sync = optimizer._no_sync, False
+    own = optimizer.reducer
+    previous, own.no_sync = own.no_sync, False
     try:
         yield
     finally:
-        optimizer._no_sync = previous
+        own.no_sync = previous
 
 
 _trial_begun = False
@@ -202,7 +211,7 @@ def _begin_trial(optimizer: WrappedOptimizer) -> None:
     _trial_begun = True
     from hvdkit.torch.trial import Trial  # imported on use, because most jobs are no trials
 
-    optimizer.trial = Trial(optimizer, requested).after_step
+    optimizer.hvdkit_trial = Trial(optimizer, requested).after_step
 
 
 def _horovods_adasum(
@@ -258,6 +267,7 @@ def _check_arguments(optimizer: torch.optim.Optimizer, op: int) -> None:
             "LBFGS calls its closure as often as the loss requires. Each rank has its own loss, so "
             "ranks would make different numbers of passes: use another optimizer"
         )
+    check_attributes(optimizer)
     if op not in (mpi_ops.Average, mpi_ops.Sum, mpi_ops.Adasum):
         raise UsageError(f"op is {op!r}: expected hvd.Average, hvd.Sum or hvd.Adasum")
 

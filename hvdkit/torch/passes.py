@@ -5,69 +5,67 @@ end of a graph task, PyTorch calls the functions that were queued during this ta
 are complete at the end of the outermost task.
 """
 
+import itertools
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet
 
-from hvdkit.core.coordination import Coordinator, entry_lock
-from hvdkit.core.headers import Entry
-from hvdkit.core.rounds import Rounds
+from hvdkit.torch.coordination import Coordinator
+from hvdkit.torch.headers import Entry
+from hvdkit.torch.rounds import Rounds
+
+if TYPE_CHECKING:
+    from hvdkit.torch.optimizer_reducer import OptimizerReducer
+    from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
-class Listener(Protocol):
-    """An optimizer whose parameters get gradients."""
+class Reducers:
+    """The reducers of all optimizers of a process, in the order of their creation.
 
-    #: The place in the order of creation, the same on every rank.
-    number: int
-    #: Refers to an object that is freed when the pass ends or raises; None between passes.
-    graph_task: "weakref.ref[Any] | None"
+    Attributes:
+        lock: hold it while entering rounds. Otherwise two threads could send headers of one name.
+    """
 
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks whose gradients are reduced."""
-        ...
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._count = itertools.count()
+        self._reducers: weakref.WeakSet[OptimizerReducer] = weakref.WeakSet()
 
-    @property
-    def coordinator(self) -> Coordinator:
-        """The coordinator of the process set."""
-        ...
+    def add(self, reducer: "OptimizerReducer") -> int:
+        """Add a reducer; return its place in the order of creation."""
+        self._reducers.add(reducer)
+        return next(self._count)
 
-    @property
-    def rounds(self) -> Rounds:
-        """The optimizer's reduction rounds."""
-        ...
+    def __iter__(self) -> "Iterator[OptimizerReducer]":
+        return iter(sorted(self._reducers, key=lambda each: each.number))
 
-    @property
-    def pass_dropped(self) -> bool:
-        """Whether an earlier pass was dropped whose gradients this pass would reduce."""
-        ...
 
-    def end_pass(self) -> bool:
-        """Record that the pass has ended; return whether to reduce its gradients now."""
-        ...
+#: The reducers of this process.
+reducers = Reducers()
 
 
 class GraphTask:
-    """A graph task in which gradients of listeners were accumulated.
+    """A graph task in which gradients of optimizers were accumulated.
 
     After `watch` PyTorch has the only reference, and drops it when the task raises. So the pass has
-    raised if a weak reference is dead and the listeners were not called.
+    raised if a weak reference is dead and the reducers were not called.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.listeners: dict[Listener, None] = {}
+        # The values keep the optimizers alive until the pass ends.
+        self.reducers: dict[OptimizerReducer, WrappedOptimizer] = {}
 
     def __call__(self) -> None:
         """Handle the end of the task."""
         _tasks.pop(self.number, None)
         node = torch._C._current_autograd_node()
         if node is None:
-            end_pass(self.listeners)
+            end_pass(self.reducers)
         else:
             _watch_outer_task(node, self)
 
@@ -76,16 +74,16 @@ _lock = threading.Lock()
 _tasks: "weakref.WeakValueDictionary[int, GraphTask]" = weakref.WeakValueDictionary()
 
 
-def watch(listener: Listener) -> None:
-    """Call `listener` at the end of the backward pass that runs in this thread."""
+def watch(reducer: "OptimizerReducer") -> None:
+    """Call `reducer` at the end of the backward pass that runs in this thread."""
     number = torch._C._current_graph_task_id()
     with _lock:
         task = _tasks.get(number)
         if task is None:
             task = _tasks[number] = GraphTask(number)
             torch.autograd.Variable._execution_engine.queue_callback(task)
-        task.listeners[listener] = None
-        listener.graph_task = weakref.ref(task)
+        task.reducers[reducer] = reducer.optimizer()
+        reducer.graph_task = weakref.ref(task)
 
 
 def in_backward() -> bool:
@@ -93,22 +91,25 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def end_pass(listeners: Iterable[Listener]) -> None:
+def end_pass(reached: "Iterable[OptimizerReducer]") -> None:
     """Reduce the gradients of the optimizers that a backward pass has reached."""
     errors: list[Exception] = []
-    passed: list[Listener] = []
-    failed: list[Listener] = []
-    for listener in listeners:
+    passed: list[OptimizerReducer] = []
+    failed: list[OptimizerReducer] = []
+    for reducer in reached:
         try:
-            if listener.end_pass():
-                (failed if listener.pass_dropped else passed).append(listener)
+            if reducer.end_pass():
+                # A dropped pass fails the reduction that would include its gradients.
+                (failed if reducer.window.dropped else passed).append(reducer)
         except Exception as error:
             errors.append(error)
     reduce(passed, failed, errors)
 
 
 def reduce(
-    passed: Iterable[Listener], failed: Iterable[Listener], errors: Iterable[Exception] = ()
+    passed: "Iterable[OptimizerReducer]",
+    failed: "Iterable[OptimizerReducer]",
+    errors: Iterable[Exception] = (),
 ) -> None:
     """Enter and complete the rounds of optimizers whose pass has ended.
 
@@ -122,12 +123,13 @@ def reduce(
         errors: earlier errors; the first error is raised at the end.
     """
     raised = list(errors)
-    failed_rounds = [listener.rounds for listener in failed]
+    failed_rounds = [reducer.rounds for reducer in failed]
     entered: dict[Coordinator, list[Rounds]] = {}
-    for listener in sorted([*passed, *failed], key=_order):
-        entered.setdefault(listener.coordinator, []).append(listener.rounds)
+    reached = sorted([*passed, *failed], key=_order)
+    for reducer in reached:
+        entered.setdefault(reducer.coordinator, []).append(reducer.rounds)
     sent: list[tuple[Coordinator, Entry]] = []
-    with entry_lock:
+    with reached[0].siblings.lock if reached else nullcontext():
         for coordinator, rounds in entered.items():
             failed_here = [each for each in rounds if each in failed_rounds]
             for given_up in (failed_here, rounds):
@@ -148,8 +150,8 @@ def reduce(
         raised.clear()  # an error would keep this frame alive, and its optimizers
 
 
-def _order(listener: Listener) -> tuple[int, int]:
-    return listener.process_set.process_set_id or 0, listener.number
+def _order(reducer: "OptimizerReducer") -> tuple[int, int]:
+    return reducer.process_set.process_set_id or 0, reducer.number
 
 
 def _watch_outer_task(node: Any, task: GraphTask) -> None:
@@ -161,12 +163,12 @@ def _watch_outer_task(node: Any, task: GraphTask) -> None:
 
     def watch_again(_: Any) -> None:
         handle.remove()
-        for listener in task.listeners:
-            watch(listener)
+        for reducer in task.reducers:
+            watch(reducer)
 
     for following, _ in node.next_functions:
         if following is not None:
             handle = following.register_prehook(watch_again)
-            for listener in task.listeners:
-                listener.graph_task = weakref.ref(watch_again)
+            for reducer in task.reducers:
+                reducer.graph_task = weakref.ref(watch_again)
             return

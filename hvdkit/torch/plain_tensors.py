@@ -93,7 +93,7 @@ class Traffic:
     """The tensors of this rank's collectives since the process began.
 
     Attributes:
-        bytes: their size.
+        bytes: their size, without those of `hvdkit.torch.collectives`.
     """
 
     def __init__(self) -> None:

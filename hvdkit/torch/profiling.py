@@ -95,8 +95,9 @@ class Profiler:
                 f"hvd.profile was given {sorted(options)}: expected arguments of "
                 f"torch.profiler.profile, which raised: {error}"
             ) from error
-        self._running = False
-        self._step: contextlib.ExitStack | None = None
+        # What ends the recording, and the current step.
+        self._recording = contextlib.ExitStack()
+        self._step = contextlib.ExitStack()
         # The system's time before and after each mark.
         self._marks: list[clocks.Round] = []
 
@@ -112,30 +113,25 @@ class Profiler:
                 "another profiler of PyTorch, or another hvd.profile, is recording. End it first"
             )
         self._profiler.start()
-        self._running = True
+        self._recording.callback(self._profiler.stop)
+        self._recording.callback(self.step_ends)
         for _ in range(_MARKS):
             self._mark()
 
     def step_begins(self, number: int) -> None:
         """See `Framework`. The name is that of `torch.profiler`, which other tools look for."""
-        self._step = contextlib.ExitStack()
         self._step.enter_context(torch.profiler.record_function(f"ProfilerStep#{number}"))
         if torch.cuda.is_available():
             self._step.enter_context(torch.cuda.nvtx.range(f"step {number}"))
 
     def step_ends(self) -> None:
         """See `Framework`."""
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+        self._step.close()
         self._mark()
 
     def stop(self) -> None:
         """See `Framework`."""
-        if self._running:
-            self._running = False
-            self.step_ends()
-            self._profiler.stop()
+        self._recording.close()
 
     def events(self, rank: int) -> list[Event]:
         """See `Framework`. The process numbers of the events belong to this rank only."""

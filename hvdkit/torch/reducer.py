@@ -16,9 +16,9 @@ from horovod.torch import mpi_ops
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.bucketing import unique_names, without_layer_numbers
-from hvdkit.core.coordination import BackwardFailed
 from hvdkit.core.nonfinite import IGNORE, RAISE, NonFiniteGradients, describe
 from hvdkit.core.reduction import Reduction, ReductionState
+from hvdkit.core.step_errors import BackwardFailed
 from hvdkit.core.stragglers import UPDATE, WAIT, StepTimes
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError
@@ -235,8 +235,8 @@ class GradientReducer:
 
         Args:
             gradients: the gradients of the parameters; None for a missing one.
-            parameters: leaf tensors that need gradients. Their `grad` is set to the reduced
-                gradient.
+            parameters: leaf tensors that need gradients. A `grad` that is the given gradient is
+                set to the reduced one; another `grad` stays as it is.
             names: the parameters' names, for errors.
 
         Returns:
@@ -251,11 +251,19 @@ class GradientReducer:
         known = self._parameters(parameters, names)
         if self._expecting is not known:
             self.end_interrupted()
+        others = [
+            (k, parameter.grad)
+            for k, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True))
+            if gradient is not parameter.grad
+        ]
         known.take(gradients)
         self._expecting = None
         self._reduce(known, gradients)
+        reduced = [parameter.grad for parameter in parameters]
+        for k, gradient in others:
+            parameters[k].grad = gradient
         self._times.enter(UPDATE)
-        return [parameter.grad for parameter in known.parameters]
+        return reduced
 
     def _reduce(self, known: _Parameters, gradients: Sequence[torch.Tensor | None] | None) -> None:
         """Reduce the gradients into the parameters' `grad`. A collective.

@@ -3,119 +3,132 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdkit.core.replicas import SMALL
+from hvdkit.core.replicas import VALUES_ADVICE, Item, Replicas
 from hvdkit.torch.digests import bytes_of, digests
 from hvdkit.torch.plain_tensors import is_plain
 
+_STATE_ADVICE = (
+    "If one rank has loaded the optimizer's state, call hvd.broadcast_optimizer_state(optimizer, "
+    "root_rank=0) before the first step. After hvd.join() or another hvd.init(), broadcast the "
+    "parameters and the optimizer's state of one rank before you train or save."
+)
+#: The end of an error about the values of a wrapped optimizer.
+ADVICE = f"{VALUES_ADVICE} {_STATE_ADVICE}"
+#: The end of an error about its first comparison.
+FIRST_ADVICE = (
+    "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first backward "
+    f"pass. {_STATE_ADVICE} If the forward pass changes parameters, as nn.Embedding(max_norm=...) "
+    "does with the rows of a rank's batch, change them in the same way on all ranks instead, for "
+    "example after the step: "
+    "weight.data.renorm_(2, 0, max_norm). If ranks should have different values, pass "
+    "check_parameters=False to hvd.DistributedOptimizer."
+)
 # Integers below it fit into a tensor.
 _LARGE = 1 << 63
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 # Larger keys of dicts may be the result of `id`, which differs between ranks.
 _LARGEST_KEY = 1 << 31
 # The name of a device with its number.
 _DEVICE = re.compile(r"[a-z]+:\d+")
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """A tensor that must be equal on all ranks, or a number as a tensor of shape [].
+class TensorAccess:
+    """Implements `hvdkit.core.replicas.Access` for tensors."""
 
-    Attributes:
-        name: its name.
-        tensor: the tensor.
-        write: sets it to another tensor of the same shape and dtype.
-    """
+    def digests(self, values: Sequence[torch.Tensor]) -> Sequence[int]:
+        return digests(list(values))
 
-    name: str
-    tensor: torch.Tensor
-    write: Callable[[torch.Tensor], None]
+    def read(self, value: torch.Tensor) -> np.ndarray:
+        return bytes_of(value).cpu().numpy()
+
+    def write(self, value: torch.Tensor, data: np.ndarray) -> None:
+        # `.data`, because the comparison runs at the end of a backward pass. Autograd would refuse
+        # another pass of a graph whose parameters have changed, on the repaired rank only.
+        value.data.copy_(_from_bytes(value, data))
+
+    def elements(self, value: torch.Tensor, data: np.ndarray) -> np.ndarray:
+        elements = _from_bytes(value, data).view(-1)
+        if elements.dtype.is_complex:
+            return elements.to(torch.complex128).numpy()
+        return (elements.double() if elements.dtype.is_floating_point else elements).numpy()
 
 
-class TorchReplicas:
-    """The parameters, the optimizer state and the options of this rank.
+def _from_bytes(value: torch.Tensor, data: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(data.copy()).view(value.dtype).view(value.shape)
+
+
+def torch_replicas(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
+) -> Replicas:
+    """Return the parameters, the optimizer state and the options of this rank.
 
     Args:
         parameters: name -> parameter.
         optimizer: the optimizer. It need not have all `parameters`: some may be frozen. None: there
             are only parameters.
     """
-
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        # An optimizer around another one may have no state of its own.
-        compared = list(_compared(parameters, getattr(optimizer, "state", {})))
-        #: The names of the tensors.
-        self.names: Sequence[str] = [each.name for each in compared]
-        #: The options of the parameter groups and the names, as text.
-        self.settings: Sequence[str] = [
-            *(_options(optimizer) if optimizer is not None else ()),
-            *(
-                f"the optimizer has {each.name}, {str(each.tensor.dtype).removeprefix('torch.')} "
-                f"{list(each.tensor.shape)}"
-                for each in compared
-            ),
-        ]
-        self._tensors = [each.tensor for each in compared]
-        self._writes = [each.write for each in compared]
-
-    def digests(self) -> Sequence[int]:
-        """Return a 64-bit digest of each tensor."""
-        return digests(self._tensors)
-
-    def small(self) -> Sequence[int]:
-        """Return the indices of a few parameters that are trained, the smallest first."""
-        sizes = {
-            index: tensor.numel()
-            for index, tensor in enumerate(self._tensors)
-            if tensor.requires_grad and tensor.numel() and not tensor.is_complex()
-        }
-        return sorted(sizes, key=lambda index: sizes[index])[:SMALL]
-
-    def read(self, index: int) -> np.ndarray:
-        """Return the bytes of a tensor as a one-dimensional uint8 array."""
-        return bytes_of(self._tensors[index]).cpu().numpy()
-
-    def write(self, index: int, data: np.ndarray) -> None:
-        """Set a tensor to the bytes of a result of `read`."""
-        self._writes[index](self._from_bytes(index, data))
-
-    def values(self, index: int, data: np.ndarray) -> np.ndarray:
-        """Return the bytes of a tensor as its elements, as float64, int64 or complex128."""
-        elements = self._from_bytes(index, data).view(-1)
-        if elements.dtype.is_complex:
-            return elements.to(torch.complex128).numpy()
-        wide = torch.float64 if elements.dtype.is_floating_point else torch.int64
-        return elements.to(wide).numpy()
-
-    def save(self, indices: Sequence[int], path: Path) -> Path:
-        """Write tensors to a file for `torch.load`: a dict name -> tensor. Return the path."""
-        file = path.with_name(f"{path.name}.pt")
-        torch.save({self.names[i]: self._tensors[i].detach().cpu() for i in indices}, file)
-        return file
-
-    def _from_bytes(self, index: int, data: np.ndarray) -> torch.Tensor:
-        tensor = self._tensors[index]
-        return torch.from_numpy(data.copy()).view(tensor.dtype).view(tensor.shape)
+    # An optimizer around another one may have no state of its own.
+    items = list(_items_of(parameters, getattr(optimizer, "state", {})))
+    return Replicas(
+        TensorAccess(), items, list(_options(optimizer)) if optimizer is not None else ()
+    )
 
 
-def _compared(
-    parameters: Mapping[str, torch.Tensor], state: Mapping[Any, Any]
-) -> Iterator[_Compared]:
+def _items_of(parameters: Mapping[str, torch.Tensor], state: Mapping[Any, Any]) -> Iterator[Item]:
     for name, parameter in parameters.items():
-        if _is_readable(parameter):
-            yield _Compared(repr(name), parameter, partial(_copy, parameter))
-        yield from _items("", repr(name), state.get(parameter))
+        if is_readable(parameter):
+            trained = parameter.requires_grad and not parameter.is_complex()
+            yield _item(repr(name), parameter, parameter.numel() * trained)
+        yield from _state_items("", repr(name), state.get(parameter))
     # Some optimizers also keep state that belongs to no single parameter.
     for key in _keys(state):
-        yield from _leaves(str(key), "the optimizer", state[key], partial(_set_item, state, key))
+        yield from _state_items(str(key), "the optimizer", state[key], partial(_set, state, key))
+
+
+def _item(
+    name: str, tensor: torch.Tensor, trained: int = 0, written: Callable[[], None] = lambda: None
+) -> Item:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Item(name, f"{name}, {dtype} {list(tensor.shape)}", tensor, trained, written)
+
+
+def _state_items(
+    path: str,
+    owner: str,
+    value: Any,
+    replace: Callable[[Any], None] | None = None,
+    outer: Set[int] = frozenset(),
+) -> Iterator[Item]:
+    """Yield the tensors and numbers in a value of the optimizer's state; ignore other objects.
+
+    Args:
+        path: the name of the value within the state of `owner`; "" for the whole state.
+        owner: the name of the parameter that the state belongs to.
+        value: a tensor, a number, or a dict, list or tuple of values.
+        replace: replaces the value by another one; None if that is impossible.
+        outer: the `id`s of the containers around the value. A container may contain itself.
+    """
+    name = f"{path or 'state'} of {owner}"
+    if isinstance(value, torch.Tensor):
+        if is_readable(value):
+            yield _item(name, value)
+    elif isinstance(value, bool | int | float):
+        # An integer may be too large for a tensor.
+        if replace is not None and (isinstance(value, float) or abs(value) < _LARGE):
+            dtype = next(d for kind, d in _DTYPES.items() if isinstance(value, kind))
+            number = torch.tensor(value, dtype=dtype, device="cpu")
+            yield _item(name, number, written=lambda: replace(number.item()))
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in outer:
+        for key in _keys(value) if isinstance(value, Mapping) else range(len(value)):
+            inner = f"{path}[{key!r}]" if path else str(key)
+            setter = partial(_set, value, key) if isinstance(value, dict | list) else None
+            yield from _state_items(inner, owner, value[key], setter, outer | {id(value)})
 
 
 def _keys(container: Mapping[Any, Any]) -> Sequence[Any]:
@@ -124,90 +137,21 @@ def _keys(container: Mapping[Any, Any]) -> Sequence[Any]:
     They are sorted, because ranks may have filled a dict in different orders. The texts of objects
     may contain addresses.
     """
-    keys = [k for k in container if isinstance(k, str | int) and not _is_address(k)]
+    keys = [
+        k
+        for k in container
+        if isinstance(k, str) or (isinstance(k, int) and abs(k) <= _LARGEST_KEY)
+    ]
     return sorted(keys, key=str)
 
 
-def _is_address(key: str | int) -> bool:
-    return isinstance(key, int) and abs(key) > _LARGEST_KEY
-
-
-def _items(
-    path: str, owner: str, container: Any, outer: Set[int] = frozenset()
-) -> Iterator[_Compared]:
-    """Yield the tensors and numbers in a dict, a list or a tuple; ignore other objects.
-
-    Args:
-        path: the name of the container within the state of `owner`; "" for the whole state.
-        owner: the name of the parameter that the state belongs to.
-        container: the container.
-        outer: the `id`s of the containers that contain this one. A container may contain itself.
-    """
-    if id(container) in outer:
-        return
-    if isinstance(container, Mapping):
-        keys = _keys(container)
-    elif isinstance(container, list | tuple):
-        keys = range(len(container))
-    else:
-        return
-    changeable = isinstance(container, dict | list)
-    for key in keys:
-        replace = partial(_set_item, container, key) if changeable else None
-        own = f"{path}[{key!r}]" if path else str(key)
-        yield from _leaves(own, owner, container[key], replace, outer | {id(container)})
-
-
-def _leaves(
-    path: str,
-    owner: str,
-    value: Any,
-    replace: Callable[[Any], None] | None,
-    outer: Set[int] = frozenset(),
-) -> Iterator[_Compared]:
-    """Yield the tensors and numbers in a value of the optimizer's state.
-
-    Args:
-        path: the name of the value within the state of `owner`.
-        owner: the name of the parameter that the state belongs to.
-        value: the value.
-        replace: replaces the value by another one; None if that is impossible.
-        outer: the `id`s of the containers that contain the value.
-    """
-    name = f"{path} of {owner}"
-    if isinstance(value, torch.Tensor):
-        if _is_readable(value):
-            yield _Compared(name, value, partial(_copy, value))
-    elif isinstance(value, bool | int | float):
-        # An integer may be too large for a tensor.
-        if replace is not None and (isinstance(value, float) or abs(value) < _LARGE):
-            yield _Compared(name, _as_tensor(value), partial(_set_number, replace))
-    else:
-        yield from _items(path, owner, value, outer)
-
-
-def _is_readable(tensor: torch.Tensor) -> bool:
-    return is_plain(tensor) and not torch.nn.parameter.is_lazy(tensor)
-
-
-def _set_item(container: Any, key: Any, value: Any) -> None:
+def _set(container: Any, key: Any, value: Any) -> None:
     container[key] = value
 
 
-def _as_tensor(number: bool | int | float) -> torch.Tensor:
-    dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    kind = next(each for each in dtype if isinstance(number, each))
-    return torch.tensor(number, dtype=dtype[kind], device="cpu")
-
-
-def _set_number(replace: Callable[[Any], None], number: torch.Tensor) -> None:
-    replace(number.item())
-
-
-def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
-    # `.data`, because the comparison runs at the end of a backward pass. Autograd would refuse to
-    # compute another pass of a graph whose parameters have changed, on the repaired rank only.
-    target.data.copy_(values)
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory with all of its elements."""
+    return is_plain(tensor) and not torch.nn.parameter.is_lazy(tensor)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[str]:

@@ -3,9 +3,11 @@
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sized
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,35 +52,37 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         size = mpi_ops.size() if num_replicas is None else num_replicas
         own = mpi_ops.rank() if rank is None else rank
         super().__init__(dataset, size, own, *args, **kwargs)
-        # The state of the warnings, which only the first rank logs.
+        # Only the first rank warns.
+        self._warns = own == 0
+        # The epochs over which an iteration has begun; a method of the script hides them.
         overridden = type(self).__iter__ is not DistributedSampler.__iter__
-        self._iterated = own > 0 or overridden
-        self._steps_at_epoch: int | None = None
-        # The epoch whose samples were all given while an optimizer made steps.
-        self._trained_epoch: int | None = None
-        self._warns_of_epoch = own == 0 and self.shuffle
+        self._iterated: list[int | None] = [None] if overridden else []
+        # The numbers of steps that optimizers had made when `set_epoch` was called.
+        self._steps_at_epochs: set[int] = set()
+        # The epochs whose samples were all given while an optimizer made steps.
+        self._trained: list[int] = []
 
     def __iter__(self) -> Iterator[Any]:
         """Return the numbers of this rank's samples."""
-        self._iterated = True
+        self._iterated.append(self.epoch)
         if self.shuffle and self.num_replicas == mpi_ops.size():
             sampler = f"DistributedSampler of {self.total_size} samples"
             same_data.seeds[sampler] = self.seed
         indices = super().__iter__()
-        return self._watched(indices) if self._warns_of_epoch else indices
+        return self._watched(indices) if self._warns and self.shuffle else indices
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch. Call it before each epoch, on all ranks."""
         super().set_epoch(epoch)
         made = steps_made()
-        if not self._iterated and self._steps_at_epoch not in (None, made):
-            self._iterated = True
+        is_second = len(self._steps_at_epochs) == 1 and made not in self._steps_at_epochs
+        if self._warns and is_second and not self._iterated:
             log.warning(
                 "set_epoch was called for a second epoch, but nothing has iterated over this "
                 "DistributedSampler, so each rank may train all data. Pass it to the loader: "
                 "DataLoader(dataset, sampler=sampler, ...)"
             )
-        self._steps_at_epoch = made
+        self._steps_at_epochs.add(made)
 
     def _watched(self, indices: Iterator[Any]) -> Iterator[Any]:
         """Yield `indices`; warn if an epoch is trained for a second time.
@@ -89,14 +93,14 @@ class DistributedSampler(torch_distributed.DistributedSampler):
         yield from indices
         if steps_made() == before:
             return
-        if self._trained_epoch == epoch and self._warns_of_epoch:
-            self._warns_of_epoch = False
+        warned = any(a == b for a, b in pairwise(self._trained))
+        if not warned and self._trained[-1:] == [epoch]:
             log.warning(
                 "DistributedSampler has given epoch %d twice, in the same order. Call "
                 "sampler.set_epoch(epoch) before each epoch, on all ranks",
                 epoch,
             )
-        self._trained_epoch = epoch
+        self._trained.append(epoch)
 
 
 class ResumableSampler(Epochs, Sampler[int]):
@@ -160,11 +164,9 @@ class ResumableSampler(Epochs, Sampler[int]):
             how_to_count="iterate its DataLoader with `for batch in sampler.batches(loader)`",
             order=order,
         )
-        self._awaited = False
-        self._read = False
-        self._begins = False
         self._seeded = False
-        self._restore_random_state: Callable[[], Any] | None = None
+        # While a loop over `batches(loader)` begins.
+        self._beginning: _Beginning | None = None
 
     def _current_place(self) -> tuple[int, int]:
         if self._all_ranks and mpi_ops.is_initialized():
@@ -178,19 +180,18 @@ class ResumableSampler(Epochs, Sampler[int]):
         `batches`, and begin lower after a resume. `batches_per_epoch` and `len(batches(loader))`
         do not change during the loop.
         """
-        _, share, batches = self._now
-        return max(len(share.places()) - batches * self.batch_size, 0)
+        now = self._now
+        return max(len(now.share.places()) - now.batches * self.batch_size, 0)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the numbers of the remaining samples."""
+        beginning = self._beginning
         # Without `batches` the samples that the loop has used are not counted.
-        self.uncounted = self.uncounted or not self._awaited
-        self._awaited = False
+        self.uncounted = self.uncounted or beginning is None
         epoch, mine = self.left()
         numbers = mine.tolist()
-        return self._numbered(
-            (_Index.of(i, epoch) for i in numbers) if self._seeded else iter(numbers)
-        )
+        indices = (_Index.of(i, epoch) for i in numbers) if self._seeded else iter(numbers)
+        return indices if beginning is None else beginning.before(indices)
 
     def batches(self, loader: Any = None) -> Batches:
         """Yield the remaining batches of this epoch, and count them.
@@ -223,25 +224,23 @@ class ResumableSampler(Epochs, Sampler[int]):
         return iter(torch.from_numpy(mine).split(self.batch_size))
 
     def _begin(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator over `loader` that does not change the random state.
-
-        A new iterator of a `DataLoader` draws the seed of its workers. In a job resumed in the
-        middle of an epoch this would be one draw more than in an uninterrupted job.
-        """
-        generator = getattr(loader, "generator", None) or torch.default_generator
-        # The sampler is iterated now, or when the loader needs its first batch.
-        self._awaited, self._read, self._begins = True, False, True
+        """Return an iterator over `loader` that does not change the random state."""
+        numbers = [self._seed, self.epoch, self.position.consumed, self._now.share.rank]
+        beginning = _Beginning(
+            getattr(loader, "generator", None) or torch.default_generator, _seed_from(numbers)
+        )
+        self._beginning = beginning
         try:
-            with self._without_draws(generator):
+            with beginning.without_draws():
                 batches = iter(loader)
-            if self._read:
+            if beginning.reads.is_set():
                 return batches
             # A generator that wraps a DataLoader creates the DataLoader's iterator only now.
-            with self._without_draws(generator):
+            with beginning.without_draws():
                 first = list(itertools.islice(batches, 1))
             return _followed(first, batches)
         finally:
-            self._begins = False
+            self._beginning = None
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, or continue the current one where a loop has left it.
@@ -249,35 +248,8 @@ class ResumableSampler(Epochs, Sampler[int]):
         Do nothing if the loader of `batches` calls this when a loop begins. Loaders of Fabric and
         Accelerate do so, and count the epochs from 0 in each process, also after a resume.
         """
-        if not self._begins:
+        if self._beginning is None:
             super().set_epoch(epoch)
-
-    @contextmanager
-    def _without_draws(self, generator: torch.Generator) -> Iterator[None]:
-        """Restore the random state at the end, or before the first sample is read.
-
-        Until then, draws depend only on the position.
-        """
-        before = generator.get_state()
-        generator.manual_seed(
-            _seed_from([self._seed, self.epoch, self.position.consumed, self._rank])
-        )
-        self._restore_random_state = partial(generator.set_state, before)
-        try:
-            yield
-        finally:
-            self._end_of_draws()
-
-    def _end_of_draws(self) -> None:
-        restore, self._restore_random_state = self._restore_random_state, None
-        if restore is not None:
-            restore()
-
-    def _numbered(self, numbers: Iterator[int]) -> Iterator[int]:
-        """Yield `numbers`; before the first one, restore the random state for the samples."""
-        self._read = True
-        self._end_of_draws()
-        yield from numbers
 
     def seeded(self, dataset: Any) -> "SeededDataset":
         """Return `dataset` with random numbers that depend only on seed, epoch and sample.
@@ -292,6 +264,41 @@ class ResumableSampler(Epochs, Sampler[int]):
         """
         self._seeded = True
         return SeededDataset(dataset, self._seed)
+
+
+class _Beginning:
+    """The beginning of a loop over a loader, until the loader reads its first sample.
+
+    A new iterator of a `DataLoader` draws the seed of its workers. In a job resumed in the middle
+    of an epoch this would be one draw more than in an uninterrupted job.
+
+    Args:
+        generator: the generator that the loader draws from.
+        seed: the seed for its draws, which depend only on the position.
+
+    Attributes:
+        reads: set when the loader reads its first sample.
+    """
+
+    def __init__(self, generator: torch.Generator, seed: int) -> None:
+        self.reads = threading.Event()
+        self._generator = generator
+        self._seed = seed
+        self._draws = ExitStack()
+
+    @contextmanager
+    def without_draws(self) -> Iterator[None]:
+        """Restore the random state at the end, or before the first sample is read."""
+        with self._draws:
+            self._draws.callback(self._generator.set_state, self._generator.get_state())
+            self._generator.manual_seed(self._seed)
+            yield
+
+    def before(self, indices: Iterator[int]) -> Iterator[int]:
+        """Yield `indices`; before the first one, restore the random state for the samples."""
+        self.reads.set()
+        self._draws.close()
+        yield from indices
 
 
 def _count_of(data: Any) -> Any:

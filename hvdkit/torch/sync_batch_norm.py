@@ -8,6 +8,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from hvdkit.errors import UsageError
 
 __all__ = ["SyncBatchNorm"]
 
@@ -28,9 +31,10 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
-        """Replace all `torch.nn.BatchNorm*d` layers of a model, as PyTorch's class does for DDP.
+        """Replace all batch normalization layers of a model, as PyTorch's class does for DDP.
 
-        The new layers have the parameters, buffers and training modes of the old ones.
+        The new layers have the parameters, buffers, hooks and other attributes of the old ones. A
+        layer with several names in the model is one layer afterwards, too.
 
         Args:
             module: the model, which is changed.
@@ -38,25 +42,31 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
         Returns:
             `module`; or its replacement, if `module` itself is such a layer.
 
+        Raises:
+            UsageError: a layer is not initialised, or has a `forward` of its own. The model is
+                not changed.
+
         Example:
             model = hvd.SyncBatchNorm.convert_sync_batchnorm(resnet)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         """
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            return cls._like(module)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child))
-        return module
+        # By layer, because a layer may have several names.
+        new = {
+            layer: cls._like(layer)
+            for name, layer in module.named_modules()
+            if _is_convertible(layer, name)
+        }
+        for parent in list(module.modules()):
+            for name, child in list(parent._modules.items()):
+                if child in new:
+                    setattr(parent, name, new[child])
+        return new.get(module, module)
 
     @classmethod
     def _like(cls, layer: _BatchNorm) -> Self:
-        new = cls(
-            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
-        )
-        new.weight, new.bias = layer.weight, layer.bias
-        for name, buffer in layer.named_buffers(recurse=False):
-            setattr(new, name, buffer)
-        return new.train(layer.training)
+        new = cls.__new__(cls)
+        new.__dict__.update(layer.__dict__)
+        return new
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # As in PyTorch's class, no evaluation communicates: a script may evaluate on one rank.
@@ -96,6 +106,30 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
             self._count_batch(),
             self.eps,
         )
+
+
+def _is_convertible(layer: nn.Module, name: str) -> bool:
+    """Return whether `SyncBatchNorm` replaces a layer.
+
+    Raises:
+        UsageError: it is a batch normalization that `SyncBatchNorm` cannot replace.
+    """
+    if not isinstance(layer, _BatchNorm) or isinstance(layer, sync_batch_norm.SyncBatchNorm):
+        return False
+    kind = type(layer).__name__
+    if layer.num_features == 0:
+        raise UsageError(
+            f"the {kind} {name!r} is not initialised, so its number of channels is not known: call "
+            f"the model on one batch before convert_sync_batchnorm"
+        )
+    own_forward = type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if own_forward or is_parametrized(layer):
+        raise UsageError(
+            f"the {kind} {name!r} has a forward() or a parametrization of its own, which "
+            f"hvd.SyncBatchNorm does not have. Replace it in the model, for example by "
+            f"hvd.SyncBatchNorm and an activation"
+        )
+    return True
 
 
 class _Normalization(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import open_files
+from hvdkit.launch.host_facts import engine_revision
 from hvdkit.launch.network import (
     LOOPBACK,
     HostNetwork,
@@ -27,7 +28,7 @@ from hvdkit.launch.network import (
     source_address,
 )
 from hvdkit.plain_files import parse_json
-from hvdkit.rendezvous import RendezvousServer, gloo_environment
+from hvdkit.rendezvous import KEY_REVISION, RendezvousServer, gloo_environment
 
 #: How long a rank waits until all ranks have called `hvd.init()`. Some may prepare data first.
 TIMEOUT = timedelta(minutes=30)
@@ -42,7 +43,8 @@ def horovod_variables(timeout: timedelta = TIMEOUT) -> dict[str, str]:
         timeout: the time to wait for the other ranks.
 
     Raises:
-        HvdkitError: a rank does not call it in time, or no network connects the hosts.
+        HvdkitError: a rank does not call it in time, no network connects the hosts, or another
+            process has written to torchrun's store.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     open_files.raise_limit(open_files.needed_by_rank(size))
@@ -51,7 +53,15 @@ def horovod_variables(timeout: timedelta = TIMEOUT) -> dict[str, str]:
     if rank == 0:
         hosts = [parse_json(_get(store, f"host.{each}", each, timeout)) for each in range(size)]
         store.set("variables", json.dumps(_variables(hosts)))
-    return dict(parse_json(_get(store, "variables", 0, timeout))[rank])
+    found = dict(parse_json(_get(store, "variables", 0, timeout))[rank])
+    # Any process that reaches the store can write to it.
+    if found.keys() != gloo_environment(rank, size, "", 0, key="").keys():
+        raise HvdkitError(
+            f"torchrun's store has the variables {', '.join(sorted(found))} for rank {rank}, which "
+            f"rank 0 does not write. Another process writes to the port MASTER_PORT: find it, or "
+            f"start the ranks with `hvdkit run`"
+        )
+    return found
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
@@ -100,6 +110,7 @@ def _own_host() -> dict[str, Any]:
         "machine": f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}",
         "node": int(os.environ.get("GROUP_RANK", 0)),
         "local_rank": int(os.environ["LOCAL_RANK"]),
+        "engine": engine_revision(),
         "interfaces": [asdict(interface) for interface in own_interfaces()],
         "reached_at": source_address(os.environ["MASTER_ADDR"]),
     }
@@ -114,7 +125,11 @@ def _variables(hosts: list[dict[str, Any]]) -> list[dict[str, str]]:
     open_files.raise_limit(
         open_files.needed_by_rank(len(hosts)) + open_files.needed_by_launcher(len(hosts), 0)
     )
-    server = RendezvousServer(interfaces[hosts[0]["node"]].address, size=len(hosts))
+    server = RendezvousServer(
+        interfaces[hosts[0]["node"]].address,
+        size=len(hosts),
+        stores_without_key=any(host["engine"] < KEY_REVISION for host in hosts),
+    )
     atexit.register(server.close)
     _kept_alive.append(server)
     sizes = {node: len(ranks) for node, ranks in nodes.items()}

@@ -29,7 +29,7 @@ class Trial:
     """
 
     def __init__(self, optimizer: WrappedOptimizer, plan: TrialPlan) -> None:
-        self._rank = optimizer._collectives.rank
+        self._rank = optimizer.reducer.collectives.rank
         self._plan = plan
         self._steps = 0
         self._tuner: tuning.Tuner | None = None
@@ -45,7 +45,7 @@ class Trial:
                 optimizer, plan.bucket_bytes, formats, plan.turns, plan.turn_steps
             )
             self._fingerprint = fingerprint(optimizer)
-            if optimizer._collectives.single_rank:
+            if optimizer.reducer.collectives.single_rank:
                 self._tuner.cancel()
             else:
                 self._tuner.begin()

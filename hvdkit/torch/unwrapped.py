@@ -8,7 +8,6 @@ Such a script raises no error. Each rank trains a model of its own, and rank 0 s
 - `hvd.Checkpointer` compares the models and optimizers that no wrapped optimizer compares.
 """
 
-import itertools
 import logging
 import operator
 import weakref
@@ -24,11 +23,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdkit.core.counters import counters
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
 from hvdkit.errors import UsageError
-from hvdkit.torch import hooks
+from hvdkit.torch import records
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.items import compiled
-from hvdkit.torch.plain_tensors import has_own_dispatch, is_plain, traffic
-from hvdkit.torch.replicas import TorchReplicas
+from hvdkit.torch.plain_tensors import has_own_dispatch, traffic
+from hvdkit.torch.replicas import is_readable, torch_replicas
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
 
 log = logging.getLogger("hvdkit.torch")
@@ -48,20 +47,15 @@ _ADVICE = (
 )
 
 
-class _Watch:
-    """The steps of an optimizer that is not wrapped, and the traffic before the first of them."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.traffic = traffic.bytes - counters.payload_bytes
-
-
-_watched: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watch]" = weakref.WeakKeyDictionary()
+# An optimizer that is not wrapped -> the bytes that the script itself has sent, before each of its
+# first steps.
+_sent: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]" = weakref.WeakKeyDictionary()
 # Parameter -> True.
 _local: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Memory that the script has made equal on all ranks -> True.
 _shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_warnings = 0
+# The optimizers that were warned of, by their classes.
+_warned: list[str] = []
 _steps_made = 0
 
 
@@ -84,14 +78,14 @@ def register_local(
             "register_local was called with a DistributedOptimizer, which reduces the gradients of "
             "its parameters: expected an optimizer that is not wrapped, or a module"
         )
+    parameters: list[Any]
     if isinstance(trained, torch.optim.Optimizer):
         parameters = _parameters_of(trained)
     elif isinstance(trained, torch.nn.Module):
         parameters = list(trained.parameters())
-    elif isinstance(trained, torch.Tensor) or not isinstance(trained, Iterable):
-        parameters = [trained]
     else:
-        parameters = list(trained)
+        single = isinstance(trained, torch.Tensor) or not isinstance(trained, Iterable)
+        parameters = [trained] if single else list(trained)
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             raise UsageError(
@@ -109,7 +103,7 @@ def steps_made() -> int:
 
 def note_shared(tensors: Iterable[torch.Tensor]) -> None:
     """Note that the script makes these tensors equal on all ranks, so they should stay equal."""
-    for tensor in filter(_has_memory, tensors):
+    for tensor in filter(is_readable, tensors):
         _shared[tensor.untyped_storage()] = True
 
 
@@ -154,7 +148,7 @@ def replica_checks(
         for each in optimizers.values():
             covered.update(map(id, _parameters_of(each)))
             if isinstance(each, WrappedOptimizer):
-                covered.update(map(id, each._compared_parameters().values()))
+                covered.update(map(id, each.reducer.compared_parameters().values()))
         return {
             name: parameter
             for parameter, name in sorted(names().items(), key=operator.itemgetter(1))
@@ -165,14 +159,8 @@ def replica_checks(
         parameters: Callable[[], dict[str, torch.Tensor]],
         optimizer: torch.optim.Optimizer | None = None,
     ) -> ReplicaCheck:
-        # The number of steps is unknown. Return a new number each time, to compare at each save.
-        numbers = itertools.count(1)
         return ReplicaCheck(
-            collectives,
-            CheckSettings(),
-            lambda: TorchReplicas(parameters(), optimizer),
-            lambda: next(numbers) if parameters() else 0,
-            advice=_ADVICE,
+            collectives, CheckSettings(), lambda: torch_replicas(parameters(), optimizer), _ADVICE
         )
 
     own = [
@@ -188,10 +176,10 @@ def _may_differ(parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
     """Return whether the script has said that ranks may have different values of a parameter."""
     if parameter in _local:
         return True
-    listener = hooks.listener_of(parameter)
-    if not isinstance(listener, WrappedOptimizer):
+    owner = records.owner_of(parameter)
+    if owner is None:
         return False
-    replicas = listener.replicas
+    replicas = owner.replicas
     # Without these comparisons, or with other ranks, the script has wrapped an optimizer of its
     # own for these ranks.
     return replicas is None or not replicas.settings.interval or list(replicas.ranks) != list(ranks)
@@ -201,59 +189,73 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return is_plain(tensor) and not torch.nn.parameter.is_lazy(tensor)
-
-
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Hook: an optimizer is about to make a step. Not a collective."""
     global _steps_made
     _steps_made += 1
     if isinstance(optimizer, WrappedOptimizer) or not mpi_ops.is_initialized():
         return
+    _check_not_plain(optimizer)
     if mpi_ops.size() == 1 or mpi_ops.rank() != 0:
         return
-    watch = _watched.get(optimizer)
-    if watch is None:
-        watch = _watched[optimizer] = _Watch()
-    watch.steps += 1
-    if watch.steps == _STEPS and _trains_alone(optimizer, watch):
-        _warn(optimizer)
+    sent = _sent.setdefault(optimizer, [])
+    if len(sent) < _STEPS:
+        sent.append(traffic.bytes - counters.payload_bytes)
+        if len(sent) == _STEPS and _trains_alone(optimizer, sent[-1] - sent[0]):
+            _warn(optimizer)
 
 
-def _trains_alone(optimizer: torch.optim.Optimizer, watch: _Watch) -> bool:
-    """Return whether the ranks should train one model, and nothing reduces the gradients."""
+def _check_not_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Check that a step does not use gradients that its wrapped optimizer has not reduced.
+
+    Raises:
+        UsageError: it does.
+    """
+    owner = next((records.owner_of(p) for p in _parameters_of(optimizer)), None)
+    if owner is None or owner.optimizer()._plain is not optimizer or not owner.accumulated:
+        return
+    raise UsageError(
+        f"step() of the {type(optimizer).__name__} that hvd.DistributedOptimizer wraps was called "
+        f"while gradients wait for their reduction: call step() of the wrapped optimizer"
+    )
+
+
+def _trains_alone(optimizer: torch.optim.Optimizer, sent: int) -> bool:
+    """Return whether the ranks should train one model, and nothing reduces the gradients.
+
+    Args:
+        optimizer: the optimizer.
+        sent: the bytes that the script itself has sent between the first steps.
+    """
     parameters = [p for p in _parameters_of(optimizer) if p.grad is not None]
     if not parameters or any(p in _local or has_own_dispatch(p) for p in parameters):
         return False
-    if any(hooks.listener_of(p) is not None for p in parameters):
+    if any(records.owner_of(p) is not None for p in parameters):
         return False  # a wrapped optimizer has reduced them
     # The attribute is one of Horovod's own optimizers, also of that for Adasum.
     if hasattr(optimizer, "_allreduce_delay"):
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False  # DDP, FSDP, or a library that calls torch.distributed
-    reduced = traffic.bytes - counters.payload_bytes - watch.traffic
-    if reduced >= sum(p.nbytes for p in parameters):
+    if sent >= sum(p.nbytes for p in parameters):
         return False  # the script reduces gradients, or averages weights, itself
     # If the script wraps other optimizers, it may train these tensors on each rank on purpose.
     if not wrapped_optimizers():
         return True
-    return any(p.untyped_storage() in _shared for p in filter(_has_memory, parameters))
+    return any(p.untyped_storage() in _shared for p in filter(is_readable, parameters))
 
 
 def _warn(optimizer: torch.optim.Optimizer) -> None:
-    global _warnings
-    _warnings += 1
-    if _warnings > _MOST_WARNINGS:
+    if len(_warned) == _MOST_WARNINGS:
         return
+    _warned.append(type(optimizer).__name__)
     log.warning(
         "an optimizer (%s) makes its step %d on %d ranks, but it is not wrapped, and nothing has "
         "reduced the gradients of its parameters: each rank trains a model of its own. Wrap it "
         "before the first step: optimizer = hvd.DistributedOptimizer(optimizer, "
         "model.named_parameters()). If each rank should train its own parameters, or if the script "
         "averages them only later (local SGD), call hvd.register_local(optimizer).",
-        *(type(optimizer).__name__, _STEPS, mpi_ops.size()),
+        *(_warned[-1], _STEPS, mpi_ops.size()),
     )
 
 

@@ -16,8 +16,8 @@ from hvdkit.bench.sizes import parse_size
 from hvdkit.core.compression import FORMATS
 from hvdkit.core.trial import BATCH_VARIABLE, TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import flag
-from hvdkit.launch import arguments, conflicts
+from hvdkit.flags import TYPES, add_options, flag
+from hvdkit.launch import arguments
 from hvdkit.launch.command import command_of
 from hvdkit.plain_files import printable
 from hvdkit.tune import batch_sizes, buckets
@@ -45,71 +45,32 @@ _MB = 1_000_000
 _SHARE = 0.9
 
 
+_OPTIONS = f"""
+[what to measure]
+--batch-sizes A..B        find the largest batch size of a rank that fits in memory, from A to B.
+                          The command gets it as {PLACEHOLDER} and as ${BATCH_VARIABLE}
+--memory SIZE             with --batch-sizes: the memory that each rank may use, such as 8GB, or
+                          none (default on this machine without GPUs: 90 %% of the free memory,
+                          divided by the ranks)
+--steps N                 with --batch-sizes: the steps with each size (default: 10)
+--final-steps STEPS       with --batch-sizes: the steps of the last run, which shows whether the
+                          largest size survives, and measures the noise scale for advice on the
+                          learning rate; 0: no such run (default: 100)
+--bucket-mb MB,…          bucket sizes in MB (default: 5,25,100)
+--wire-formats LIST       wire formats with which the training may run, of {",".join(FORMATS)}
+                          (default: the script's own)
+--collectives LIST        some of {",".join(buckets.COLLECTIVES)}: how the ranks of a host are
+                          combined (default: both; with GPUs two-level)
+--turns N                 turns of each candidate (default: 5)
+--file FILE               for the result, which hvd.autotune of PyTorch reads (default: tuning.json)
+--timeout S               seconds for each run of the command (default: %(default)s)
+"""
+
+
 def add_arguments(verb: ArgumentParser) -> None:
     """Add the arguments of `hvdkit tune`. The others are those of `hvdkit run`."""
-    task = verb.add_argument_group("what to measure")
-    task.add_argument(
-        "--batch-sizes",
-        metavar="A..B",
-        help=f"find the largest batch size of a rank that fits in memory, from A to B. The command "
-        f"gets it as {PLACEHOLDER} and as ${BATCH_VARIABLE}",
-    )
-    task.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="with --batch-sizes: the memory that each rank may use, such as 8GB, or none (default "
-        "on this machine without GPUs: 90 %% of the free memory, divided by the ranks)",
-    )
-    task.add_argument(
-        "--steps",
-        type=_count,
-        metavar="N",
-        help="with --batch-sizes: the steps with each size (default: 10)",
-    )
-    task.add_argument(
-        "--final-steps",
-        type=_count_or_zero,
-        metavar="N",
-        help="with --batch-sizes: the steps of the last run, which shows whether the largest size "
-        "survives, and measures the noise scale for advice on the learning rate; 0: no such run "
-        "(default: 100)",
-    )
-    task.add_argument(
-        "--bucket-mb",
-        type=_numbers,
-        metavar="LIST",
-        help="bucket sizes in MB (default: 5,25,100)",
-    )
-    task.add_argument(
-        "--wire-formats",
-        type=_names,
-        metavar="LIST",
-        help=f"wire formats with which the training may run, of {','.join(FORMATS)} (default: the "
-        f"script's own)",
-    )
-    task.add_argument(
-        "--collectives",
-        type=_names,
-        metavar="LIST",
-        help=f"some of {','.join(buckets.COLLECTIVES)}: how the ranks of a host are combined "
-        f"(default: both; with GPUs two-level)",
-    )
-    task.add_argument(
-        "--turns", type=_count, metavar="N", help="turns of each candidate (default: 5)"
-    )
-    task.add_argument(
-        "--file",
-        type=Path,
-        metavar="FILE",
-        help="for the result, which hvd.autotune of PyTorch reads (default: tuning.json)",
-    )
-    task.add_argument(
-        "--timeout",
-        type=_count,
-        default=900,
-        metavar="S",
-        help="seconds for each run of the command (default: %(default)s)",
-    )
+    types = {"N": _count, "S": _count, "STEPS": _count_or_zero, "MB,…": _numbers, "LIST": _names}
+    add_options(verb, _OPTIONS, {**TYPES, **types}, timeout=900)
     arguments.add_arguments(verb)
 
 
@@ -142,7 +103,7 @@ def _check(options: Namespace) -> None:
                 f"{option} was given: `hvdkit tune` takes the options of `hvdkit run`, but not "
                 f"this one"
             )
-    conflicts.check(options)
+    arguments.check(options)
     batches = options.batch_sizes is not None
     for name in _FOR_BUCKETS if batches else _FOR_BATCHES:
         if getattr(options, name) is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from hvdkit.core import trial
 from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import start_folders
-from hvdkit.owned_folders import OwnedFolder
+from hvdkit.owned_folders import OwnedFolder, temporary
 from hvdkit.plain_files import parse_json, read_json
 from hvdkit.processes import ProcessGroup, python_command
 
@@ -120,7 +119,7 @@ class Runner:
             env[trial.BATCH_VARIABLE] = str(batch_size)
         limited = [self._python, "-P", "-m", "hvdkit.tune.limited", str(self._memory), *command]
         began = time.monotonic()
-        owned = OwnedFolder(Path(tempfile.gettempdir()), "hvdkit-tune-")
+        owned = OwnedFolder(temporary(), "hvdkit-tune-")
         try:
             words = [*self._arguments, "--output-dir", str(owned.path), "--", *limited]
             status, text = self._launch(words, env, owned.path)

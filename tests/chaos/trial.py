@@ -6,7 +6,6 @@ import glob
 import os
 import random
 import re
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -323,17 +322,11 @@ class Trial:
         return moment
 
     def _why(self, start: Path) -> str:
-        """Return what `hvdkit why` says about a start, in the words of the launcher."""
+        """Return what `hvdkit why` says about a start."""
         try:
-            text = why(start)
+            return why(start)
         except HvdkitError as error:
             return str(error)
-
-        def replace(match: re.Match[str]) -> str:
-            return f"rank {match[1]} failed: killed by signal {signal.Signals[match[2]].value}"
-
-        text = re.sub(r"Rank (\d+ on \S+) failed(?: first)?: (SIG[A-Z]+)", replace, text)
-        return re.sub(r"Rank (\d+ on \S+) failed(?: first)?", r"rank \1 failed", text)
 
     def _named(self, names: Sequence[str], outcome: str, text: str) -> bool | None:
         """Return whether the launcher has named the cause; None if there was nothing to name."""

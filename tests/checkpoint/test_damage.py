@@ -515,6 +515,8 @@ def test_tensors_under_each_other_s_names(store, newest, caplog):
     ("field", "value"),
     [
         ("format", "other"),
+        ("run", 10**9),
+        ("commit", 10**18),
         ("step", 3),
         ("step", -2),
         ("step", "2"),
@@ -578,6 +580,14 @@ def test_lock_files_that_are_links_are_not_followed(tmp_path):
     with pytest.raises(CheckpointError, match="cannot write to"):
         Store(tmp_path / "runs").open_for_writing()
     assert not (tmp_path / "outside").exists()
+
+
+def test_a_pipe_does_not_turn_locking_off(tmp_path):
+    """A pipe cannot be locked, as a file of some file systems."""
+    (tmp_path / "runs").mkdir()
+    os.mkfifo(tmp_path / "runs" / ".lock")
+    with pytest.raises(CheckpointError, match="cannot write to"):
+        Store(tmp_path / "runs").open_for_writing()
 
 
 def test_reading_more_bytes_than_there_are_is_an_error(store):

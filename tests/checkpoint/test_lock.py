@@ -292,3 +292,15 @@ def test_a_writer_that_was_taken_over_writes_no_more_heartbeats(tmp_path, impati
     assert (tmp_path / lock.LEASE_FILE).read_bytes() == left
     writer.close()
     assert (tmp_path / lock.LEASE_FILE).read_bytes() == left
+
+
+@pytest.mark.parametrize(("folder", "lock_file"), [(0o755, 0o600), (0o775, 0o660), (0o1777, 0o666)])
+def test_only_who_may_write_to_the_folder_may_lock_it(tmp_path, folder, lock_file):
+    """A process that may read the lock file could lock it, and keep all writers out."""
+    place = tmp_path / "run"
+    place.mkdir()
+    place.chmod(folder)
+    for _ in range(2):
+        Store(str(place)).open_for_writing().close()
+        assert (place / lock.LOCK_FILE).stat().st_mode & 0o777 == lock_file
+        (place / lock.LOCK_FILE).chmod(0o644)  # as earlier versions have made it

@@ -212,7 +212,7 @@ SCRIPTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("moment", [1, *range(5, 13), 34, 35, 36, 37])
+@pytest.mark.parametrize("moment", [1, 6, 9, 12, 35])
 def test_a_signal_between_two_saves(kept, moment):
     check(Script(moment=moment, ranks=(1,)))
 
@@ -257,9 +257,15 @@ def both(stack, collectives, folder, names, **given):
     ]
 
 
-@pytest.mark.parametrize("counts", ["the same steps", "their own steps"])
-@pytest.mark.parametrize("every_steps", [1, 1000])
-@pytest.mark.parametrize("signal_at", [6, 8, 10])
+@pytest.mark.parametrize(
+    ("counts", "every_steps", "signal_at"),
+    [
+        ("the same steps", 1, 6),
+        ("the same steps", 1000, 10),
+        ("their own steps", 1, 10),
+        ("their own steps", 1000, 8),
+    ],
+)
 def test_a_stop_saves_a_generator_with_the_critic_of_its_inner_loop(
     kept, tmp_path, monkeypatch, counts, every_steps, signal_at
 ):

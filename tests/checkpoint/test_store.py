@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from hvdkit.checkpoint import chunks, manifest, reading, tree
+from hvdkit.checkpoint import chunks, manifest, reading, storage, tree
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.reading import Outline
@@ -393,6 +393,7 @@ def test_a_url_that_cannot_be_used(place, said):
 
 def test_a_url_of_a_folder(tmp_path):
     assert Store(f"file://{tmp_path}").location == str(tmp_path)
+    assert Store(f"FILE://{tmp_path}").location == str(tmp_path)
     with pytest.raises(UsageError, match="storage_options .* are for URLs"):
         Store(tmp_path, storage_options={"key": "x"})
     for place in (Path("s3://bucket/run"), "s3:/bucket/run"):
@@ -485,3 +486,30 @@ def test_a_text_with_many_commas_is_one_value(place, monkeypatch):
 def test_keep_last_below_one(place):
     with pytest.raises(UsageError, match="keep_last is 0; expected a whole number >= 1, or None"):
         Store(str(place), keep_last=0)
+
+
+@pytest.mark.parametrize("field", ["run", "commit"])
+def test_a_step_of_others_with_the_last_number(tmp_path, field):
+    store = save(tmp_path, 1)
+    path = tmp_path / "step-000000000001" / "manifest.json"
+    limit = {"run": manifest.MAX_RUN, "commit": manifest.MAX_COMMIT}[field]
+    made = dataclasses.replace(
+        manifest.Manifest.from_bytes(path.read_bytes()), **{field: limit - 1}
+    )
+    path.write_bytes(made.to_bytes())
+    with (
+        store.open_for_writing(new_run=True) as writer,
+        pytest.raises(CheckpointError, match="has a number that hvdkit does not write: move it"),
+    ):
+        writer.write(snapshot(2))
+    assert [info.step for info in store.steps()] == [1]
+
+
+def test_a_folder_that_others_have_filled_with_steps(place, monkeypatch):
+    store = save(place, 1, 2, 3)
+    values = sum(info.manifest.values for info in store.steps())
+    monkeypatch.setattr(storage, "_MOST_VALUES", values + 3 * storage._ENTRY_VALUES)
+    assert [info.step for info in store.steps()] == [1, 2, 3]
+    monkeypatch.setattr(storage, "_MOST_VALUES", values + 2 * storage._ENTRY_VALUES)
+    with pytest.raises(CheckpointError, match="the list of steps takes too much memory"):
+        store.steps()

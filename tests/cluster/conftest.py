@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 import pytest
 
 from hvdkit.bench.namespaces import Cluster, hosts, missing
-from tests.cluster import ssh_servers
-from tests.cluster.launches import Launches
+from tests.cluster import slurm_servers, ssh_servers
+from tests.cluster.launches import Launches, SlurmJobs
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +34,19 @@ def launches(make_hosts, tmp_path_factory):
         ssh_servers.ssh_servers(cluster, folder, hides) as access,
     ):
         yield Launches(cluster, access, folder)
+
+
+@pytest.fixture(scope="module")
+def jobs(make_hosts):
+    """Yield two hosts with a real Slurm."""
+    reason = slurm_servers.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with (
+        make_hosts(2, interfaces=("eth0", "ens3")) as cluster,
+        slurm_servers.slurm(cluster) as slurm,
+    ):
+        yield SlurmJobs(slurm)
 
 
 @pytest.fixture

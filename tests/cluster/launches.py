@@ -10,10 +10,13 @@ import psutil
 
 from tests.parallel.rank_pool import REPOSITORY
 
+HVDKIT = (sys.executable, "-m", "hvdkit")
 #: One rank on each of two hosts.
 BOTH = ("-H", "host0:1,host1:1")
+#: The command of an allocation whose first node has one task more than the second.
+UNEVEN = ("salloc", "--nodes=2", "--ntasks=3")
 
-_SECONDS = 60
+_SECONDS = 600
 _RANK = (
     "import os, signal, subprocess, sys, time;"
     "names = ('HOROVOD_RANK', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK');"
@@ -25,7 +28,7 @@ _RANK = (
 
 
 class Watched:
-    """Hosts on which no process of a job may stay. Subclasses define `start`."""
+    """Hosts on which no process of a job may stay. Subclasses define `command`."""
 
     def __init__(self, cluster):
         self.cluster = cluster
@@ -34,12 +37,30 @@ class Watched:
     def processes(self):
         return set().union(*(host.processes() for host in self.cluster.hosts))
 
-    def check_nothing_is_left(self, seconds=20.0):
+    def check_nothing_is_left(self, seconds=120.0):
         deadline = time.monotonic() + seconds
         while left := self.processes() - self.servers:
             if time.monotonic() > deadline:
                 raise AssertionError(f"left: {[describe(pid) for pid in left]}")
             time.sleep(0.05)
+
+    def start(self, *words, **env):
+        """Start the command of these words on the first host."""
+        return subprocess.Popen(
+            self.command(*words),
+            env=os.environ | env,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words, **env):
+        """Run the command to its end, and check that no process is left on any host."""
+        with self.starting() as begin:
+            job = begin(*words, **env)
+            out, err = job.communicate(timeout=_SECONDS)
+        return subprocess.CompletedProcess(words, job.returncode, out, err)
 
     @contextlib.contextmanager
     def starting(self):
@@ -50,47 +71,39 @@ class Watched:
             started.append(self.start(*arguments, **options))
             return started[-1]
 
-        yield begin
-        for job in started:
-            job.kill()
-            job.communicate(timeout=10)
+        try:
+            yield begin
+        finally:
+            for job in started:
+                job.kill()
+                job.wait(timeout=600)
+                job.stdout.close()
+                job.stderr.close()
         self.check_nothing_is_left()
 
 
 class Launches(Watched):
-    """Run `hvdkit run` on the first host."""
+    """Run `hvdkit run`, or another verb, over ssh."""
 
     def __init__(self, cluster, access, folder):
         super().__init__(cluster)
         self.access = access
         self.folder = folder
 
-    def command(self, *arguments):
-        run = [sys.executable, "-m", "hvdkit", "run", f"--ssh-arg=-F{self.access.config}"]
-        return self.cluster.hosts[0].command([*run, *arguments])
+    def command(self, *arguments, verb="run"):
+        own = [*HVDKIT, verb, f"--ssh-arg=-F{self.access.config}"]
+        return self.cluster.hosts[0].command([*own, *arguments])
 
-    def run(self, *arguments, **env):
-        """Run to the end, and check that no process is left on any host."""
-        done = subprocess.run(
-            self.command(*arguments),
-            env=os.environ | env,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-        self.check_nothing_is_left(5)
-        return done
 
-    def start(self, *arguments):
-        return subprocess.Popen(
-            self.command(*arguments),
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+class SlurmJobs(Watched):
+    """Run commands on the first host of a Slurm."""
+
+    def __init__(self, slurm):
+        super().__init__(slurm.cluster)
+        self.slurm = slurm
+
+    def command(self, *words):
+        return self.slurm.command(words)
 
 
 def describe(pid):

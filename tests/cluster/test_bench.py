@@ -3,16 +3,16 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from hvdkit.bench import link
 from tests.bench.commands import ENVIRONMENT, bench
-from tests.cluster.launches import BOTH
+from tests.cluster.launches import BOTH, HVDKIT
+from tests.launch.commands import execute
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
+pytestmark = pytest.mark.long
 _SECONDS = 180
 
 
@@ -21,58 +21,40 @@ def engine():
     skip_where_unsupported(Configuration("torch", "gloo", 2))
 
 
-def over_ssh(launches, *arguments):
-    own = [sys.executable, "-m", "hvdkit", "bench", *arguments, *BOTH]
-    done = subprocess.run(
-        launches.cluster.hosts[0].command([*own, f"--ssh-arg=-F{launches.access.config}"]),
-        env=os.environ | ENVIRONMENT,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+def over_ssh(launches, verb, *arguments):
+    own = [*HVDKIT, "bench", verb, *arguments, f"--ssh-arg=-F{launches.access.config}"]
+    command = launches.cluster.hosts[0].command(own)
+    done = execute(command, env=os.environ | ENVIRONMENT, cwd=REPOSITORY, timeout=_SECONDS)
     launches.check_nothing_is_left()
     return done
 
 
-@pytest.mark.long
 def test_allreduce_on_hosts_over_ssh(launches, tmp_path):
     path = tmp_path / "run.json"
     names = "hvdkit-gloo,torch-gloo"
     arguments = ["--variants", names, "--sizes", "1KiB,1MB", "--turns", "2", "--json", str(path)]
-    done = over_ssh(launches, "allreduce", *arguments)
+    done = over_ssh(launches, "allreduce", *arguments, *BOTH)
     assert done.returncode == 0, done.stderr
     content = json.loads(path.read_text())
     assert content["conditions"]["place"] == "2 ranks on host0:1, host1:1"
     assert [row["wrong"] for row in content["rows"]] == [0] * 4
 
 
-@pytest.mark.long
 def test_steps_on_hosts_over_ssh(launches):
     names = "hvdkit-gloo-fp32,ddp-gloo-fp32,alone,single"
     arguments = ["--model", "many-small", "--turns", "2", "--variants", names]
-    done = over_ssh(launches, "step", *arguments)
+    done = over_ssh(launches, "step", *arguments, *BOTH)
     assert done.returncode == 0, done.stderr
     assert "hvdkit-gloo-fp32 / ddp-gloo-fp32" in done.stdout
 
 
-@pytest.mark.long
 def test_a_host_that_does_not_exist(launches):
-    own = [sys.executable, "-m", "hvdkit", "bench", "allreduce", "-H", "host0:1,gone:1"]
-    done = subprocess.run(
-        launches.cluster.hosts[0].command([*own, f"--ssh-arg=-F{launches.access.config}"]),
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
+    done = over_ssh(launches, "allreduce", "-H", "host0:1,gone:1")
     assert done.returncode == 1
     assert "gone" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_two_hosts_with_a_limited_link(make_hosts, tmp_path, ranks):
     if reason := link.missing():
@@ -92,7 +74,6 @@ def test_two_hosts_with_a_limited_link(make_hosts, tmp_path, ranks):
     assert min(map(min, rows["hvdkit-gloo"]["turns"])) > 0.9 * 5e6 / 25e6
 
 
-@pytest.mark.long
 def test_the_limit_of_the_link_is_shown(make_hosts, tmp_path):
     if reason := link.missing():
         pytest.skip(reason)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from hvdkit.launch.commit_folder import PREFIX
 from hvdkit.owned_folders import OwnedFolder
+from tests.cluster.test_run import link_down
 from tests.elastic.jobs import ElasticJob
 from tests.elastic.training import TORCH, check
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
@@ -128,14 +128,9 @@ def test_a_new_host_with_another_version_is_left_out(start, tmp_path):
 def test_a_host_whose_link_goes_down_and_comes_back(start, launches):
     job = start("host0:1,host1:1", "-x", "HOROVOD_GLOO_TIMEOUT_SECONDS=10")
     job.wait_for("batch 0 3 ")
-    second = launches.cluster.hosts[1]
-    link = ["ip", "-n", second.namespace, "link", "set", second.interface]
-    subprocess.run([*link, "down"], timeout=20, check=True)
-    try:
+    with link_down(launches):
         assert int(job.wait_for(r"begin 0 (\d+) size 1", 240)[1]) >= 3
         job.wait_for("batch")
-    finally:
-        subprocess.run([*link, "up"], timeout=20, check=True)
     job.wait_for(r"begin \d \d+ size 2", 120)
     assert job.finish(180) == 0
     check(job.lines, ranks=2)

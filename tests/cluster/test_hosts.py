@@ -53,10 +53,10 @@ def test_hosts_reach_each_other_and_the_machine(make_hosts):
             )
             try:
                 run(second, sys.executable, "-c", connect, address, server.stdout.readline())
-                assert server.communicate(timeout=20)[0] == f"{second.address}\n"
+                assert server.communicate(timeout=600)[0] == f"{second.address}\n"
             finally:
                 server.kill()
-                server.wait(timeout=20)
+                server.wait(timeout=600)
                 server.stdout.close()
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_left_of_hosts(make_hosts):
         stubborn = subprocess.Popen(sleep, stdout=subprocess.PIPE, text=True)
         assert stubborn.stdout.readline() == "there\n"
     stubborn.stdout.close()
-    assert stubborn.wait(timeout=10) == -signal.SIGKILL
+    assert stubborn.wait(timeout=600) == -signal.SIGKILL
     assert not left(mark)
     with pytest.raises(ZeroDivisionError), make_hosts(1):
         raise ZeroDivisionError
@@ -88,7 +88,7 @@ def test_the_next_run_removes_the_hosts_of_a_killed_run(make_hosts):
             assert left(mark), "a run that is alive keeps its hosts"
     finally:
         killed.kill()
-        killed.wait(timeout=20)
+        killed.wait(timeout=600)
         killed.stdout.close()
     assert left(mark)
     began = time.monotonic()

@@ -87,7 +87,7 @@ def test_a_job_continues_after_ctrl_c_on_another_number_of_ranks(launches, start
     job = start(*BOTH, *command("stopped", 2, endless=2))
     wait_for(job, "[0] waits", "[1] waits")
     job.send_signal(signal.SIGINT)
-    job.communicate(timeout=60)
+    job.communicate(timeout=600)
     assert job.returncode != 0
     (resumed,) = results(launches.run("-np", "1", *command("stopped", 1)))
     assert resumed[1] == "24"

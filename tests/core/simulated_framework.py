@@ -116,6 +116,10 @@ class NumpyMemory:
             self.gradients[i] = buffer[place].reshape(self.specs[i].shape)
         return buffer
 
+    @property
+    def is_changed(self) -> bool:
+        return False
+
     def end_round(self, reduced: bool) -> None:
         pass
 
@@ -183,6 +187,13 @@ class NumpyBackend:
     def _begin(self, value: Any, name: str, finish: Callable[..., Any]) -> InFlight:
         self.diary.append(name)
         return self.collectives.group.begin(self.collectives.rank, name, value, finish)
+
+    def scale(self, factor: float) -> None:
+        for i, gradient in enumerate(self.gradients):
+            if isinstance(gradient, Rows):
+                gradient.values *= factor
+            elif gradient is not None:
+                self.gradients[i] = gradient * factor
 
     def sum(self, buffer: np.ndarray, name: str, factor: float) -> InFlight:
         self.sent[name] = buffer.copy()

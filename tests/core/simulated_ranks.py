@@ -1,7 +1,9 @@
 """Simulated ranks: threads of one process with collectives, without Horovod."""
 
+import functools
+import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,3 +187,48 @@ def on_every_rank(
     for thread in threads:
         thread.join()
     return results
+
+
+def on_ranks(
+    size: int, function: Callable[[SimulatedCollectives], Any], joined: Collection[int] = ()
+) -> list[Any]:
+    """Return the result of `function` on every rank that has not joined.
+
+    Raises the error of a rank, or AssertionError if a collective is left in flight.
+    """
+    group = SimulatedGroup(size)
+    group.joined = set(joined)
+    results = on_every_rank(
+        size,
+        lambda collectives: None if collectives.rank in joined else function(collectives),
+        group,
+    )
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    assert group.in_flight == []
+    return [result for rank, result in enumerate(results) if rank not in joined]
+
+
+def simulated(
+    size: int | str, joined: Collection[int] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on each simulated rank, see `on_ranks`. The test has the argument `collectives`.
+
+    Args:
+        size: the number of ranks, or the name of the parameter of the test that has it.
+        joined: ranks that take part in sums only.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_every_one(**parameters: Any) -> None:
+            count = parameters[size] if isinstance(size, str) else size
+            on_ranks(count, lambda each: test(collectives=each, **parameters), joined)
+
+        found = inspect.signature(test)
+        left = [each for name, each in found.parameters.items() if name != "collectives"]
+        on_every_one.__signature__ = found.replace(parameters=left)  # type: ignore[attr-defined]
+        return on_every_one
+
+    return decorate

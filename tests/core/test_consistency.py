@@ -87,5 +87,5 @@ def test_lines_are_not_gathered_if_ranks_have_joined():
         def allgather(self, data, name):
             raise AssertionError("a rank that has joined does not enter this")
 
-    with pytest.raises(RankMismatchError, match=r"letters.*2 of 4 ranks have called join\(\)"):
+    with pytest.raises(RankMismatchError, match=r"letters.*2 of 4 ranks have called hvd.join\(\)"):
         check_consistency(WithJoinedRanks(), ["a"], "letters")

@@ -18,7 +18,7 @@ def test_the_estimates_are_unbiased():
         small = (gradients**2).sum(1).mean()
         large = (gradients.mean(0) ** 2).sum()
         estimates.append(estimate(small, large, 8, 32))
-        average.add(estimates[-1])
+        average = average.after(estimates[-1])
     signal = np.mean([each.signal for each in estimates])
     noise = np.mean([each.noise for each in estimates])
     assert signal == pytest.approx((true**2).sum(), rel=0.1)
@@ -30,9 +30,9 @@ def test_the_estimates_are_unbiased():
 def test_the_average_has_no_bias_at_its_beginning():
     average = Average(decay=0.9)
     assert average.scale is None
-    average.add(Estimate(2.0, 6.0))
+    average = average.after(Estimate(2.0, 6.0))
     assert average.scale == pytest.approx(3.0)
-    average.add(Estimate(2.0, 6.0))
+    average = average.after(Estimate(2.0, 6.0))
     assert average.scale == pytest.approx(3.0)
-    average.add(Estimate(-100.0, 6.0))
+    average = average.after(Estimate(-100.0, 6.0))
     assert average.scale is None

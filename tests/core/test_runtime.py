@@ -222,6 +222,31 @@ def test_a_relative_folder_for_records(no_launcher, monkeypatch, tmp_path):
     assert os.environ["HVDKIT_RECORD_DIR"] == str(tmp_path / "records")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+@pytest.mark.parametrize("danger", ["of another user", "anyone can write", "link of another user"])
+def test_a_folder_for_records_in_which_other_users_can_put_links(
+    no_launcher, tmp_path, caplog, danger
+):
+    """Through a link, a rank would write to any file of its user."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    if danger == "anyone can write":
+        folder.chmod(0o1777)
+    else:
+        os.chown(folder, 65534, 65534)
+    given = folder
+    if danger == "link of another user":
+        given = tmp_path / "link"
+        given.symlink_to(folder)
+    no_launcher.setenv("HVDKIT_RECORD_DIR", str(given))
+    runtime = runtime_of(SimulatedHorovod(size=2))
+    runtime.init()
+    runtime.shutdown()
+    assert not list(folder.iterdir())
+    assert "HVDKIT_RECORD_DIR" not in os.environ
+    assert f"cannot write to {given}: other users can make files in it" in caplog.text
+
+
 def test_init_refuses_an_unknown_choice_of_collectives(no_launcher):
     no_launcher.setenv("HVDKIT_COLLECTIVES", "ring")
     horovod = SimulatedHorovod()

@@ -1,13 +1,8 @@
-"""The note that a script has ended, from real processes."""
-
-import os
-import subprocess
-import sys
+"""The report that a script makes an orderly end, from real processes with the launcher's hook."""
 
 import pytest
 
-from hvdkit.core.recorder import FOLDER_VARIABLE
-from hvdkit.record_files import SCRIPT_ENDED
+from tests.launch.test_python_hook import run
 
 _CODE = """
 import concurrent.futures.thread, os, sys, threading, time
@@ -15,32 +10,17 @@ from hvdkit.core.script_end import note_end_with
 
 def wait_for_note():
     deadline = time.monotonic() + 10
-    while not os.listdir(os.environ["HVDKIT_RECORD_DIR"]):
+    while not [name for name in os.listdir(os.environ["HVDKIT_RECORD_DIR"]) if "end" in name]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     print("found")
 
 try:
-    note_end_with(85, 2)
-    note_end_with(75, 2)
+    note_end_with(85)
+    note_end_with(75)
     raise SystemExit(75)
 finally:
     """
-
-
-def end(folder, code):
-    """Run a script, and return its status, its output and its notes, with the process "PID"."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CODE + code],
-        env=os.environ | {FOLDER_VARIABLE: str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    output, errors = process.communicate(timeout=30)
-    assert "Traceback" not in errors or "ValueError" in errors
-    notes = [path.name.replace(str(process.pid), "PID") for path in folder.glob("*")]
-    return process.returncode, output, notes
 
 
 @pytest.mark.parametrize(
@@ -50,21 +30,28 @@ def end(folder, code):
         "concurrent.futures.ThreadPoolExecutor().submit(wait_for_note)",
     ],
 )
-def test_the_note_is_written_before_python_waits(tmp_path, code):
-    assert end(tmp_path, code) == (75, "found\n", [SCRIPT_ENDED.format(2, 75, "PID")])
+def test_the_end_is_reported_before_python_waits(tmp_path, code):
+    status, output, report = run(tmp_path, _CODE + code)
+    assert (status, output, report["status"]) == (75, "found\n", 75)
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
+    ("code", "status", "reported"),
     [
-        ("raise ValueError", 1),
-        # The child process ends as a script does.
-        ("os.fork() and os._exit(3)", 3),
-        # The folder does not exist any more.
-        ("os.rmdir(os.environ['HVDKIT_RECORD_DIR'])", 75),
+        ("raise ValueError", 1, None),
+        # The child process ends as a script does, but only the rank reports.
+        ("os.fork() and os._exit(3)", 3, None),
+        ("pass", 75, 75),
     ],
 )
-def test_other_ends_have_no_note(tmp_path, code, status):
+def test_other_ends(tmp_path, code, status, reported):
+    found = run(tmp_path, _CODE + code)
+    assert found[0] == status
+    assert (found[2] or {}).get("status") == reported
+
+
+def test_a_folder_that_does_not_exist_any_more(tmp_path):
     folder = tmp_path / "records"
     folder.mkdir()
-    assert end(folder, code) == (status, "", [])
+    code = "__import__('shutil').rmtree(os.environ['HVDKIT_RECORD_DIR'])"
+    assert run(folder, _CODE + code) == (75, "", None)

@@ -18,7 +18,7 @@ from hvdkit.core.reduction import Reduction
 from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.errors import HvdkitError, UsageError
 from tests.core.simulated_framework import NumpyBackend, Rows
-from tests.core.simulated_ranks import on_every_rank
+from tests.core.simulated_ranks import on_ranks, simulated
 
 
 def spec(name, *shape, dtype="float64", layout=""):
@@ -29,15 +29,6 @@ def spec(name, *shape, dtype="float64", layout=""):
 SPECS = [spec(f"p{i}", 2) for i in range(4)]
 TWO = 32
 NONE = NoCompression()
-
-
-def on_ranks(size, function):
-    """Return the result of `function` on every rank; raise the error of a rank."""
-    results = on_every_rank(size, function)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def make(collectives, specs=SPECS, wire_format=NONE, window=None, context=(), batches=False, **how):
@@ -79,215 +70,194 @@ def members(synchronizer):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("wire_format", [NONE, Float16(), BFloat16(wire="float32")])
-def test_every_rank_gets_the_sum(size, wire_format):
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=wire_format)
-        return [step(synchronizer, backend, (collectives.rank + 1.0) * i) for i in range(5)]
-
+@simulated("size")
+def test_every_rank_gets_the_sum(collectives, size, wire_format):
     total = size * (size + 1) / 2
-    assert on_ranks(size, run) == [[total * i for i in range(5)]] * size
+    synchronizer, backend = make(collectives, wire_format=wire_format)
+    assert [step(synchronizer, backend, (collectives.rank + 1.0) * i) for i in range(5)] == [
+        total * i for i in range(5)
+    ]
 
 
-def test_every_element_is_unpacked_to_its_own_place():
+@simulated(3)
+def test_every_element_is_unpacked_to_its_own_place(collectives):
     specs = [spec("a", 3, 2), spec("b"), spec("c", 0), spec("d", 5, dtype="float32"), spec("e", 4)]
-
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs, average=True)
-        for k in range(3):
-            numbers = np.arange(17.0) + 100 * k
-            for i, s in enumerate(specs):
-                own = numbers[3 * i : 3 * i + s.elements].reshape(s.shape)
-                backend.gradients[i] = ((collectives.rank + 1) * own).astype(s.dtype)
-            arrive(synchronizer, backend)
-            synchronizer.synchronize()
-            for i, s in enumerate(specs):
-                own = numbers[3 * i : 3 * i + s.elements].reshape(s.shape)
-                assert backend.gradients[i] == pytest.approx(2 * own, rel=1e-6)
-                assert (backend.gradients[i].shape, backend.gradients[i].dtype) == (
-                    s.shape,
-                    s.dtype,
-                )
-
-    on_ranks(3, run)
+    synchronizer, backend = make(collectives, specs, average=True)
+    for k in range(3):
+        numbers = np.arange(17.0) + 100 * k
+        for i, s in enumerate(specs):
+            own = numbers[3 * i : 3 * i + s.elements].reshape(s.shape)
+            backend.gradients[i] = ((collectives.rank + 1) * own).astype(s.dtype)
+        arrive(synchronizer, backend)
+        synchronizer.synchronize()
+        for i, s in enumerate(specs):
+            own = numbers[3 * i : 3 * i + s.elements].reshape(s.shape)
+            assert backend.gradients[i] == pytest.approx(2 * own, rel=1e-6)
+            assert (backend.gradients[i].shape, backend.gradients[i].dtype) == (
+                s.shape,
+                s.dtype,
+            )
 
 
 @pytest.mark.parametrize("wire_format", [NONE, Float16(), BFloat16(wire="float32")])
 @pytest.mark.parametrize("predivide", [None, 1.0, 4.0])
-def test_the_average_is_the_same_wherever_it_is_divided(wire_format, predivide):
-    def run(collectives):
-        synchronizer, backend = make(
-            collectives, wire_format=wire_format, average=True, predivide=predivide
-        )
-        return [step(synchronizer, backend, 8.0 * collectives.rank) for _ in range(3)]
-
-    assert on_ranks(4, run) == [[12.0] * 3] * 4
+@simulated(4)
+def test_the_average_is_the_same_wherever_it_is_divided(collectives, wire_format, predivide):
+    synchronizer, backend = make(
+        collectives, wire_format=wire_format, average=True, predivide=predivide
+    )
+    assert [step(synchronizer, backend, 8.0 * collectives.rank) for _ in range(3)] == [12.0] * 3
 
 
-def test_a_predivision_happens_before_the_sum():
-    def run(collectives):
-        sent = []
-        for predivide in (None, 1.0, 8.0):
-            synchronizer, backend = make(collectives, average=True, predivide=predivide)
-            step(synchronizer, backend, 16.0)
-            sent += {float(x) for buffer in backend.sent.values() for x in buffer}
-        return sent
-
-    assert on_ranks(2, run) == [[16.0, 16.0, 2.0]] * 2
+@simulated(2)
+def test_a_predivision_happens_before_the_sum(collectives):
+    sent = []
+    for predivide in (None, 1.0, 8.0):
+        synchronizer, backend = make(collectives, average=True, predivide=predivide)
+        step(synchronizer, backend, 16.0)
+        sent += {float(x) for buffer in backend.sent.values() for x in buffer}
+    assert sent == [16.0, 16.0, 2.0]
 
 
-def test_a_window_ended_early_is_averaged_over_its_passes():
-    def run(collectives):
-        window = Window(4)
-        synchronizer, backend = make(collectives, window=window, average=True)
-        window.calls = 4
-        results = [step(synchronizer, backend, 12.0)]
-        window.close()
-        window.calls = 3
-        window.end_early()
-        results.append(step(synchronizer, backend, 12.0))
-        return results
-
-    assert on_ranks(2, run) == [[3.0, 4.0]] * 2
+@simulated(2)
+def test_a_window_ended_early_is_averaged_over_its_passes(collectives):
+    window = Window(4)
+    synchronizer, backend = make(collectives, window=window, average=True)
+    window.calls = 4
+    results = [step(synchronizer, backend, 12.0)]
+    window.close()
+    window.calls = 3
+    window.end_early()
+    results.append(step(synchronizer, backend, 12.0))
+    assert results == [3.0, 4.0]
 
 
-def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        for _ in range(2):
-            give(backend, 1.0)
-            if collectives.rank:
-                backend.gradients[3] = None
-            arrive(synchronizer, backend)
-            synchronizer.synchronize()
-        return [gradient.tolist() for gradient in backend.gradients]
-
-    assert on_ranks(2, run) == [[[2.0, 2.0]] * 3 + [[1.0, 1.0]]] * 2
-
-
-def test_a_rank_without_any_gradients_takes_part():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        for _ in range(2):
-            backend.gradients[:] = [None] * 4
-            if collectives.rank:
-                give(backend, 5.0)
-            arrive(synchronizer, backend)
-            synchronizer.synchronize()
-        return [gradient.tolist() for gradient in backend.gradients]
-
-    assert on_ranks(2, run) == [[[5.0, 5.0]] * 4] * 2
-
-
-def test_a_full_bucket_is_reduced_during_the_backward_pass():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
+@simulated(2)
+def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(collectives):
+    synchronizer, backend = make(collectives)
+    for _ in range(2):
         give(backend, 1.0)
-        seen = arrive(synchronizer, backend)
+        if collectives.rank:
+            backend.gradients[3] = None
+        arrive(synchronizer, backend)
         synchronizer.synchronize()
-        return seen, len(backend.diary), backend.memories
+    assert [gradient.tolist() for gradient in backend.gradients] == [[2.0, 2.0]] * 3 + [[1.0, 1.0]]
 
+
+@simulated(2)
+def test_a_rank_without_any_gradients_takes_part(collectives):
+    synchronizer, backend = make(collectives)
+    for _ in range(2):
+        backend.gradients[:] = [None] * 4
+        if collectives.rank:
+            give(backend, 5.0)
+        arrive(synchronizer, backend)
+        synchronizer.synchronize()
+    assert [gradient.tolist() for gradient in backend.gradients] == [[5.0, 5.0]] * 4
+
+
+@simulated(2)
+def test_a_full_bucket_is_reduced_during_the_backward_pass(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0)
+    give(backend, 1.0)
+    seen = arrive(synchronizer, backend)
+    synchronizer.synchronize()
     # The memory of the first step is reused.
-    assert on_ranks(2, run) == [([0, 0, 1, 1], 4, 2)] * 2
+    assert seen == [0, 0, 1, 1]
+    assert len(backend.diary) == 4
+    assert backend.memories == 2
 
 
-def test_a_full_bucket_starts_at_the_next_arrival_in_its_thread_and_not_before():
+@simulated(2)
+def test_a_full_bucket_starts_at_the_next_arrival_in_its_thread_and_not_before(collectives):
     specs = [spec(f"p{i}", 2) for i in range(6)]
-
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs)
-        step(synchronizer, backend, 1.0)
-        give(backend, 1.0)
-        seen = arrive(synchronizer, backend, order=[5, 4])
-        # The user's later hooks may still change the gradient.
-        backend.gradients[4][:] = 7.0
-        other = threading.Thread(target=arrive, args=(synchronizer, backend, [3, 2]))
-        other.start()
-        other.join()
-        seen.append(len(backend.diary) - 3)
-        backend.gradients[2][:] = 9.0
-        # The bucket filled by the other thread does not start here.
-        seen += arrive(synchronizer, backend, order=[1, 0])
-        backend.gradients[3][:] = 8.0
-        synchronizer.synchronize()
-        names = [f"{synchronizer.name}.{k}" for k in range(3)]
-        assert backend.diary[3] == names[0]
-        assert sorted(backend.diary[3:]) == names
-        return seen, [float(gradient[0]) for gradient in backend.gradients]
-
     values = [2.0, 2.0, 18.0, 16.0, 14.0, 2.0]
-    assert on_ranks(2, run) == [([0, 0, 0, 1, 1], values)] * 2
+    synchronizer, backend = make(collectives, specs)
+    step(synchronizer, backend, 1.0)
+    give(backend, 1.0)
+    seen = arrive(synchronizer, backend, order=[5, 4])
+    # The user's later hooks may still change the gradient.
+    backend.gradients[4][:] = 7.0
+    other = threading.Thread(target=arrive, args=(synchronizer, backend, [3, 2]))
+    other.start()
+    other.join()
+    seen.append(len(backend.diary) - 3)
+    backend.gradients[2][:] = 9.0
+    # The bucket filled by the other thread does not start here.
+    seen += arrive(synchronizer, backend, order=[1, 0])
+    backend.gradients[3][:] = 8.0
+    synchronizer.synchronize()
+    names = [f"{synchronizer.name}.{k}" for k in range(3)]
+    assert backend.diary[3] == names[0]
+    assert sorted(backend.diary[3:]) == names
+    assert seen == [0, 0, 0, 1, 1]
+    assert [float(gradient[0]) for gradient in backend.gradients] == values
 
 
-def test_a_gradient_that_arrives_again_before_its_bucket_starts_counts_once():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        for planned in (False, True):
-            give(backend, 1.0)
-            seen = arrive(synchronizer, backend, order=[3, 3, 2])
-            backend.gradients[3][:] = 5.0
-            seen += arrive(synchronizer, backend, order=[3, 2, 1])
-            # Neither a repeated arrival nor one before `make_plan` starts a bucket.
-            assert seen[-3:] == [0, 0, int(planned)]
-            seen += arrive(synchronizer, backend, order=[1, 0])
-            synchronizer.synchronize()
-            assert members(synchronizer) == [(3, 2), (1, 0)]
-            assert len(backend.diary) == (4 if planned else 2)
-        return [float(gradient[0]) for gradient in backend.gradients]
-
-    assert on_ranks(2, run) == [[2.0, 2.0, 2.0, 10.0]] * 2
-
-
-def test_a_gradient_that_arrives_again_after_its_bucket_has_started_is_an_error():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        give(backend, 2.0)
-        assert arrive(synchronizer, backend, order=[3, 2, 1]) == [0, 0, 1]
-        with pytest.raises(HvdkitError, match="'p2' arrived again.*use_reentrant=False"):
-            synchronizer.mark_ready(2)
-        # The round can be completed, and the next one is not affected.
-        synchronizer.synchronize()
-        return backend.gradients[0].tolist(), step(synchronizer, backend, 3.0)
-
-    assert on_ranks(2, run) == [([4.0, 4.0], 6.0)] * 2
-
-
-def test_nothing_is_reduced_before_the_ranks_have_agreed():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        assert synchronizer.plan is None
+@simulated(2)
+def test_a_gradient_that_arrives_again_before_its_bucket_starts_counts_once(collectives):
+    synchronizer, backend = make(collectives)
+    for planned in (False, True):
         give(backend, 1.0)
-        seen = arrive(synchronizer, backend)
-        named = list(collectives.names)
+        seen = arrive(synchronizer, backend, order=[3, 3, 2])
+        backend.gradients[3][:] = 5.0
+        seen += arrive(synchronizer, backend, order=[3, 2, 1])
+        # Neither a repeated arrival nor one before `make_plan` starts a bucket.
+        assert seen[-3:] == [0, 0, int(planned)]
+        seen += arrive(synchronizer, backend, order=[1, 0])
         synchronizer.synchronize()
-        return seen, named, collectives.names[:2]
+        assert members(synchronizer) == [(3, 2), (1, 0)]
+        assert len(backend.diary) == (4 if planned else 2)
+    assert [float(gradient[0]) for gradient in backend.gradients] == [2.0, 2.0, 2.0, 10.0]
 
+
+@simulated(2)
+def test_a_gradient_that_arrives_again_after_its_bucket_has_started_is_an_error(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0)
+    give(backend, 2.0)
+    assert arrive(synchronizer, backend, order=[3, 2, 1]) == [0, 0, 1]
+    with pytest.raises(HvdkitError, match="'p2' arrived again.*use_reentrant=False"):
+        synchronizer.mark_ready(2)
+    # The round can be completed, and the next one is not affected.
+    synchronizer.synchronize()
+    assert backend.gradients[0].tolist() == [4.0, 4.0]
+    assert step(synchronizer, backend, 3.0) == 6.0
+
+
+@simulated(2)
+def test_nothing_is_reduced_before_the_ranks_have_agreed(collectives):
     names = ["hvdkit.agreement", "hvdkit.agreement.number"]
-    assert on_ranks(2, run) == [([0] * 4, [], names)] * 2
+    synchronizer, backend = make(collectives)
+    assert synchronizer.plan is None
+    give(backend, 1.0)
+    seen = arrive(synchronizer, backend)
+    named = list(collectives.names)
+    synchronizer.synchronize()
+    assert seen == [0] * 4
+    assert named == []
+    assert collectives.names[:2] == names
 
 
-def test_an_agreed_step_costs_no_collective_but_the_buckets():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        before = len(collectives.names)
-        step(synchronizer, backend, 1.0)
-        return len(collectives.names) - before
-
-    assert on_ranks(2, run) == [0, 0]
+@simulated(2)
+def test_an_agreed_step_costs_no_collective_but_the_buckets(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0)
+    before = len(collectives.names)
+    step(synchronizer, backend, 1.0)
+    assert len(collectives.names) - before == 0
 
 
-def test_buckets_follow_the_order_in_which_gradients_arrive():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0, order=[1, 3, 0, 2])
-        give(backend, 1.0)
-        seen = arrive(synchronizer, backend, order=[1, 3, 0, 2])
-        synchronizer.synchronize()
-        return members(synchronizer), seen
-
-    assert on_ranks(2, run) == [([(1, 3), (0, 2)], [0, 0, 1, 1])] * 2
+@simulated(2)
+def test_buckets_follow_the_order_in_which_gradients_arrive(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0, order=[1, 3, 0, 2])
+    give(backend, 1.0)
+    seen = arrive(synchronizer, backend, order=[1, 3, 0, 2])
+    synchronizer.synchronize()
+    assert members(synchronizer) == [(1, 3), (0, 2)]
+    assert seen == [0, 0, 1, 1]
 
 
 def test_ranks_whose_gradients_arrive_in_different_orders_share_the_mean_one():
@@ -305,52 +275,45 @@ def test_ranks_whose_gradients_arrive_in_different_orders_share_the_mean_one():
     assert others == [first] * 2
 
 
-def test_gradients_with_the_same_mean_place_go_as_in_a_backward_pass():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        order = [0, 3, 1, 2] if collectives.rank else [3, 0, 2, 1]
-        step(synchronizer, backend, 1.0, order)
-        return members(synchronizer)
-
-    assert on_ranks(2, run) == [[(3, 0), (2, 1)]] * 2
+@simulated(2)
+def test_gradients_with_the_same_mean_place_go_as_in_a_backward_pass(collectives):
+    synchronizer, backend = make(collectives)
+    order = [0, 3, 1, 2] if collectives.rank else [3, 0, 2, 1]
+    step(synchronizer, backend, 1.0, order)
+    assert members(synchronizer) == [(3, 0), (2, 1)]
 
 
-def test_gradients_that_did_not_arrive_are_last_in_reverse_order():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        give(backend, 1.0)
-        arrive(synchronizer, backend, order=[1])
-        synchronizer.synchronize()
-        return members(synchronizer)
-
-    assert on_ranks(2, run) == [[(1, 3), (2, 0)]] * 2
+@simulated(2)
+def test_gradients_that_did_not_arrive_are_last_in_reverse_order(collectives):
+    synchronizer, backend = make(collectives)
+    give(backend, 1.0)
+    arrive(synchronizer, backend, order=[1])
+    synchronizer.synchronize()
+    assert members(synchronizer) == [(1, 3), (2, 0)]
 
 
-def test_without_any_arrival_buckets_go_as_a_backward_pass_does():
-    def run(collectives):
-        synchronizer, _ = make(collectives)
-        synchronizer.synchronize()
-        return members(synchronizer)
-
-    assert on_ranks(2, run) == [[(3, 2), (1, 0)]] * 2
+@simulated(2)
+def test_without_any_arrival_buckets_go_as_a_backward_pass_does(collectives):
+    synchronizer, _ = make(collectives)
+    synchronizer.synchronize()
+    assert members(synchronizer) == [(3, 2), (1, 0)]
 
 
-def test_ranks_compare_again_after_another_init():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0, order=[0, 1, 2, 3])
-        names = set(backend.diary)
-        collectives.generation += 1
-        give(backend, 2.0)
-        seen = arrive(synchronizer, backend, order=[3, 1, 2, 0])
-        assert seen == [0] * 4
-        synchronizer.synchronize()
-        assert backend.gradients[0].tolist() == [4.0, 4.0]
-        assert not names & set(backend.diary[2:])
-        assert step(synchronizer, backend, 3.0) == 6.0
-        return collectives.names.count("hvdkit.agreement"), members(synchronizer)
-
-    assert on_ranks(2, run) == [(2, [(3, 1), (2, 0)])] * 2
+@simulated(2)
+def test_ranks_compare_again_after_another_init(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0, order=[0, 1, 2, 3])
+    names = set(backend.diary)
+    collectives.generation += 1
+    give(backend, 2.0)
+    seen = arrive(synchronizer, backend, order=[3, 1, 2, 0])
+    assert seen == [0] * 4
+    synchronizer.synchronize()
+    assert backend.gradients[0].tolist() == [4.0, 4.0]
+    assert not names & set(backend.diary[2:])
+    assert step(synchronizer, backend, 3.0) == 6.0
+    assert collectives.names.count("hvdkit.agreement") == 2
+    assert members(synchronizer) == [(3, 1), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -374,31 +337,30 @@ def test_ranks_compare_again_after_another_init():
         ({"specs": [*SPECS[:3], replace(SPECS[3], device="gpu:0")]}, "3 is on gpu device number 1"),
     ],
 )
-def test_ranks_that_differ_fail_on_all_of_them_before_anything_is_reduced(setting, words):
-    def run(collectives):
-        synchronizer, backend = make(collectives, **(setting if collectives.rank == 1 else {}))
-        give(backend, 1.0)
-        arrive(synchronizer, backend)
-        with pytest.raises(RankMismatchError, match=words):
-            synchronizer.synchronize()
-        return backend.diary, [gradient.tolist() for gradient in backend.gradients[:3]]
+@simulated(3)
+def test_ranks_that_differ_fail_on_all_of_them_before_anything_is_reduced(
+    collectives, setting, words
+):
+    synchronizer, backend = make(collectives, **(setting if collectives.rank == 1 else {}))
+    give(backend, 1.0)
+    arrive(synchronizer, backend)
+    with pytest.raises(RankMismatchError, match=words):
+        synchronizer.synchronize()
+    assert backend.diary == []
+    assert [gradient.tolist() for gradient in backend.gradients[:3]] == [[1.0, 1.0]] * 3
 
-    assert on_ranks(3, run) == [([], [[1.0, 1.0]] * 3)] * 3
 
-
-def test_ranks_whose_devices_divide_the_model_differently_fail_on_all_of_them():
-    def run(collectives):
-        # Parameters 2 and 3 are on a second device, except on rank 1.
-        devices = [0, 0, 0, 0] if collectives.rank == 1 else [0, 0, 1, 1]
-        specs = [replace(s, device=f"cuda:{d}") for s, d in zip(SPECS, devices, strict=True)]
-        synchronizer, backend = make(collectives, specs)
-        give(backend, 1.0)
-        words = "ranks 0, 2: gradient 2 is on cuda device number 1 of the model; rank 1: "
-        with pytest.raises(RankMismatchError, match=words):
-            synchronizer.synchronize()
-        return backend.diary
-
-    assert on_ranks(3, run) == [[]] * 3
+@simulated(3)
+def test_ranks_whose_devices_divide_the_model_differently_fail_on_all_of_them(collectives):
+    # Parameters 2 and 3 are on a second device, except on rank 1.
+    devices = [0, 0, 0, 0] if collectives.rank == 1 else [0, 0, 1, 1]
+    specs = [replace(s, device=f"cuda:{d}") for s, d in zip(SPECS, devices, strict=True)]
+    synchronizer, backend = make(collectives, specs)
+    give(backend, 1.0)
+    words = "ranks 0, 2: gradient 2 is on cuda device number 1 of the model; rank 1: "
+    with pytest.raises(RankMismatchError, match=words):
+        synchronizer.synchronize()
+    assert backend.diary == []
 
 
 def test_ranks_may_use_devices_of_other_names():
@@ -416,20 +378,18 @@ def test_ranks_may_use_devices_of_other_names():
 
 
 @pytest.mark.parametrize("wire_format", [NONE, Float16()])
-def test_names_are_the_same_in_every_round(wire_format):
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=wire_format)
-        step(synchronizer, backend, 1.0)
-        rounds = []
-        for order in (None, [0, 3, 1, 2], []):
-            before, named = len(backend.diary), len(collectives.names)
-            step(synchronizer, backend, 1.0, order)
-            rounds.append((sorted(backend.diary[before:]), collectives.names[named:]))
-        name = synchronizer.name
-        largest = [] if wire_format is NONE else [f"{name}.largest"]
-        return rounds == [([f"{name}.0", f"{name}.1"], largest)] * 3
-
-    assert on_ranks(2, run) == [True, True]
+@simulated(2)
+def test_names_are_the_same_in_every_round(collectives, wire_format):
+    synchronizer, backend = make(collectives, wire_format=wire_format)
+    step(synchronizer, backend, 1.0)
+    rounds = []
+    for order in (None, [0, 3, 1, 2], []):
+        before, named = len(backend.diary), len(collectives.names)
+        step(synchronizer, backend, 1.0, order)
+        rounds.append((sorted(backend.diary[before:]), collectives.names[named:]))
+    name = synchronizer.name
+    largest = [] if wire_format is NONE else [f"{name}.largest"]
+    assert rounds == [([f"{name}.0", f"{name}.1"], largest)] * 3
 
 
 def test_names_are_the_same_on_all_ranks_and_different_between_synchronizers():
@@ -449,56 +409,54 @@ def test_names_are_the_same_on_all_ranks_and_different_between_synchronizers():
     assert all(name.startswith("hvdkit.") for name in results[0])
 
 
-def test_two_synchronizers_may_have_buckets_in_flight_at_once():
-    def run(collectives):
-        pair = [make(collectives) for _ in range(2)]
-        for synchronizer, backend in pair:
-            step(synchronizer, backend, 1.0)
-        for value, (synchronizer, backend) in enumerate(pair, 1):
-            give(backend, value)
-            arrive(synchronizer, backend)
-        for synchronizer, _ in reversed(pair):
-            synchronizer.synchronize()
-        return [backend.gradients[0].tolist() for _, backend in pair]
-
-    assert on_ranks(2, run) == [[[2.0, 2.0], [4.0, 4.0]]] * 2
-
-
-def test_a_generation_that_changes_while_nothing_is_in_flight_costs_nothing_but_an_agreement():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
+@simulated(2)
+def test_two_synchronizers_may_have_buckets_in_flight_at_once(collectives):
+    pair = [make(collectives) for _ in range(2)]
+    for synchronizer, backend in pair:
         step(synchronizer, backend, 1.0)
-        give(backend, 2.0)
-        synchronizer.mark_ready(3)
-        collectives.generation += 1
-        arrive(synchronizer, backend, order=[2, 1, 0])
-        synchronizer.synchronize()
-        return backend.gradients[0].tolist(), collectives.names.count("hvdkit.agreement")
-
-    assert on_ranks(2, run) == [([4.0, 4.0], 2)] * 2
-
-
-def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0)
-        backend.fail_on_wait = True
-        give(backend, 2.0)
+    for value, (synchronizer, backend) in enumerate(pair, 1):
+        give(backend, value)
         arrive(synchronizer, backend)
-        left = list(backend.gradients)
-        with pytest.raises(RuntimeError, match="network"):
-            synchronizer.synchronize()
-        backend.fail_on_wait = False
-        give(backend, 3.0)
-        arrive(synchronizer, backend)
-        assert len(backend.diary) == 4, "begun before the ranks have agreed anew"
+    for synchronizer, _ in reversed(pair):
         synchronizer.synchronize()
-        for gradient in left:
-            gradient[:] = -1.0  # like a collective that completes late
-        assert not set(backend.diary[:4]) & set(backend.diary[4:])
-        return backend.gradients[0].tolist(), collectives.names.count("hvdkit.agreement")
+    assert [backend.gradients[0].tolist() for _, backend in pair] == [[2.0, 2.0], [4.0, 4.0]]
 
-    assert on_ranks(2, run) == [([6.0, 6.0], 2)] * 2
+
+@simulated(2)
+def test_a_generation_that_changes_while_nothing_is_in_flight_costs_nothing_but_an_agreement(
+    collectives,
+):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0)
+    give(backend, 2.0)
+    synchronizer.mark_ready(3)
+    collectives.generation += 1
+    arrive(synchronizer, backend, order=[2, 1, 0])
+    synchronizer.synchronize()
+    assert backend.gradients[0].tolist() == [4.0, 4.0]
+    assert collectives.names.count("hvdkit.agreement") == 2
+
+
+@simulated(2)
+def test_after_a_failed_collective_the_ranks_agree_anew_in_new_memory(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0)
+    backend.fail_on_wait = True
+    give(backend, 2.0)
+    arrive(synchronizer, backend)
+    left = list(backend.gradients)
+    with pytest.raises(RuntimeError, match="network"):
+        synchronizer.synchronize()
+    backend.fail_on_wait = False
+    give(backend, 3.0)
+    arrive(synchronizer, backend)
+    assert len(backend.diary) == 4, "begun before the ranks have agreed anew"
+    synchronizer.synchronize()
+    for gradient in left:
+        gradient[:] = -1.0  # like a collective that completes late
+    assert not set(backend.diary[:4]) & set(backend.diary[4:])
+    assert backend.gradients[0].tolist() == [6.0, 6.0]
+    assert collectives.names.count("hvdkit.agreement") == 2
 
 
 def table_rows(rank):
@@ -531,37 +489,32 @@ def test_rows_of_a_sparse_gradient_are_gathered_or_reduced_as_dense(sparse_as_de
         assert plan == ([(2, 1, 0)] if sparse_as_dense else [(1,), (2, 0)])
 
 
-def test_a_gradient_that_is_sparse_on_one_rank_only_is_gathered():
+@simulated(2)
+def test_a_gradient_that_is_sparse_on_one_rank_only_is_gathered(collectives):
     specs = [SPECS[0], spec("table", 5, 2)]
-
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs)
-        give(backend, 1.0)
-        backend.gradients[1] = table_rows(1) if collectives.rank == 1 else None
-        arrive(synchronizer, backend)
-        synchronizer.synchronize()
-        return backend.gradients[1].dense((5, 2)).tolist()
-
-    assert on_ranks(2, run) == [table_rows(1).dense((5, 2)).tolist()] * 2
+    synchronizer, backend = make(collectives, specs)
+    give(backend, 1.0)
+    backend.gradients[1] = table_rows(1) if collectives.rank == 1 else None
+    arrive(synchronizer, backend)
+    synchronizer.synchronize()
+    assert backend.gradients[1].dense((5, 2)).tolist() == table_rows(1).dense((5, 2)).tolist()
 
 
-def test_a_format_that_is_tensor_by_tensor_has_a_bucket_for_each_parameter():
+@simulated(2)
+def test_a_format_that_is_tensor_by_tensor_has_a_bucket_for_each_parameter(collectives):
     class Single(NoCompression):
         tensor_by_tensor = True
 
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=Single(), groups=[[0, 1, 2]])
-        return step(synchronizer, backend, 1.0), members(synchronizer)
-
-    assert on_ranks(2, run) == [(2.0, [(3,), (2,), (1,), (0,)])] * 2
+    synchronizer, backend = make(collectives, wire_format=Single(), groups=[[0, 1, 2]])
+    assert step(synchronizer, backend, 1.0) == 2.0
+    assert members(synchronizer) == [(3,), (2,), (1,), (0,)]
 
 
-def test_a_group_shares_a_bucket():
-    def run(collectives):
-        synchronizer, backend = make(collectives, groups=[[0, 2, 3]])
-        return step(synchronizer, backend, 1.0), sorted(members(synchronizer))
-
-    assert on_ranks(2, run) == [(2.0, [(1,), (3, 2, 0)])] * 2
+@simulated(2)
+def test_a_group_shares_a_bucket(collectives):
+    synchronizer, backend = make(collectives, groups=[[0, 2, 3]])
+    assert step(synchronizer, backend, 1.0) == 2.0
+    assert sorted(members(synchronizer)) == [(1,), (3, 2, 0)]
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -584,28 +537,27 @@ def test_buckets_that_overflow_are_reduced_again_under_other_names(batches):
 
 
 @pytest.mark.parametrize("batches", [False, True])
-def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(batches):
+@simulated(2)
+def test_all_buckets_scales_are_agreed_on_by_one_small_collective_in_every_step(
+    collectives, batches
+):
     specs = [spec(f"p{i}", 2) for i in range(12)]
+    synchronizer, backend = make(collectives, specs, wire_format=Float16(), batches=batches)
+    asked = []
+    whole = collectives.start_max
 
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs, wire_format=Float16(), batches=batches)
-        asked = []
-        whole = collectives.start_max
+    def listen(values, name):
+        if name.endswith(".largest"):
+            asked[-1].append(len(values))
+        return whole(values, name)
 
-        def listen(values, name):
-            if name.endswith(".largest"):
-                asked[-1].append(len(values))
-            return whole(values, name)
-
-        collectives.start_max = listen
-        # 1e9 is repeated in float32, 0.0 has no magnitude.
-        for value in (1.0, 1.0, 1e9, 1.0, 1.0, 0.0, 0.0, 1.0):
-            asked.append([])
-            step(synchronizer, backend, value)
-        assert len(synchronizer.plan.buckets) == 6
-        return asked
-
-    assert on_ranks(2, run) == [[[6]] * 8] * 2
+    collectives.start_max = listen
+    # 1e9 is repeated in float32, 0.0 has no magnitude.
+    for value in (1.0, 1.0, 1e9, 1.0, 1.0, 0.0, 0.0, 1.0):
+        asked.append([])
+        step(synchronizer, backend, value)
+    assert len(synchronizer.plan.buckets) == 6
+    assert asked == [[6]] * 8
 
 
 @pytest.mark.parametrize("batches", [False, True])
@@ -651,173 +603,162 @@ def watch_scales(collectives, backend):
     return events
 
 
-def test_scales_are_waited_for_before_the_next_pack():
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=Float16())
-        events = watch_scales(collectives, backend)
-        for _ in range(3):
-            step(synchronizer, backend, 1.0)
-        synchronizer.complete_deferred()
-        synchronizer.complete_deferred()
-        return events
-
+@simulated(2)
+def test_scales_are_waited_for_before_the_next_pack(collectives):
     one = ["pack", "pack", "start", "wait"]
-    assert on_ranks(2, run) == [one * 3] * 2
+    synchronizer, backend = make(collectives, wire_format=Float16())
+    events = watch_scales(collectives, backend)
+    for _ in range(3):
+        step(synchronizer, backend, 1.0)
+    synchronizer.complete_deferred()
+    synchronizer.complete_deferred()
+    assert events == one * 3
 
 
-def test_scales_are_waited_for_before_the_state_is_returned():
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=Float16())
-        step(synchronizer, backend, 1.0)
-        settled, other = make(collectives, wire_format=Float16())
-        step(settled, other, 1.0)
-        settled.complete_deferred()
-        events = watch_scales(collectives, backend)
-        step(synchronizer, backend, 1.0)
-        step(settled, other, 1.0)
-        settled.complete_deferred()
-        del events[:]
-        state = synchronizer.state
-        assert events == ["wait"]
-        # `known` is 1: the next step is in float16.
-        assert [codec[0] for codec in state.codecs] == [1, 1]
-        assert state == settled.state
-        step(synchronizer, backend, 1.0)
-        return [memory.packed[-1][0] for memory in synchronizer._memory]
-
-    assert on_ranks(2, run) == [["float16", "float16"]] * 2
+@simulated(2)
+def test_scales_are_waited_for_before_the_state_is_returned(collectives):
+    synchronizer, backend = make(collectives, wire_format=Float16())
+    step(synchronizer, backend, 1.0)
+    settled, other = make(collectives, wire_format=Float16())
+    step(settled, other, 1.0)
+    settled.complete_deferred()
+    events = watch_scales(collectives, backend)
+    step(synchronizer, backend, 1.0)
+    step(settled, other, 1.0)
+    settled.complete_deferred()
+    del events[:]
+    state = synchronizer.state
+    assert events == ["wait"]
+    # `known` is 1: the next step is in float16.
+    assert [codec[0] for codec in state.codecs] == [1, 1]
+    assert state == settled.state
+    step(synchronizer, backend, 1.0)
+    assert [memory.packed[-1][0] for memory in synchronizer._memory] == ["float16", "float16"]
 
 
 @pytest.mark.parametrize("settles", [False, True])
-def test_scales_of_before_a_restart_are_not_waited_for(settles):
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=Float16())
-        events = watch_scales(collectives, backend)
-        step(synchronizer, backend, 1.0)
-        collectives.generation += 1
-        del events[:]
-        if settles:
-            synchronizer.complete_deferred()
-        value = step(synchronizer, backend, 2.0)
-        return value, events
-
-    assert on_ranks(2, run) == [(4.0, ["pack", "pack", "start"])] * 2
-
-
-@pytest.mark.parametrize("batches", [False, True])
-def test_an_infinity_in_one_bucket_does_not_change_others(batches):
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=Float16(), batches=batches)
-        asked = []
-        for number in range(1, 7):
-            give(backend, 1.0)
-            if collectives.rank and number in (1, 4):
-                backend.gradients[0][1] = np.inf
-            elif collectives.rank and number == 5:
-                for gradient in backend.gradients:
-                    gradient[1] = np.inf
-            arrive(synchronizer, backend)
-            before = len(collectives.names)
-            synchronizer.synchronize()
-            asked.append(sum(name.endswith(".largest") for name in collectives.names[before:]))
-            infinite = [bool(np.isinf(gradient).any()) for gradient in backend.gradients]
-            assert infinite == [number in (1, 4, 5), *[number == 5] * 3]
-            finite = np.concatenate(backend.gradients)
-            assert (finite[np.isfinite(finite)] == 2.0).all()
-        return asked
-
-    assert on_ranks(2, run) == [[1] * 6] * 2
+@simulated(2)
+def test_scales_of_before_a_restart_are_not_waited_for(collectives, settles):
+    synchronizer, backend = make(collectives, wire_format=Float16())
+    events = watch_scales(collectives, backend)
+    step(synchronizer, backend, 1.0)
+    collectives.generation += 1
+    del events[:]
+    if settles:
+        synchronizer.complete_deferred()
+    value = step(synchronizer, backend, 2.0)
+    assert value == 4.0
+    assert events == ["pack", "pack", "start"]
 
 
 @pytest.mark.parametrize("batches", [False, True])
-def test_only_one_bucket_at_a_time_has_memory_for_a_repetition(batches):
+@simulated(2)
+def test_an_infinity_in_one_bucket_does_not_change_others(collectives, batches):
+    synchronizer, backend = make(collectives, wire_format=Float16(), batches=batches)
+    asked = []
+    for number in range(1, 7):
+        give(backend, 1.0)
+        if collectives.rank and number in (1, 4):
+            backend.gradients[0][1] = np.inf
+        elif collectives.rank and number == 5:
+            for gradient in backend.gradients:
+                gradient[1] = np.inf
+        arrive(synchronizer, backend)
+        before = len(collectives.names)
+        synchronizer.synchronize()
+        asked.append(sum(name.endswith(".largest") for name in collectives.names[before:]))
+        infinite = [bool(np.isinf(gradient).any()) for gradient in backend.gradients]
+        assert infinite == [number in (1, 4, 5), *[number == 5] * 3]
+        finite = np.concatenate(backend.gradients)
+        assert (finite[np.isfinite(finite)] == 2.0).all()
+    assert asked == [1] * 6
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@simulated(2)
+def test_only_one_bucket_at_a_time_has_memory_for_a_repetition(collectives, batches):
     specs = [spec(f"p{i}", 4, dtype="float32") for i in range(24)]
-
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs, Float16(), batches=batches)
-        for _ in range(3):
-            step(synchronizer, backend, 1.0)
-        assert len(synchronizer.plan.buckets) == 12
-        backend.temporaries.most = 0
-        assert step(synchronizer, backend, 1e9) == 2e9
-        return backend.temporaries.most
-
-    assert on_ranks(2, run) == [1, 1]
+    synchronizer, backend = make(collectives, specs, Float16(), batches=batches)
+    for _ in range(3):
+        step(synchronizer, backend, 1.0)
+    assert len(synchronizer.plan.buckets) == 12
+    backend.temporaries.most = 0
+    assert step(synchronizer, backend, 1e9) == 2e9
+    assert backend.temporaries.most == 1
 
 
 @pytest.mark.parametrize("batches", [False, True])
 @pytest.mark.parametrize("wire_format", [NONE, Float16()])
-def test_few_buckets_are_in_flight_at_once_in_the_first_step(wire_format, batches):
+@simulated(2)
+def test_few_buckets_are_in_flight_at_once_in_the_first_step(collectives, wire_format, batches):
     specs = [spec(f"p{i}", 4, dtype="float32") for i in range(24)]
+    synchronizer, backend = make(collectives, specs, wire_format, batches=batches)
+    begin, wait, flying, most = backend.sum, backend.wait, [], []
 
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs, wire_format, batches=batches)
-        begin, wait, flying, most = backend.sum, backend.wait, [], []
+    def count_up(buffer, name, factor):
+        flying.append(name)
+        most.append(len(flying))
+        return begin(buffer, name, factor)
 
-        def count_up(buffer, name, factor):
-            flying.append(name)
-            most.append(len(flying))
-            return begin(buffer, name, factor)
+    def count_down(handle):
+        flying.remove(handle.name)
+        return wait(handle)
 
-        def count_down(handle):
-            flying.remove(handle.name)
-            return wait(handle)
-
-        backend.sum, backend.wait = count_up, count_down
-        assert step(synchronizer, backend, 3.0) == 6.0
-        assert len(synchronizer.plan.buckets) == 12
-        assert not flying
-        return max(most), backend.temporaries.most
-
+    backend.sum, backend.wait = count_up, count_down
+    assert step(synchronizer, backend, 3.0) == 6.0
+    assert len(synchronizer.plan.buckets) == 12
+    assert not flying
     # The bucket that `wait` waits for, and four more.
-    assert on_ranks(2, run) == [(5, 0 if wire_format is NONE else 5)] * 2
+    assert max(most) == 5
+    assert backend.temporaries.most == 0 if wire_format is NONE else 5
 
 
-def test_some_buckets_may_overflow_and_others_not():
-    def run(collectives):
-        synchronizer, backend = make(collectives, wire_format=Float16())
-        for _ in range(3):
-            step(synchronizer, backend, 1.0)
-        before = len(backend.diary)
-        give(backend, 1.0)
-        backend.gradients[0][1] = 1e9 if collectives.rank else 0.0
-        arrive(synchronizer, backend)
-        synchronizer.synchronize()
-        return len(backend.diary) - before, [gradient.tolist() for gradient in backend.gradients]
+@simulated(2)
+def test_some_buckets_may_overflow_and_others_not(collectives):
+    synchronizer, backend = make(collectives, wire_format=Float16())
+    for _ in range(3):
+        step(synchronizer, backend, 1.0)
+    before = len(backend.diary)
+    give(backend, 1.0)
+    backend.gradients[0][1] = 1e9 if collectives.rank else 0.0
+    arrive(synchronizer, backend)
+    synchronizer.synchronize()
+    assert len(backend.diary) - before == 3
+    assert [gradient.tolist() for gradient in backend.gradients] == [
+        [2.0, 1e9],
+        *[[2.0, 2.0]] * 3,
+    ]
 
-    assert on_ranks(2, run) == [(3, [[2.0, 1e9], *[[2.0, 2.0]] * 3])] * 2
 
-
-def test_gradients_may_arrive_in_several_threads():
+@simulated(2)
+def test_gradients_may_arrive_in_several_threads(collectives):
     specs = [spec(f"p{i}", 2) for i in range(16)]
+    synchronizer, backend = make(collectives, specs, bucket_bytes=16)
+    begin, inside, most = backend.sum, [], []
 
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs, bucket_bytes=16)
-        begin, inside, most = backend.sum, [], []
+    def one_at_a_time(buffer, name, factor):
+        inside.append(name)
+        time.sleep(0.001)
+        most.append(len(inside))
+        inside.remove(name)
+        return begin(buffer, name, factor)
 
-        def one_at_a_time(buffer, name, factor):
-            inside.append(name)
-            time.sleep(0.001)
-            most.append(len(inside))
-            inside.remove(name)
-            return begin(buffer, name, factor)
-
-        backend.sum = one_at_a_time
-        for _ in range(3):
-            give(backend, 1.0)
-            threads = [
-                threading.Thread(target=arrive, args=(synchronizer, backend, order))
-                for order in (range(0, 16, 2), range(15, 0, -2))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            synchronizer.synchronize()
-            assert all(gradient.tolist() == [2.0, 2.0] for gradient in backend.gradients)
-        return len(set(backend.diary)), len(backend.diary), max(most)
-
-    assert on_ranks(2, run) == [(16, 3 * 16, 1)] * 2
+    backend.sum = one_at_a_time
+    for _ in range(3):
+        give(backend, 1.0)
+        threads = [
+            threading.Thread(target=arrive, args=(synchronizer, backend, order))
+            for order in (range(0, 16, 2), range(15, 0, -2))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        synchronizer.synchronize()
+        assert all(gradient.tolist() == [2.0, 2.0] for gradient in backend.gradients)
+    assert len(set(backend.diary)) == 16
+    assert len(backend.diary) == 3 * 16
+    assert max(most) == 1
 
 
 @pytest.mark.parametrize("wire_format", [NONE, Float16()])
@@ -853,24 +794,20 @@ def test_many_steps_do_not_leak(wire_format):
     assert growth < 2000
 
 
-def test_a_model_without_parameters_synchronizes():
-    def run(collectives):
-        synchronizer, backend = make(collectives, specs=[], passes=2)
-        synchronizer.synchronize()
-        return backend.diary
-
-    assert on_ranks(2, run) == [[], []]
+@simulated(2)
+def test_a_model_without_parameters_synchronizes(collectives):
+    synchronizer, backend = make(collectives, specs=[], passes=2)
+    synchronizer.synchronize()
+    assert backend.diary == []
 
 
-def test_invalid_settings_are_refused_before_anything_is_communicated():
-    def run(collectives):
-        with pytest.raises(UsageError, match="bucket_bytes is 0"):
-            make(collectives, bucket_bytes=0)
-        with pytest.raises(UsageError, match="'p0'"):
-            make(collectives, specs=[SPECS[0], SPECS[0]])
-        return collectives.names
-
-    assert on_ranks(1, run) == [[]]
+@simulated(1)
+def test_invalid_settings_are_refused_before_anything_is_communicated(collectives):
+    with pytest.raises(UsageError, match="bucket_bytes is 0"):
+        make(collectives, bucket_bytes=0)
+    with pytest.raises(UsageError, match="'p0'"):
+        make(collectives, specs=[SPECS[0], SPECS[0]])
+    assert collectives.names == []
 
 
 WILD = [2, 0, 3, 1]
@@ -898,17 +835,15 @@ def test_a_resumed_state_restores_the_buckets_and_scales(wire_format):
     assert buckets != [bucket.parameters for bucket in bucketing.plan(SPECS, TWO).buckets]
 
 
-def test_a_state_of_other_gradients_is_ignored():
-    def run(collectives):
-        before, backend = make(collectives)
-        step(before, backend, 1.0, WILD)
-        for how in ({"specs": [*SPECS[:3], spec("q", 2)]}, {"average": True}):
-            after, other = make(collectives, **how)
-            after.resume(before.state)
-            step(after, other, 1.0)
-            assert members(after) == [(3, 2), (1, 0)]
-
-    on_ranks(3, run)
+@simulated(3)
+def test_a_state_of_other_gradients_is_ignored(collectives):
+    before, backend = make(collectives)
+    step(before, backend, 1.0, WILD)
+    for how in ({"specs": [*SPECS[:3], spec("q", 2)]}, {"average": True}):
+        after, other = make(collectives, **how)
+        after.resume(before.state)
+        step(after, other, 1.0)
+        assert members(after) == [(3, 2), (1, 0)]
 
 
 def test_a_state_is_resumed_after_rounds_have_been_made():
@@ -928,47 +863,42 @@ def test_a_state_is_resumed_after_rounds_have_been_made():
         assert same
 
 
-def test_a_state_may_be_resumed_on_other_devices():
-    def run(collectives):
-        before, backend = make(collectives, wire_format=Float16())
-        for _ in range(3):
-            step(before, backend, 1000.0, WILD)
-        moved = [replace(s, device="gpu:0") for s in SPECS]
-        after, other = make(collectives, moved, wire_format=Float16())
+@simulated(2)
+def test_a_state_may_be_resumed_on_other_devices(collectives):
+    before, backend = make(collectives, wire_format=Float16())
+    for _ in range(3):
+        step(before, backend, 1000.0, WILD)
+    moved = [replace(s, device="gpu:0") for s in SPECS]
+    after, other = make(collectives, moved, wire_format=Float16())
+    after.resume(before.state)
+    assert step(after, other, 3.3) == step(before, backend, 3.3, WILD)
+    assert after.state == before.state
+    assert (members(after), members(before)) == ([(2, 0), (3, 1)],) * 2
+
+
+@simulated(2)
+def test_a_synchronizer_that_forgets_its_agreement_begins_anew(collectives):
+    synchronizer, backend = make(collectives)
+    step(synchronizer, backend, 1.0, [0, 1, 2, 3])
+    assert synchronizer.planned
+    synchronizer.forget()
+    assert not synchronizer.planned
+    give(backend, 2.0)
+    assert arrive(synchronizer, backend) == [0] * 4
+    synchronizer.synchronize()
+    assert not set(backend.diary[:2]) & set(backend.diary[2:])
+    assert backend.gradients[0].tolist() == [4.0, 4.0]
+    assert members(synchronizer) == [(3, 2), (1, 0)]
+
+
+@simulated(3)
+def test_ranks_that_resume_from_different_states_get_an_error(collectives):
+    before, backend = make(collectives)
+    step(before, backend, 1.0, WILD)
+    after, other = make(collectives)
+    if collectives.rank == 1:
         after.resume(before.state)
-        assert step(after, other, 3.3) == step(before, backend, 3.3, WILD)
-        assert after.state == before.state
-        return members(after), members(before)
-
-    assert on_ranks(2, run) == [([(2, 0), (3, 1)],) * 2] * 2
-
-
-def test_a_synchronizer_that_forgets_its_agreement_begins_anew():
-    def run(collectives):
-        synchronizer, backend = make(collectives)
-        step(synchronizer, backend, 1.0, [0, 1, 2, 3])
-        assert synchronizer.planned
-        synchronizer.forget()
-        assert not synchronizer.planned
-        give(backend, 2.0)
-        assert arrive(synchronizer, backend) == [0] * 4
-        synchronizer.synchronize()
-        assert not set(backend.diary[:2]) & set(backend.diary[2:])
-        return backend.gradients[0].tolist(), members(synchronizer)
-
-    assert on_ranks(2, run) == [([4.0, 4.0], [(3, 2), (1, 0)])] * 2
-
-
-def test_ranks_that_resume_from_different_states_get_an_error():
-    def run(collectives):
-        before, backend = make(collectives)
-        step(before, backend, 1.0, WILD)
-        after, other = make(collectives)
-        if collectives.rank == 1:
-            after.resume(before.state)
-        give(other, 1.0)
-        arrive(after, other)
-        with pytest.raises(RankMismatchError, match="resumes from: None"):
-            after.synchronize()
-
-    on_ranks(3, run)
+    give(other, 1.0)
+    arrive(after, other)
+    with pytest.raises(RankMismatchError, match="resumes from: None"):
+        after.synchronize()

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -122,6 +123,17 @@ def test_a_wheel_that_another_user_replaces_in_the_cache_is_not_installed(
 
 def test_the_engine_leaves_horovodrun_to_hvdkit(engine):
     assert not [file for file in metadata.files("horovod") if file.name == "horovodrun"]
+
+
+def test_nothing_is_built_in_a_folder_whose_files_others_can_replace(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(HvdkitError, match="all users may write to .* Set TMPDIR to a folder"):
+        build._scratch().__enter__()
+    assert not any(tmp_path.iterdir())
+    tmp_path.chmod(0o1777)
+    with build._scratch() as scratch:
+        assert scratch.parent == tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")

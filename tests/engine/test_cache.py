@@ -1,4 +1,6 @@
+import grp
 import os
+import pwd
 import shutil
 import struct
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from hvdkit import trusted_paths
 from hvdkit.engine import cache
 from hvdkit.errors import HvdkitError
 
@@ -150,7 +153,7 @@ def test_an_entry_that_another_user_could_have_replaced_is_not_used(
     if planted == "open folder":
         kept.parent.parent.chmod(0o777)
     elif planted == "list":
-        monkeypatch.setattr(cache, "_is_private", lambda group: True)
+        monkeypatch.setattr(trusted_paths, "_is_private", lambda group: True)
         give_access(kept.parent.parent)
     else:
         os.chown(kept if planted == "file" else kept.parent, OTHER, OTHER)
@@ -199,6 +202,34 @@ def test_nothing_is_written_to_a_cache_that_another_user_may_change(shared, whee
     assert sorted(folder.rglob("*")) == before
 
 
+@needs_root
+def test_a_group_whose_members_are_not_known(shared, monkeypatch):
+    """A directory server may not list the users who have a group as their own."""
+    group = next(each for each in grp.getgrall() if each.gr_gid and not each.gr_mem)
+    monkeypatch.setattr(pwd, "getpwall", list)
+    folder = shared / "of a group"
+    folder.mkdir()
+    os.chown(folder, 0, group.gr_gid)
+    folder.chmod(0o775)
+    subprocess.run(["touch", folder / "x"], user=OTHER, extra_groups=[group.gr_gid], check=True)
+    assert trusted_paths.untrusted(folder) == f"its group may write to {folder}"
+
+
+@needs_root
+def test_a_link_of_another_user_between_own_links_is_noticed(tmp_path):
+    """The other user could let it lead to other files after the check."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    own.mkdir()
+    (shared / "theirs").symlink_to("../own")
+    (tmp_path / "mine").symlink_to("shared/theirs")
+    assert trusted_paths.untrusted(tmp_path / "mine") == ""
+    os.chown(shared / "theirs", OTHER, OTHER, follow_symlinks=False)
+    reason = trusted_paths.untrusted(tmp_path / "mine" / ".." / "own")
+    assert f"{shared}/theirs belongs to user" in reason
+
+
 def test_a_group_of_the_umask_cannot_write(wheel):
     before = os.umask(0o002)
     try:
@@ -227,9 +258,9 @@ def test_the_copy_of_a_wheel_is_checked(wheel, tmp_path, monkeypatch):
 def test_a_private_group_may_write(wheel, monkeypatch):
     kept = cache.store("k", wheel, {})
     kept.parent.chmod(0o775)
-    monkeypatch.setattr(cache, "_is_private", lambda group: True)
+    monkeypatch.setattr(trusted_paths, "_is_private", lambda group: True)
     assert cache.lookup("k") == kept
-    monkeypatch.setattr(cache, "_is_private", lambda group: False)
+    monkeypatch.setattr(trusted_paths, "_is_private", lambda group: False)
     assert cache.lookup("k") is None
 
 

@@ -1,21 +1,18 @@
 """A job whose ranks are late at random: each verdict must name a rank that is late.
 
-python -m tests.faults.late_ranks --seed 1
-
 The ranks draw who sleeps, where and for how long. All of them continue, so that the time limit of
 earlier stalls passes while the job trains.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.launch.commands import run as run_job
 
 #: HVDKIT_STALL_TIMEOUT, and the time limit of a stall. Both in seconds.
 TIMEOUT, LIMIT = 4, 15
@@ -56,7 +53,6 @@ for step in range(int(sys.argv[2])):
     if step % 5 == 0:
         hvd.allreduce(loss.detach(), name="loss")
     time.sleep(draw.choice([0, 0.01, 0.3]))
-print("trained", flush=True)
 """
 
 _SLEEPS = re.compile(r"rank (\d+) sleeps for (\d+)$")
@@ -69,10 +65,10 @@ class Outcome:
 
     Attributes:
         status: the exit status of the launcher.
+        text: the output.
         sleeps: the number of sleeps that are longer than `TIMEOUT`.
         named: the number of verdicts that name ranks in such a sleep, or just after it.
         wrong: the launcher's other messages.
-        text: the output.
     """
 
     status: int
@@ -82,24 +78,14 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def run(seed: int) -> Outcome:
-    """Run a job in a temporary folder."""
-    limits = {
-        "HVDKIT_STALL_TIMEOUT": str(TIMEOUT),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(LIMIT),
-    }
-    with tempfile.TemporaryDirectory(prefix="hvdkit-late-") as folder:
-        script = Path(folder) / "train.py"
-        script.write_text(SCRIPT)
-        command = [sys.executable, "-m", "hvdkit", "run", "-np", str(RANKS), sys.executable]
-        done = subprocess.run(
-            [*command, str(script), str(seed), str(STEPS)],
-            env=os.environ | limits,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-        )
+def run(folder: Path, seed: int) -> Outcome:
+    """Run a job in a folder."""
+    (folder / "train.py").write_text(SCRIPT)
+    limits = {"HVDKIT_STALL_TIMEOUT": TIMEOUT, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": LIMIT}
+    given = [f"-x{name}={value}" for name, value in limits.items()]
+    words = ("-np", RANKS, *given, sys.executable, folder / "train.py", seed, STEPS)
+    streams = {"capture_output": False, "stdout": -1, "stderr": subprocess.STDOUT}
+    done = run_job(*words, timeout=600, **streams)
     outcome = Outcome(done.returncode, done.stdout)
     asleep: dict[str, int] = {}
     last = ""
@@ -109,29 +95,13 @@ def run(seed: int) -> Outcome:
             last, asleep[match[1]] = match[1], int(match[2])
             outcome.sleeps += asleep[last] > TIMEOUT
         elif message.startswith("hvdkit run: "):
-            missing = _MISSING.findall(message)
             # The rank that has slept last may have just continued.
             is_right = [
                 asleep.get(rank, 0) > TIMEOUT and (rank == last or " in nap:" in place)
-                for rank, place in missing
+                for rank, place in _MISSING.findall(message)
             ]
             if is_right and all(is_right):
                 outcome.named += 1
             else:
                 outcome.wrong.append(message)
     return outcome
-
-
-def main() -> int:
-    """Run a job, and print its output and the wrong messages."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=1)
-    outcome = run(parser.parse_args().seed)
-    print(outcome.text)
-    print(f"{outcome.sleeps} sleeps over {TIMEOUT} s, {outcome.named} of them named")
-    print("\n".join(f"wrong: {message}" for message in outcome.wrong))
-    return 1 if outcome.wrong or outcome.status else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -162,51 +162,35 @@ _ALONE = Case(
     r"Rank {rank} (on \S+ )?.*'only on one rank'(.|\n)*a deadlock",
     "hvd.allreduce(torch.ones(3), name='only on one rank')",
 )
+_WORKER = (
+    "class Data(torch.utils.data.Dataset):\n"
+    "    def __len__(self): return 1\n"
+    "    def __getitem__(self, i): {}\n"
+    "next(iter(torch.utils.data.DataLoader(Data(), num_workers=1)))"
+)
+_DIFFERS = r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of "
 BIT = "on rank {rank} \\(host \\S+\\) differs in 1 of [\\d,]+ elements"
 
 CASES: list[Case] = [
     _SLEEPS,
     Case("loops", IN_FAULT, "while True: pass"),
-    Case(
-        "loops in C with the GIL held",
-        IN_FAULT,
-        "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
-    ),
-    Case(
-        "waits for a lock that it holds",
-        IN_FAULT,
-        "lock = threading.Lock(); lock.acquire(); lock.acquire()",
-    ),
+    Case("loops in C with the GIL held", IN_FAULT, "import re; re.match('(a+)+$', 'a' * 60 + 'b')"),
+    Case("waits for a lock that it holds", IN_FAULT,
+         "lock = threading.Lock(); lock.acquire(); lock.acquire()"),
     Case("waits for an event", IN_FAULT, "threading.Event().wait(100)"),
     Case("reads from a socket", IN_FAULT, "first, second = socket.socketpair(); first.recv(1)"),
     Case("waits for a program", IN_FAULT, "subprocess.run(['sleep', '100'])"),
     Case("waits for a queue", IN_FAULT, "import queue; queue.Queue().get()"),
     Case("opens a pipe without a writer", IN_FAULT, "os.mkfifo('pipe'); open('pipe')"),
-    Case(
-        "waits for a file lock",
-        IN_FAULT,
-        "import fcntl\nfirst, second = open('lock', 'w'), open('lock', 'w')\n"
-        "fcntl.flock(first, fcntl.LOCK_EX); fcntl.flock(second, fcntl.LOCK_EX)",
-    ),
-    Case(
-        "waits for a worker of a slow DataLoader",
-        IN_FAULT,
-        "class Slow(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 1\n"
-        "    def __getitem__(self, i): time.sleep(100)\n"
-        "next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))",
-    ),
-    Case(
-        "sleeps in a hook of the backward pass",
-        IN_FAULT,
-        "model[1].weight.register_hook(lambda gradient: time.sleep(100))",
-    ),
-    Case(
-        "waits for a thread that never ends",
-        IN_FAULT,
-        "thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)\n"
-        "thread.start(); thread.join()",
-    ),
+    Case("waits for a file lock", IN_FAULT,
+         "import fcntl\nfirst, second = open('lock', 'w'), open('lock', 'w')\n"
+         "fcntl.flock(first, fcntl.LOCK_EX); fcntl.flock(second, fcntl.LOCK_EX)"),
+    Case("waits for a worker of a slow DataLoader", IN_FAULT, _WORKER.format("time.sleep(100)")),
+    Case("sleeps in a hook of the backward pass", IN_FAULT,
+         "model[1].weight.register_hook(lambda gradient: time.sleep(100))"),
+    Case("waits for a thread that never ends", IN_FAULT,
+         "thread = threading.Thread(target=time.sleep, args=(100,), daemon=True)\n"
+         "thread.start(); thread.join()"),
     _STOPPED,
     _KILLED,
     _RAISES,
@@ -219,119 +203,58 @@ CASES: list[Case] = [
     Case("SIGTERM", _FAILED + r"killed by signal 15", "os.kill(os.getpid(), signal.SIGTERM)"),
     Case("allocates too much", EXIT_1 + "memory", "torch.empty(1 << 50)"),
     Case("recurses without end", EXIT_1 + "RecursionError", "fault()"),
-    Case(
-        "has a limit of memory",
-        _FAILED,
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\n"
-        "x = bytearray(1 << 30)",
-    ),
+    Case("has a limit of memory", _FAILED,
+         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\n"
+         "x = bytearray(1 << 30)"),
     Case("reads a missing file", EXIT_1 + "FileNotFoundError", "open('missing')"),
-    Case(
-        "raises in a hook of the backward pass",
-        EXIT_1 + "in the hook",
-        "def hook(gradient): raise ValueError('in the hook')\nmodel[1].weight.register_hook(hook)",
-    ),
-    Case(
-        "raises in a worker of a DataLoader",
-        EXIT_1 + "a broken sample",
-        "class Broken(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 1\n"
-        "    def __getitem__(self, i): raise ValueError('a broken sample')\n"
-        "next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))",
-    ),
-    Case(
-        "flips a bit of a weight",
-        rf"after step 1\d: '1\.weight' {BIT}",
-        "model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 30",
-    ),
-    Case(
-        "flips a bit of a bias",
-        rf"after step 1\d: '2\.bias' {BIT}",
-        "model[2].bias.data.view(torch.int32)[3] ^= 1 << 28",
-    ),
-    Case(
-        "flips a bit of the optimizer state",
-        r"after step 1\d: .*momentum_buffer.* on rank {rank} ",
-        "state = optimizer.state[model[0].weight]['momentum_buffer']\n"
-        "state.view(torch.int32)[1, 1] ^= 1 << 29",
-    ),
-    Case(
-        "changes its learning rate",
-        r"rank {rank}: lr of parameter group 0 is 0\.5",
-        "optimizer.param_groups[0]['lr'] = 0.5",
-    ),
-    Case(
-        "changes its momentum",
-        r"rank {rank}: momentum of parameter group 0 is 0\.5",
-        "optimizer.param_groups[0]['momentum'] = 0.5",
-    ),
-    Case(
-        "has NaN in its data",
-        r"rank {rank}: .*'2\.bias'",
-        "global model; model.register_forward_hook(lambda m, i, o: o * float('nan'))",
-        options="options['on_nonfinite'] = 'raise'",
-    ),
-    Case(
-        "has infinite gradients of one parameter",
-        r"rank {rank}: '0\.weight'",
-        "model[0].weight.register_hook(lambda gradient: gradient * float('inf'))",
-        options="options['on_nonfinite'] = 'raise'",
-    ),
-    Case(
-        "skips a backward pass and its step",
-        r"Rank {rank} .*'loss'(.|\n)*a deadlock",
-        instead_of_backward="if not (at_fault and step == 10): ",
-        instead_of_step="if not (at_fault and step == 10): ",
-    ),
-    Case(
-        "skips a step",
-        r"ranks are not in the same step.*rank {rank}: step 1\d",
-        instead_of_step="if not (at_fault and step == 10): ",
-    ),
-    Case(
-        "shuts Horovod down",
-        r"Rank {rank} on \S+ called hvd\.shutdown\(\) at \S*train\.py:\d+ in fault: hvd\.shutdown",
-        "hvd.shutdown(); time.sleep(100)",
-    ),
-    Case(
-        "does not add a process set",
-        r"waited \d+ s for add_process_set(.|\n)*" + STALL + r".*time\.sleep",
-        options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",
-        env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
-    ),
-    Case(
-        "broadcasts an object that it cannot pickle",
-        r"rank {rank}: TypeError: cannot pickle",
-        options="hvd.broadcast_object(threading.Lock(), root_rank={rank})",
-    ),
+    Case("raises in a hook of the backward pass", EXIT_1 + "in the hook",
+         "def hook(gradient): raise ValueError('in the hook')\n"
+         "model[1].weight.register_hook(hook)"),
+    Case("raises in a worker of a DataLoader", EXIT_1 + "a broken sample",
+         _WORKER.format("raise ValueError('a broken sample')")),
+    Case("flips a bit of a weight", rf"after step 1\d: '1\.weight' {BIT}",
+         "model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 30"),
+    Case("flips a bit of a bias", rf"after step 1\d: '2\.bias' {BIT}",
+         "model[2].bias.data.view(torch.int32)[3] ^= 1 << 28"),
+    Case("flips a bit of the optimizer state",
+         r"after step 1\d: .*momentum_buffer.* on rank {rank} ",
+         "state = optimizer.state[model[0].weight]['momentum_buffer']\n"
+         "state.view(torch.int32)[1, 1] ^= 1 << 29"),
+    Case("changes its learning rate", r"rank {rank}: lr of parameter group 0 is 0\.5",
+         "optimizer.param_groups[0]['lr'] = 0.5"),
+    Case("changes its momentum", r"rank {rank}: momentum of parameter group 0 is 0\.5",
+         "optimizer.param_groups[0]['momentum'] = 0.5"),
+    Case("has NaN in its data", r"rank {rank}: .*'2\.bias'",
+         "global model; model.register_forward_hook(lambda m, i, o: o * float('nan'))",
+         options="options['on_nonfinite'] = 'raise'"),
+    Case("has infinite gradients of one parameter", r"rank {rank}: '0\.weight'",
+         "model[0].weight.register_hook(lambda gradient: gradient * float('inf'))",
+         options="options['on_nonfinite'] = 'raise'"),
+    Case("skips a backward pass and its step", r"Rank {rank} .*'loss'(.|\n)*a deadlock",
+         instead_of_backward="if not (at_fault and step == 10): ",
+         instead_of_step="if not (at_fault and step == 10): "),
+    Case("skips a step", r"ranks are not in the same step.*rank {rank}: step 1\d",
+         instead_of_step="if not (at_fault and step == 10): "),
+    Case("shuts Horovod down",
+         r"Rank {rank} on \S+ called hvd\.shutdown\(\) at \S*train\.py:\d+ in fault: hvd\.shutdown",
+         "hvd.shutdown(); time.sleep(100)"),
+    Case("does not add a process set",
+         r"waited \d+ s for add_process_set(.|\n)*" + STALL + r".*time\.sleep",
+         options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",
+         env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}),
+    Case("broadcasts an object that it cannot pickle", r"rank {rank}: TypeError: cannot pickle",
+         options="hvd.broadcast_object(threading.Lock(), root_rank={rank})"),
     Case("has fewer batches", _ENDED, "global steps; sys.exit(0) if step == 10 else None"),
-    Case(
-        "sends another shape",
-        r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of 12 bytes",
-        "hvd.allreduce(torch.ones(3), name='loss')",
-    ),
-    Case(
-        "sends another dtype",
-        r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of \d bytes of int64",
-        "hvd.allreduce(torch.tensor(1), name='loss')",
-    ),
-    Case(
-        "calls another operation",
-        r"Rank {rank} .*the allgather 'loss'",
-        "hvd.allgather(torch.ones(1), name='loss')",
-    ),
-    Case(
-        "sleeps before init",
-        r"rank {rank} on \S+ did not register within 15 s",
-        before_init="time.sleep(100)",
-        arguments=("--start-timeout", "15"),
-    ),
-    Case(
-        "ends before init",
-        r"rank {rank} on \S+ ended without registering within 15 s",
-        before_init="sys.exit(0)",
-        arguments=("--start-timeout", "15"),
-    ),
+    Case("sends another shape", _DIFFERS + "12 bytes",
+         "hvd.allreduce(torch.ones(3), name='loss')"),
+    Case("sends another dtype", _DIFFERS + r"\d bytes of int64",
+         "hvd.allreduce(torch.tensor(1), name='loss')"),
+    Case("calls another operation", r"Rank {rank} .*the allgather 'loss'",
+         "hvd.allgather(torch.ones(1), name='loss')"),
+    Case("sleeps before init", r"rank {rank} on \S+ did not register within 15 s",
+         before_init="time.sleep(100)", arguments=("--start-timeout", "15")),
+    Case("ends before init", r"rank {rank} on \S+ ended without registering within 15 s",
+         before_init="sys.exit(0)", arguments=("--start-timeout", "15")),
     Case("raises before init", EXIT_1 + "no module", before_init="raise ImportError('no module')"),
     Case("dies before init", _FAILED + r"killed by signal 6", before_init="os.abort()"),
     Case("has a larger layer", r"rank {rank}\b.*0\.weight|0\.weight.*rank {rank}\b",
@@ -340,20 +263,13 @@ CASES: list[Case] = [
          build="options['bucket_bytes'] = 10_000"),
     Case("has another wire format", r"rank {rank}\b.*fp16|fp16.*rank {rank}\b",
          build="options['compression'] = 'fp16'"),
-    Case(
-        "is slow in each step",
-        r"rank {rank} on host \S+ is slow",
-        "model.register_forward_pre_hook(lambda *_: time.sleep(0.3))",
-        # The other ranks wait in the allreduce of the loss.
-        options="options['check_interval'] = 4; steps = 50",
-    ),
-    Case(
-        "does not call torch.distributed",
-        r"allreduce 'torch\.distributed\.all_gather(_into_tensor)?'(.|\n)*" + IN_FAULT,
-        "time.sleep(100)",
-        template=ACCELERATE,
-        ranks=2,
-    ),
+    # The other ranks wait in the allreduce of the loss.
+    Case("is slow in each step", r"rank {rank} on host \S+ is slow",
+         "model.register_forward_pre_hook(lambda *_: time.sleep(0.3))",
+         options="options['check_interval'] = 4; steps = 50"),
+    Case("does not call torch.distributed",
+         r"allreduce 'torch\.distributed\.all_gather(_into_tensor)?'(.|\n)*" + IN_FAULT,
+         "time.sleep(100)", template=ACCELERATE, ranks=2),
     *map(_mpi, [_SLEEPS, _STOPPED, _KILLED, _RAISES, _ENDS, _ALONE]),
 ]  # fmt: skip
 

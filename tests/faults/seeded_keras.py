@@ -150,82 +150,45 @@ _TOO_MUCH = Case("allocates too much", EXIT_1 + "MemoryError", "bytearray(1 << 6
 _DIFFERS = r"Ranks differ in the allreduce 'loss': rank {rank} on \S+: allreduce of "
 _OTHERS = [
     _TOO_MUCH,
-    Case(
-        "does not add a process set",
-        r"Rank \d is at \S*train\.py:\d+ in <module>: hvd\.add_process_set(.|\n)*"
-        + STALL
-        + r".*time\.sleep",
-        options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",
-        env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
-    ),
-    Case(
-        "calls a collective alone",
-        r"Rank {rank} (on \S+ )?.*'only on one rank'(.|\n)*a deadlock",
-        "hvd.allreduce({ones}, name='only on one rank')",
-    ),
-    Case(
-        "sends another shape",
-        _DIFFERS + "12 bytes",
-        "hvd.allreduce({ones}, name='loss')",
-    ),
-    Case(
-        "sends another dtype",
-        _DIFFERS + r"\d bytes of int64",
-        "hvd.allreduce({whole}, name='loss')",
-    ),
-    Case(
-        "calls another operation",
-        r"Rank {rank} .*train\.py:\d+ in fault: hvd\.allgather(.|\n)*a deadlock",
-        "hvd.allgather({ones}, name='loss')",
-    ),
-    Case(
-        "has a larger layer",
-        r"rank {rank}\b.*(0\.weight|dense/kernel)|(0\.weight|dense/kernel).*rank {rank}\b",
-        build="hidden = 65",
-    ),
-    Case(
-        "has NaN in its data",
-        r"rank {rank}: .*('2\.bias\S*'|dense_2/bias)",
-        "global factor; factor = float('nan')",
-        options="options['on_nonfinite'] = 'raise'",
-    ),
-]
+    Case("does not add a process set",
+         r"Rank \d is at \S*train\.py:\d+ in <module>: hvd\.add_process_set(.|\n)*" + STALL
+         + r".*time\.sleep",
+         options="if at_fault: time.sleep(100)\nhvd.add_process_set([0, 1])",
+         env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}),
+    Case("calls a collective alone",
+         r"Rank {rank} (on \S+ )?.*'only on one rank'(.|\n)*a deadlock",
+         "hvd.allreduce({ones}, name='only on one rank')"),
+    Case("sends another shape", _DIFFERS + "12 bytes", "hvd.allreduce({ones}, name='loss')"),
+    Case("sends another dtype", _DIFFERS + r"\d bytes of int64",
+         "hvd.allreduce({whole}, name='loss')"),
+    Case("calls another operation",
+         r"Rank {rank} .*train\.py:\d+ in fault: hvd\.allgather(.|\n)*a deadlock",
+         "hvd.allgather({ones}, name='loss')"),
+    Case("has a larger layer",
+         r"rank {rank}\b.*(0\.weight|dense/kernel)|(0\.weight|dense/kernel).*rank {rank}\b",
+         build="hidden = 65"),
+    Case("has NaN in its data", r"rank {rank}: .*('2\.bias\S*'|dense_2/bias)",
+         "global factor; factor = float('nan')", options="options['on_nonfinite'] = 'raise'"),
+]  # fmt: skip
 _OF_KERAS = [
-    Case(
-        "flips a bit of a weight",
-        rf"after step 1\d: '\S*dense_1/kernel' {BIT}",
-        "v = layers[1].kernel; a = np.array(v); a.view('int32')[0, 0] ^= 1 << 30; v.assign(a)",
-    ),
-    Case(
-        "flips a bit of a bias",
-        rf"after step 1\d: '\S*dense_2/bias' {BIT}",
-        "v = layers[2].bias; a = np.array(v); a.view('int32')[3] ^= 1 << 28; v.assign(a)",
-    ),
-    Case(
-        "flips a bit of the optimizer state",
-        r"after step 1\d: .*momentum.* on rank {rank} ",
-        "v = next(v for v in optimizer.variables if 'momentum' in v.path)\n"
-        "a = np.array(v); a.view('int32')[0, 0] ^= 1 << 29; v.assign(a)",
-    ),
-    Case(
-        "changes its learning rate",
-        r"after step 1\d: '\S*learning_rate' on rank {rank} .*element 0 is 0\.5",
-        "optimizer.learning_rate = 0.5",
-    ),
-    Case(
-        "has fewer batches",
-        r"rank {rank}\b.*\b9\b",
-        options="steps = 9 if at_fault else steps",
-    ),
-    Case(
-        "is slow in each step",
-        r"rank {rank} on host \S+ is slow",
-        options="options['check_interval'] = 4; steps = 50; own = False\nif at_fault: delay = 0.3",
-    ),
+    Case("flips a bit of a weight", rf"after step 1\d: '\S*dense_1/kernel' {BIT}",
+         "v = layers[1].kernel; a = np.array(v); a.view('int32')[0, 0] ^= 1 << 30; v.assign(a)"),
+    Case("flips a bit of a bias", rf"after step 1\d: '\S*dense_2/bias' {BIT}",
+         "v = layers[2].bias; a = np.array(v); a.view('int32')[3] ^= 1 << 28; v.assign(a)"),
+    Case("flips a bit of the optimizer state", r"after step 1\d: .*momentum.* on rank {rank} ",
+         "v = next(v for v in optimizer.variables if 'momentum' in v.path)\n"
+         "a = np.array(v); a.view('int32')[0, 0] ^= 1 << 29; v.assign(a)"),
+    Case("changes its learning rate",
+         r"after step 1\d: '\S*learning_rate' on rank {rank} .*element 0 is 0\.5",
+         "optimizer.learning_rate = 0.5"),
+    Case("has fewer batches", r"rank {rank}\b.*\b9\b", options="steps = 9 if at_fault else steps"),
+    Case("is slow in each step", r"rank {rank} on host \S+ is slow",
+         options="options['check_interval'] = 4; steps = 50; own = False\n"
+         "if at_fault: delay = 0.3"),
 ]  # fmt: skip
 _DIFFERENT = (
-    r"ranks have different values of '{}\S*' after \d+ reductions of its gradient: rank {{rank}} "
-    r"differs in 1 elements from rank \d: element {}\b"
+    r"after reduction 10: '{}\S*' on rank {{rank}} \(host \S+\) differs in 1 of \S+ elements "
+    r"from rank \d: element {}\b"
 )
 _OF_TENSORFLOW = [
     Case(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import hypothesis.strategies as st
 from hypothesis import given
 
-from hvdkit.faults.outdated import without_outdated
 from hvdkit.faults.records import Call
-from tests.faults.test_verdict import simulate
+from hvdkit.faults.waits import without_outdated
+from tests.faults.jobs import simulate
 
 
 @given(
@@ -18,19 +18,16 @@ from tests.faults.test_verdict import simulate
 def test_records_of_ranks_that_have_continued_are_left_out(size, program, data):
     late = data.draw(st.integers(0, size - 1))
     position = data.draw(st.integers(0, len(program) - 1))
-    stall = {
-        rank: replace(record, time=position + 0.3)
-        for rank, record in simulate(size, program, {late: position}).items()
-    }
+    stall = simulate(size, program, {late: position})
     assert without_outdated(stall) == stall
     # The ranks continue, until one of them is killed before another call.
     longer = program + [program[position]] * data.draw(st.integers(1, 3))
     end = {
         rank: replace(
-            record,
+            record.shifted(1000.0),
             error="failed: bad",
             failed=record.open[0].name,
-            open=[replace(record.open[0], ended=record.time)],
+            open=[replace(record.open[0], ended=record.time + 1000.0)],
         )
         for rank, record in simulate(size, [*longer, "other"], {late: len(longer)}).items()
         if rank != late
@@ -61,9 +58,9 @@ def test_records_of_an_earlier_start_leave_no_record_out():
 
 def test_a_rank_that_waits_in_join_has_not_continued():
     records = simulate(3, ["bucket"] * 6, {2: 5})
-    join = Call("join.noname", 1, "join", 0, "uint8", 0, 2.5, None)
+    join = Call("join.noname", 1, "join", 0, "uint8", 0, 0.02, None)
     calls = {(0, "allreduce.bucket"): 2, join.collective: 1}
-    records[1] = replace(records[1], time=4.0, open=[join], done=[], calls=calls)
+    records[1] = replace(records[1], time=0.03, open=[join], done=[], calls=calls)
     assert without_outdated(records) == records
     # The `join` has ended, and the rank has trained the next epoch.
     ended = replace(records[0], calls=records[0].calls | {join.collective: 1})

@@ -58,9 +58,9 @@ def test_there_is_no_alarm_in_ten_thousand_clean_steps(tmp_path, framework, rank
 
 
 @pytest.mark.long
-def test_each_verdict_names_a_late_rank():
+def test_each_verdict_names_a_late_rank(tmp_path):
     skip_where_unsupported(Configuration("torch", "gloo", late_ranks.RANKS))
-    outcome = late_ranks.run(seed=1)
+    outcome = late_ranks.run(tmp_path, seed=1)
     assert outcome.status == 0, outcome.text
     assert outcome.wrong == []
     # Some sleeps end before the records are written, or follow another verdict closely.

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdkit.faults.mismatch import different_lines
 from hvdkit.faults.records import Call, Record
-from hvdkit.faults.unnamed_calls import different_lines
 
 
 def record(rank, lines, operation="allreduce", joined=None):

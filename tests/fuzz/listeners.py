@@ -59,7 +59,7 @@ def rendezvous(folder: Path) -> Iterator[Listening]:
     """The rendezvous of ranks over Gloo."""
     from hvdkit.rendezvous import RendezvousServer
 
-    with RendezvousServer(stores_without_key=False) as server:
+    with RendezvousServer() as server:
 
         def ask(method: str, rank: int, name: str, wait: str = "", value: bytes = b"") -> bytes:
             line = http.client.HTTPConnection(LOOPBACK, server.port, timeout=ANSWER_SECONDS)

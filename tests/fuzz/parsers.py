@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import io
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.plain_files import printable
+from hvdkit.plain_files import parse_json, printable
 
 Parse = Callable[[bytes], object]
 
@@ -146,12 +147,12 @@ BATCH = tuple(
 
 
 def parse_batch(folder: Path, data: bytes) -> None:
-    from hvdkit.launch import allocation, batch_systems
+    from hvdkit.launch import allocation
 
     if len(data) > 300_000:
         return  # more than an environment
     try:
-        env = dict(json.loads(data))
+        env = dict(parse_json(data))
     except (ValueError, TypeError, RecursionError):
         return  # not an environment
     content = str(env.pop("content", ""))
@@ -161,7 +162,7 @@ def parse_batch(folder: Path, data: bytes) -> None:
     for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
         if name in env:
             env[name] = str(folder / "nodes")
-    for read in (allocation.read, batch_systems.batch_hosts):
+    for read in (allocation.read, allocation.batch_hosts):
         with contextlib.suppress(UsageError):
             read(env)
 
@@ -270,7 +271,8 @@ def _put(folder: Path, data: bytes) -> None:
         (folder / "records" / name).write_text(json.dumps(content))
     names = ["records/rank-0.json", "error.json", "start.json", *(f"records/{n}" for n in OTHER)]
     try:
-        name, content = json.loads(data)
+        # Not `json.loads`: the memory of this function counts, too.
+        name, content = parse_json(data)
         changed = json.dumps(content).encode()
     except (ValueError, TypeError, RecursionError):
         head, _, changed = data.partition(b"\n")
@@ -655,12 +657,64 @@ def parse_script(folder: Path, data: bytes) -> None:
             ast.parse(outcome.after)
 
 
+# Files of options.
+
+YAML = (
+    b"params:\n  fusion_threshold_mb: 32\n  cycle_time_ms: 3.5\n  hierarchical_allreduce: true\n"
+    b"autotune:\n  enabled: true\n  log_file: log\ntimeline:\n  filename: 't.json'\n"
+    b"stall_check:\n  enabled: false\nlibrary_options:\n  gloo_timeout_seconds: 30\n"
+    b"logging:\n  level: DEBUG\n  with_timestamp: false\ncontroller: gloo\n",
+    b"a: &a [x, x]\nparams:\n  cache_capacity: *a\n",
+    b"a: &a {b: 1}\nparams:\n  <<: [*a, *a]\n",
+    b"params:\n  cache_capacity: " + b"9" * 6000,
+    b"[" * 10_000,
+    b"{a: [" + b"x," * 9_000 + b"]}",
+    b"".join(b"a%d: 1\n" % i for i in range(2000)),
+    b'"\\e[2J\\u202e": 1\n',
+    b"a: !!python/object/apply:os.abort []\n? [b]\n: 2020-01-01\n",
+)
+TOML = (
+    b'num-proc = 8\nhosts = "a:4,b:4"\nx = ["A=1", "B"]\nall-output = true\nstop-grace = 1e3\n'
+    b'blacklist-cooldown-range = [1, 2]\ncommand = ["python", "train.py"]\n',
+    b"num-proc = " + b"9" * 6000,
+    b"command = " + b"[" * 100_000,
+    b"a" + b".a" * 40_000 + b" = 1",
+    b"a" + b".a" * 15_000 + b" = 1",
+    b'x = ["' + b'", "'.join([b"a"] * 9_000) + b'"]\n',
+)
+
+
+def parse_yaml(folder: Path, data: bytes) -> None:
+    from hvdkit.launch import horovodrun
+
+    (folder / "options.yaml").write_bytes(data)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        words = ["-np", "1", "--config-file", str(folder / "options.yaml"), "true"]
+        horovodrun.translate(horovodrun.read(words, {}))
+    shown(told.getvalue())
+
+
+def parse_toml(folder: Path, data: bytes) -> None:
+    from hvdkit.launch import arguments, config_file
+
+    (folder / "options.toml").write_bytes(data)
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    arguments.add_arguments(parser)
+    told = io.StringIO()
+    # argparse ends the process after an error of the values.
+    with contextlib.redirect_stderr(told), contextlib.suppress(SystemExit, argparse.ArgumentError):
+        config_file.parse_with(folder / "options.toml", parser, [])
+
+
 # The end of a job.
 
 
 def event_seeds() -> Sequence[bytes]:
     recorded = Path(__file__).parent.parent / "launch" / "recorded"
-    return [*(file.read_bytes() for file in sorted(recorded.iterdir())), *HOSTILE_JSON]
+    real = [file.read_bytes() for file in sorted(recorded.iterdir())]
+    no_status = [text.replace(b'"status": -', b'"status": -9223372036854775') for text in real]
+    return [*real, *no_status, *HOSTILE_JSON]
 
 
 def parse_events(folder: Path, data: bytes) -> None:
@@ -690,5 +744,7 @@ PARSERS: dict[str, Parser] = {
     "log": Parser(log_seeds, opened_log),
     "s3": Parser(s3_seeds, opened_s3),
     "events": Parser(event_seeds, simple(parse_events)),
+    "yaml": Parser(lambda: YAML, simple(parse_yaml), (UsageError,)),
+    "toml": Parser(lambda: TOML, simple(parse_toml), (UsageError,)),
     "script": Parser(script_seeds, simple(parse_script), ()),
 }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.large_table import with_large_table
+from tests.logs import recorded
 
 
 def values(count=12):
@@ -293,6 +294,7 @@ def test_the_rest_of_an_epoch_may_be_less_than_one_execution(hvd, tmp_path):
     assert train(tmp_path / "interrupted") == train(tmp_path / "undisturbed")
 
 
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("drawn", ["in on_epoch_begin", "by a thread of Keras"])
 def test_a_resumed_epoch_has_the_same_order_of_a_py_dataset(hvd, tmp_path, drawn):
     import keras
@@ -330,7 +332,8 @@ def test_a_resumed_epoch_has_the_same_order_of_a_py_dataset(hvd, tmp_path, drawn
     assert train(tmp_path / "interrupted") == train(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.25])
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("factor", [0.5, pytest.param(0.25, marks=pytest.mark.long)])
 def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path, factor):
     """`fit` calls `on_epoch_begin` again. Another schedule is effective in the resumed epoch."""
     import keras
@@ -362,6 +365,7 @@ def test_a_resumed_epoch_changes_the_learning_rate_once(hvd, tmp_path, factor):
     assert train(factor) == [1 / 128 if factor == 0.5 else 1 / 64]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
     """A callback counts epochs, sums batches since the epoch began, and changes a weight."""
     import keras
@@ -445,6 +449,7 @@ def test_invalid_arguments_and_models_raise(hvd, tmp_path):
         fit(hvd, compiled(), tmp_path, every_steps=0)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_an_exception_in_fit_releases_the_folder(hvd, tmp_path):
     import gc
 
@@ -510,6 +515,7 @@ def test_a_sharded_loader_whose_position_is_not_saved_raises(hvd, tmp_path):
         compiled().fit(loader, verbose=0, callbacks=[callback])
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_another_call_of_fit_raises(hvd, tmp_path):
     """Resuming it in the first call would train the first fit with the second one's state."""
     from hvdkit.errors import UsageError
@@ -537,6 +543,7 @@ def warnings_of_hvdkit():
         logging.getLogger("hvdkit.keras").removeHandler(handler)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_callbacks_keep_their_states_when_others_are_inserted(hvd, tmp_path):
     """A state of another callback would let ModelCheckpoint overwrite the best model."""
     from keras.callbacks import EarlyStopping, ModelCheckpoint
@@ -593,6 +600,7 @@ def test_callback_states_of_earlier_versions(hvd):
     assert "the state of EarlyStopping(), and fit has no such callback" in records[0]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_fit_without_remaining_epochs_logs_a_warning(hvd, tmp_path):
     fit(hvd, compiled(), tmp_path, epochs=2)
     with warnings_of_hvdkit() as records:
@@ -603,6 +611,7 @@ def test_a_fit_without_remaining_epochs_logs_a_warning(hvd, tmp_path):
     assert "has 3 epochs, and epochs=3" in records[0]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_fit_that_a_callback_has_stopped_logs_a_warning(hvd, tmp_path):
     import keras
 
@@ -672,3 +681,16 @@ def test_each_rank_saves_its_statistics_beside_a_large_table(hvd):
     model = with_large_table()
     model.compile(keras.optimizers.SGD(), loss="mse")
     assert {each.name for each in _local(model)} == {"moving_mean", "moving_variance"}
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_checkpoint_without_optimizers_of_nested_models_is_read(hvd, tmp_path):
+    """Earlier versions did not save them."""
+    saved = compiled()
+    fit(hvd, saved, tmp_path)
+    model = compiled()
+    model.get_layer("inner").compile("adam")
+    with recorded("hvdkit.checkpoint") as records:
+        fit(hvd, model, tmp_path)
+    assert arrays(model) == arrays(saved)
+    assert any("has no optimizers; not restored" in each.getMessage() for each in records)

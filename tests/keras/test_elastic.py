@@ -67,6 +67,7 @@ def test_old_and_new_ranks_commit_after_the_same_batches(hvd):
     assert state.commits == 1
 
 
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("counts_all", [False, True])
 def test_fit_counts_from_0_or_from_the_first_epoch_left(hvd, tmp_path, counts_all):
     """After a restart, `fit` may get `initial_epoch=state.epoch`. No epoch counts twice."""
@@ -91,6 +92,7 @@ def test_fit_counts_from_0_or_from_the_first_epoch_left(hvd, tmp_path, counts_al
     assert seen == [(1, 1, 1), (3, 3, 2), (4, 4, 1), (6, 6, 2)]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_that_is_resumed_counts_all_epochs(hvd, tmp_path):
     """Without a commit, `fit` resumes at the newest checkpoint, and `state.epoch` is 0."""
     seen = []
@@ -159,6 +161,42 @@ def test_optimizers_in_nested_lists_and_dicts_are_found(hvd):
         "of_parts.a.1": scaled,
         "of_parts.b.c.0": second,
     }
+
+
+def test_optimizers_of_nested_models_are_found(hvd):
+    import keras
+
+    from hvdkit.keras.further_optimizers import further_optimizers
+    from hvdkit.keras.models import distributions_of
+
+    class Pair(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = small_model(), {"a": [small_model()]}
+            self.shared = keras.optimizers.SGD()
+            self.first.compile(self.shared)
+            self.second["a"][0].compile(hvd.DistributedOptimizer(keras.optimizers.Adam()))
+
+        def train_step(self, data):
+            raise NotImplementedError
+
+    pair = Pair()
+    found = further_optimizers(pair)
+    assert found == {"shared": pair.shared, "second.a.0.optimizer": pair.second["a"][0].optimizer}
+    assert further_optimizers(pair, nested=False) == {"shared": pair.shared}
+    inner = small_model()
+    inner.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()))
+    x = keras.Input((3,))
+    for outer in (keras.Sequential([x, inner]), keras.Model(x, inner(x))):
+        found = further_optimizers(outer)
+        assert list(found.values()) == [inner.optimizer]
+        assert set(found) <= {"layers.0.optimizer", "layers.1.optimizer"}
+        assert len(distributions_of(outer)) == 1
+        # Keras's own `train_step` uses only the optimizer of `compile`.
+        outer.compile("sgd")
+        assert not distributions_of(outer)
+    pair.compile()
+    assert len(distributions_of(pair)) == 1
 
 
 def test_an_optimizer_for_other_variables_is_an_error(hvd, tmp_path):
@@ -234,8 +272,10 @@ class _KilledError(Exception):
     pass
 
 
-@pytest.mark.parametrize("kills", [(2,), (1, 2), (4,)], ids=str)
-@pytest.mark.parametrize("counts_all", [False, True])
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize(
+    ("kills", "counts_all"), [((2,), True), ((1, 2), False), ((4,), True), ((4,), False)], ids=str
+)
 def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path, kills, counts_all):
     """`History` is the last callback of Keras. `EarlyStopping` ends the training after 4 epochs.
 
@@ -343,6 +383,7 @@ def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
     assert seen == [0.5, 0.5, 0.5, 0.25, None, 0.25, 0.25]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize(("steps", "trained"), [(8, 5), (4, 2), (2, 1), (16, 8)])
 def test_another_number_of_batches_keeps_the_fraction_of_the_epoch(hvd, tmp_path, steps, trained):
     """Without this, half of an epoch is lost if a second rank joins after half of it."""
@@ -391,8 +432,13 @@ def test_another_number_of_ranks_loses_no_samples(hvd):
             assert skipped * new <= trained * old
 
 
-@pytest.mark.parametrize("in_state", [False, True])
-@pytest.mark.parametrize("has_checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("has_checkpoint", "in_state"),
+    [
+        (False, True),
+        pytest.param(True, False, marks=pytest.mark.long_with("keras-tensorflow")),
+    ],
+)
 def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint, in_state):
     """The killed epoch is not the first, so its samples have another order."""
     import keras
@@ -460,6 +506,7 @@ def test_a_state_of_objects_keeps_the_epochs_of_samplers(hvd, tmp_path):
     assert sampler.epoch == 3
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_loop_over_a_sampler_that_calls_fit_of_another_model(hvd):
     sampler = hvd.ResumableSampler(8, batch_size=2, seed=3)
     teacher = small_model()
@@ -536,6 +583,7 @@ def test_values_that_are_copied(hvd):
     assert (state.values[1].tolist(), state.values[2]["rate"]) == ([0, 0], 0.5)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_state_that_begins_after_the_end_of_the_epoch(hvd):
     """Horovod's example begins with `batch=100`. `fit` would have an epoch without batches."""
     model = small_model()

@@ -84,6 +84,42 @@ def test_a_flush_updates_with_the_mean_or_the_sum_of_an_incomplete_window(hvd, o
     assert keras.ops.convert_to_numpy(variable).tolist() == [expected]
 
 
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_graph_that_would_lose_gradients_of_another_one_raises(hvd, connected):
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        return  # there are no graphs
+    import tensorflow as tf
+
+    variables = [keras.Variable(0.0, name="a"), keras.Variable(0.0, name="b")]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), accumulation_steps=2)
+    zero = tf.UnconnectedGradients.ZERO if connected else tf.UnconnectedGradients.NONE
+
+    def step_of(head):
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = head * 1.0
+            gradients = tape.gradient(
+                loss, [v.value for v in variables], unconnected_gradients=zero
+            )
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        return step
+
+    step_a, step_b = step_of(variables[0]), step_of(variables[1])
+    step_a()
+    step_b()
+    step_b()
+    if not connected:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="would be lost.*ZERO"):
+            step_a()
+        return
+    step_a()
+    assert [float(v) for v in variables] == [-1.0, -1.0]
+
+
 def test_settings_of_an_optimizer_without_slots_are_compared(hvd):
     """SGD without momentum has as many variables of its own as it trains here."""
     import keras
@@ -94,7 +130,7 @@ def test_settings_of_an_optimizer_without_slots_are_compared(hvd):
     variables = [keras.Variable(np.zeros(3), name=name) for name in ("shared", "local")]
     optimizer.build(variables)
     replicas = keras_replicas(variables[:1], optimizer)
-    assert [name.strip("'").rpartition("/")[2] for name in replicas.names] == [
+    assert [item.name.strip("'").rpartition("/")[2] for item in replicas.items] == [
         "iteration",
         "learning_rate",
         "shared",

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from hvdkit.launch import messages
-from hvdkit.record_files import SCRIPT_ENDED
 from hvdkit.sealed import greet
+from tests.launch.commands import execute, wait_until
 
 RANK = [sys.executable, "-c"]
 #: A rank without a terminal, on all CPUs.
@@ -89,7 +89,7 @@ def launched(code="from hvdkit.launch.agent import main; main()", **options):
         yield Launched(process)
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=600)
         process.stdin.close()
         process.stdout.close()
         process.stderr.close()
@@ -102,13 +102,35 @@ def agent(request):
         yield started
 
 
+def running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(*pids):
+    wait_until(lambda: not any(map(running, pids)))
+
+
+#: The code of a rank with a child process in another session. It prints both numbers.
+WITH_CHILD = (
+    "import os, subprocess, time;"
+    "child = subprocess.Popen(['sleep', '60'], start_new_session=True);"
+    "print(os.getpid(), child.pid, flush=True); time.sleep(60)"
+)
+
+
 def test_a_rank_gets_its_environment_without_rank_variables_of_another_job(agent):
     names = "('GIVEN', 'OWN', 'OTHER', 'HOROVOD_RANK')"
     agent.start(f"import os; print(*map(os.environ.get, {names}))", OWN="default", OTHER="default")
     assert agent.line() == "1 mine default None\n"
     assert agent.receive("ended") == {"kind": "ended", "rank": 5, "status": 0}
     agent.receive("done")
-    assert agent.process.wait(timeout=10) == 0
+    assert agent.process.wait(timeout=600) == 0
+
+
+# Output and messages
 
 
 def test_an_agent_sends_little_output_before_the_launcher_has_handled_it(agent):
@@ -141,59 +163,32 @@ def test_an_agent_sends_little_output_before_the_launcher_has_handled_it(agent):
     agent.receive("done")
 
 
-#: An agent whose user may start no more processes and threads.
-LIMITED = """
-import concurrent.futures.thread, email.parser, os, resource  # another user may not read modules
-from hvdkit.launch import inspection
-from hvdkit.launch.agent import main
-if os.geteuid() == 0:  # the limit does not hold for root
-    os.setgid(12347)
-    os.setuid(12347)
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-main()
-"""
+#: Write more than a pipe usually holds, and end.
+WRITE = "fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20); os.write(1, bytes(range(256)) * 3500); "
+#: The same in a process that ends after its parent, the rank.
+LATE = "signal.signal(15, signal.SIG_IGN); os.fork() and os._exit(3); time.sleep(1); "
 
 
-@pytest.mark.parametrize("agent", [LIMITED], indirect=True)
-def test_a_limit_of_processes_is_named(agent):
-    agent.send("task", command=["true"], directory="/", path=None, files=[])
-    agent.receive("hello")
-    for question, arguments in (
-        ("listen", {"address": "127.0.0.1"}),
-        ("connect", {"targets": {"other": ["127.0.0.1", 1, 0]}}),
-    ):
-        agent.send("ask", question=question, arguments=arguments)
-        assert "may start no more processes and threads" in agent.receive("failed")["reason"]
-    agent.start_prepared()
-    reason = agent.receive("failed")["reason"]
-    assert "may start no more processes and threads there (`ulimit -u`: 1" in reason
-    agent.receive("done")
+@pytest.mark.parametrize(("code", "end"), [(WRITE, "ended"), (LATE + WRITE, "done")])
+def test_no_output_is_lost(agent, code, end):
+    agent.start(f"import fcntl, os, signal, time; {code} os._exit(3)")
+    found = b""
+    while (message := agent.receive("output", end))["kind"] == "output":
+        found += messages.as_bytes(message["text"])
+    assert found == bytes(range(256)) * 3500
+    assert message.get("status", 3) == 3
 
 
-def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
-    """If it ended, mpirun would end the other ranks at once, which have errors to report."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hvdkit.launch.agent"],
-            env=os.environ
-            | {messages.ADDRESS_VARIABLE: f"127.0.0.1:{server.getsockname()[1]}"}
-            | {messages.TOKEN_VARIABLE: "secret", "OMPI_COMM_WORLD_RANK": "5"},
-        )
-        connection, _ = server.accept()
-        with process, connection:
-            hello = greet(connection, b"secret")
-            assert (hello.known, hello.fields["rank"]) == (True, 5)
-            sealed = hello.accept()
-            file = io.BufferedRWPair(sealed, sealed)
-            agent = Launched(SimpleNamespace(stdin=file, stdout=file))
-            agent.start("import sys; sys.exit(3)")
-            assert agent.receive("ended")["status"] == 3
-            agent.receive("done")
-            agent.send("heartbeat")
-            agent.receive("alive")
-            assert process.poll() is None
-            connection.shutdown(socket.SHUT_WR)
-            assert process.wait(timeout=20) == 0
+def test_the_report_of_a_rank_is_sent_although_the_process_crashes_at_once(agent):
+    """The agent looks for reports once a second."""
+    agent.start(
+        "import atexit, os, sys; from hvdkit.core.script_end import note_end_with;"
+        "atexit.register(os.abort); note_end_with(75); raise SystemExit(75)"
+    )
+    found = [agent.receive("report", "ended") for _ in range(2)]
+    assert [message["kind"] for message in found] == ["report", "ended"]
+    assert found[0]["report"]["status"] == 75
+    assert found[1]["status"] == -signal.SIGABRT
 
 
 #: An agent on a host whose memory was full a moment ago.
@@ -220,22 +215,133 @@ def test_the_probable_cause_of_sigkill_is_sent(agent, code, hint):
     assert agent.receive("ended").get("hint") == hint
 
 
+@pytest.mark.long
+def test_an_agent_waits_until_the_launcher_has_read_its_last_messages(agent):
+    """The launcher does not read while `less` reads nothing from it, but it sends heartbeats."""
+    agent.start("print('x' * 500_000)")
+    for _ in range(10):
+        time.sleep(1)
+        agent.send("heartbeat")
+    assert agent.receive("ended")["status"] == 0
+    agent.receive("done")
+
+
+def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent, tmp_path):
+    agent.start(
+        "import os, time; os.set_blocking(1, False); os.write(2, b'%d\\n' % os.getpid())\n"
+        "while True:\n"
+        "  try: os.write(1, bytes(9999))\n"
+        f"  except BlockingIOError: open('{tmp_path}/full', 'w'); time.sleep(0.1)"
+    )
+    pid = int(agent.line())
+    wait_until((tmp_path / "full").exists)
+    agent.process.stdin.close()
+    wait_until_gone(pid)
+
+
+# The start
+
+
+#: An agent whose user may start no more processes and threads.
+LIMITED = """
+import concurrent.futures.thread, email.parser, os, resource  # another user may not read modules
+from hvdkit.launch import inspection
+from hvdkit.launch.agent import main
+if os.geteuid() == 0:  # the limit does not hold for root
+    os.setgid(12347)
+    os.setuid(12347)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+main()
+"""
+
+
+@pytest.mark.parametrize("agent", [LIMITED], indirect=True)
+def test_a_limit_of_processes_is_named(agent):
+    limit = "may start no more processes and threads"
+    agent.send("task", command=["true"], directory="/", path=None, files=[])
+    agent.receive("hello")
+    for question, arguments in (
+        ("listen", {"address": "127.0.0.1"}),
+        ("connect", {"targets": {"other": ["127.0.0.1", 1, 0]}}),
+    ):
+        agent.send("ask", question=question, arguments=arguments)
+        assert limit in agent.receive("failed")["reason"]
+    agent.start_prepared()
+    assert f"{limit} there (`ulimit -u`: 1" in agent.receive("failed")["reason"]
+    agent.receive("done")
+
+
+def test_an_agent_that_cannot_make_a_folder_says_so(agent):
+    agent.prepare("")
+    process = psutil.Process(agent.process.pid)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), process.num_fds()))
+    agent.start_prepared()
+    assert "temporary directory" in agent.receive("failed")["reason"]
+
+
+def test_an_agent_stays_after_a_start_that_failed(agent):
+    """A node of `--nodes` could not join the job again."""
+    agent.send("task", command=["/no/program"], directory="/", path=None, files=[], stay=True)
+    agent.receive("hello")
+    agent.start_prepared()
+    assert "cannot start '/no/program'" in agent.receive("failed")["reason"]
+    assert agent.receive("done")["stays"]
+    agent.prepare("print('up')", stay=True)
+    agent.start_prepared()
+    assert agent.line() == "up\n"
+    assert agent.receive("ended")["status"] == 0
+
+
+def test_the_ranks_of_an_agent_that_gets_sigterm_before_their_start_are_reported(agent):
+    agent.prepare("import time; time.sleep(60)", stay=True)
+    process = psutil.Process(agent.process.pid)
+    wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
+    # Both arrive at the same time.
+    process.suspend()
+    agent.start_prepared()
+    process.terminate()
+    process.resume()
+    assert agent.receive("ended", "done") == {"kind": "ended", "rank": 5, "status": -15}
+    assert not agent.receive("done")["stays"]
+
+
+def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
+    """If it ended, mpirun would end the other ranks at once, which have errors to report."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hvdkit.launch.agent"],
+            env=os.environ
+            | {messages.ADDRESS_VARIABLE: f"127.0.0.1:{server.getsockname()[1]}"}
+            | {messages.TOKEN_VARIABLE: "secret", "OMPI_COMM_WORLD_RANK": "5"},
+        )
+        connection, _ = server.accept()
+        with process, connection:
+            hello = greet(connection, b"secret")
+            assert (hello.known, hello.fields["rank"]) == (True, 5)
+            sealed = hello.accept()
+            file = io.BufferedRWPair(sealed, sealed)
+            agent = Launched(SimpleNamespace(stdin=file, stdout=file))
+            agent.start("import sys; sys.exit(3)")
+            assert agent.receive("ended")["status"] == 3
+            agent.receive("done")
+            agent.send("heartbeat")
+            agent.receive("alive")
+            assert process.poll() is None
+            connection.shutdown(socket.SHUT_WR)
+            assert process.wait(timeout=600) == 0
+
+
 def test_an_agent_that_cannot_connect_says_so_in_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     own = {messages.ADDRESS_VARIABLE: address, messages.TOKEN_VARIABLE: "t", "PMI_RANK": "3"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdkit.launch.agent"],
-        env={k: v for k, v in os.environ.items() if k != "OMPI_COMM_WORLD_RANK"} | own,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"rank 3 cannot connect to the launcher at {address}: Connection refused\n"
-    )
+    env = {k: v for k, v in os.environ.items() if k != "OMPI_COMM_WORLD_RANK"} | own
+    done = execute([sys.executable, "-m", "hvdkit.launch.agent"], env=env)
+    said = f"rank 3 cannot connect to the launcher at {address}: Connection refused\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+# Signals, and requests to end. `test_escaping.py` has the processes that ranks leave.
 
 
 #: An agent that waits only a moment after SIGTERM before it sends SIGKILL.
@@ -266,99 +372,34 @@ def test_the_launcher_decides_how_long_ranks_may_save_after_the_agent_gets_a_sig
     assert agent.receive("signalled", "ended") == {"kind": "signalled", "number": number}
     assert agent.receive("ended")["status"] == 75
     assert not agent.receive("done")["stays"]
-    assert agent.process.wait(timeout=10) == 0
+    assert agent.process.wait(timeout=600) == 0
 
 
-@pytest.mark.parametrize(
-    ("note", "kinds"),
-    [("os.getpid()", ["script", "ended"]), ("os.getpid() + 1_000_000_000", ["ended"])],
-    ids=["own", "another process"],
-)
-def test_the_note_of_a_script_is_sent_although_the_process_crashes_at_once(agent, note, kinds):
-    """The agent looks for notes once a second."""
-    name = f"'{SCRIPT_ENDED}'.format(5, 75, {note})"
-    agent.start(f"import os; open(os.environ['HVDKIT_RECORD_DIR'] + '/' + {name}, 'w'); os.abort()")
-    found = [agent.receive("script", "ended") for _ in kinds]
-    assert [message["kind"] for message in found] == kinds
-    assert found[0]["status"] == (75 if "script" in kinds else -signal.SIGABRT)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2])
 def test_a_batch_systems_signal_is_forwarded_to_the_rank(agent, number):
+    """Slurm sends SIGUSR2 to all processes of a step, for scripts that handle it."""
     code = (
-        "import signal, sys, time;"
-        f"signal.signal({int(number)}, lambda *_: sys.exit(75)); print('up', flush=True);"
-        "time.sleep(60)"
+        "import signal, sys, time; handle = lambda *_: sys.exit(75);"
+        "[signal.signal(n, handle) for n in (2, 10, 12, 15)]; print('up', flush=True);"
+        f"time.sleep({1 if number == signal.SIGUSR2 else 60}); sys.exit(3)"
     )
     task = {"command": [*RANK, code], "directory": "/", "path": None, "files": []}
     agent.send("task", **task, forward_signals=True)
     agent.send("start", ranks=[{"rank": 5, "env": {}, "defaults": {}} | PLAIN], size=6)
     assert agent.line() == "up\n"
     agent.process.send_signal(number)
-    assert agent.receive("ended")["status"] == 75
+    assert agent.receive("ended")["status"] == (3 if number == signal.SIGUSR2 else 75)
 
 
-def test_sigusr2_does_not_end_an_agent(agent):
-    """Slurm sends it to all processes of a step, for scripts that handle it."""
-    agent.start("import sys, time; print('up', flush=True); time.sleep(1); sys.exit(3)")
-    assert agent.line() == "up\n"
-    agent.process.send_signal(signal.SIGUSR2)
-    assert agent.receive("ended")["status"] == 3
-
-
-def test_output_arrives_byte_for_byte_before_the_end_of_a_rank(agent):
-    agent.start("import os; os.write(1, bytes(range(256)) * 1000); os._exit(3)")
-    data = b""
-    while (message := agent.receive("output", "ended"))["kind"] == "output":
-        data += messages.as_bytes(message["text"])
-    assert data == bytes(range(256)) * 1000
-    assert message["status"] == 3
-
-
-def running(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until_gone(*pids):
-    deadline = time.monotonic() + 20
-    while any(map(running, pids)):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.05)
-
-
-WITH_CHILD = (
-    "import os, subprocess, time;"
-    "child = subprocess.Popen(['sleep', '60'], start_new_session=True);"
-    "print(os.getpid(), child.pid, flush=True); time.sleep(60)"
-)
-
-
-@pytest.mark.parametrize("how", ["input ends", "SIGTERM", "SIGHUP", "end"])
-def test_ranks_end_with_their_child_processes(agent, how):
-    agent.start(WITH_CHILD)
-    pids = [int(pid) for pid in agent.line().split()]
-    if how == "input ends":
-        agent.process.stdin.close()
-    elif how == "end":
-        agent.send("end", grace=5)
-    else:
-        agent.process.send_signal(getattr(signal, how))
-    wait_until_gone(*pids)
-    agent.process.wait(timeout=10)
-
-
-def test_a_rank_that_ends_leaves_no_child_with_its_own_environment(agent):
+def test_a_signal_is_sent_to_the_rank_only(agent):
     agent.start(
-        "import subprocess;"
-        "child = subprocess.Popen(['/bin/sleep', '60'], env={}, stdout=subprocess.DEVNULL);"
-        "print(child.pid, flush=True)"
+        "import signal, subprocess, sys;"
+        "signal.signal(2, lambda *_: sys.exit(child.poll() is None and 75));"
+        "child = subprocess.Popen(['sleep', '60']); print('up', flush=True); signal.pause()"
     )
-    pid = int(agent.line())
-    assert agent.receive("ended")["status"] == 0
-    wait_until_gone(pid)
+    agent.line()
+    agent.send("signal", number=signal.SIGINT)
+    assert agent.receive("ended")["status"] == 75
 
 
 def test_nothing_is_left_of_an_agent_that_is_killed(agent):
@@ -368,10 +409,7 @@ def test_nothing_is_left_of_an_agent_that_is_killed(agent):
     assert Path(folder).exists()
     agent.process.kill()
     wait_until_gone(*map(int, pids))
-    deadline = time.monotonic() + 20
-    while Path(folder).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not Path(folder).exists())
 
 
 def test_a_stopped_rank_ends_without_waiting_for_the_grace(agent):
@@ -381,26 +419,16 @@ def test_a_stopped_rank_ends_without_waiting_for_the_grace(agent):
     assert agent.receive("ended")["status"] == -signal.SIGTERM
 
 
-def test_a_second_request_shortens_the_grace(agent):
-    """For a second Ctrl-C while the ranks are being ended."""
-    ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    agent.start(f"import signal, time; {ignored}; print('up', flush=True); time.sleep(600)")
-    agent.line()
-    began = time.monotonic()
-    agent.send("end", grace=20)
-    agent.send("end", grace=0.1)
-    assert agent.receive("ended")["status"] == -signal.SIGKILL
-    assert time.monotonic() - began < 15
-
-
-def test_further_requests_do_not_extend_the_grace(agent):
+def test_further_requests_shorten_the_grace_and_do_not_extend_it(agent):
     """For a user who presses Ctrl-C again and again."""
     ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    code = f"import os, signal, time; {ignored}; print(os.getpid(), flush=True); time.sleep(600)"
-    agent.start(code)
-    rank = psutil.Process(int(agent.line()))
+    agent.start(
+        f"import os, signal, time; {ignored}; print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    rank = int(agent.line())
+    agent.send("end", grace=300)
     deadline = time.monotonic() + 10
-    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+    while running(rank):
         assert time.monotonic() < deadline
         agent.send("end", grace=1.0)
         time.sleep(0.3)
@@ -416,68 +444,8 @@ def test_an_agent_that_has_ended_has_no_keeper(agent, stopped):
         agent.receive("ended")
         keeper.suspend()
     agent.receive("done")
-    agent.process.wait(timeout=10)
+    agent.process.wait(timeout=600)
     wait_until_gone(keeper.pid)
-
-
-def bytes_until(agent, end):
-    """Return the number of bytes of output before the message `end`."""
-    received = 0
-    while (message := agent.receive("output", end))["kind"] == "output":
-        received += len(messages.as_bytes(message["text"]))
-    return received
-
-
-def test_no_output_is_lost_in_a_pipe_that_the_rank_has_enlarged(agent):
-    agent.start(
-        "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20);"
-        "data = bytes(900_000);"
-        "exec('while data: data = data[os.write(1, data):]'); os._exit(0)"
-    )
-    assert bytes_until(agent, "ended") == 900_000
-
-
-def test_no_output_of_a_process_that_ends_after_the_rank_is_lost(agent):
-    agent.start(
-        "import fcntl, os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "os.fork() and os._exit(0); time.sleep(1);"
-        "fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 1 << 20); os.write(1, bytes(900_000)); os._exit(0)"
-    )
-    assert bytes_until(agent, "done") == 900_000
-
-
-def test_an_agent_that_cannot_make_a_folder_says_so(agent):
-    agent.prepare("")
-    process = psutil.Process(agent.process.pid)
-    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), process.num_fds()))
-    agent.start_prepared()
-    assert "temporary directory" in agent.receive("failed")["reason"]
-
-
-def test_an_agent_stays_after_a_start_that_failed(agent):
-    """A node of `--nodes` could not join the job again."""
-    agent.send("task", command=["/no/program"], directory="/", path=None, files=[], stay=True)
-    agent.receive("hello")
-    agent.start_prepared()
-    assert "cannot start '/no/program'" in agent.receive("failed")["reason"]
-    assert agent.receive("done")["stays"]
-    agent.prepare("print('up')", stay=True)
-    agent.start_prepared()
-    assert agent.line() == "up\n"
-    assert agent.receive("ended")["status"] == 0
-
-
-def test_the_ranks_of_an_agent_that_gets_sigterm_before_their_start_are_reported(agent):
-    agent.prepare("import time; time.sleep(60)", stay=True)
-    while psutil.Process(agent.process.pid).status() != psutil.STATUS_SLEEPING:
-        time.sleep(0.01)
-    # Both arrive at the same time.
-    agent.process.send_signal(signal.SIGSTOP)
-    agent.start_prepared()
-    agent.process.send_signal(signal.SIGTERM)
-    agent.process.send_signal(signal.SIGCONT)
-    assert agent.receive("ended", "done") == {"kind": "ended", "rank": 5, "status": -15}
-    assert not agent.receive("done")["stays"]
 
 
 STUCK = """
@@ -499,39 +467,8 @@ def test_a_process_that_sigkill_does_not_end_is_reported(agent):
     agent.start("import os; print(os.environ['HVDKIT_RECORD_DIR'])")
     folder = Path(agent.line().strip())
     assert agent.receive("failed", "done")["reason"] == "processes [7] did not end"
-    assert agent.process.wait(timeout=10) == 0
+    assert agent.process.wait(timeout=600) == 0
     assert not folder.exists()
-
-
-def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent):
-    agent.start("import os; os.write(2, b'%d\\n' % os.getpid()); os.execvp('yes', ['yes'])")
-    pid = int(agent.line())
-    time.sleep(1)  # until the pipe is full
-    agent.process.stdin.close()
-    wait_until_gone(pid)
-
-
-@pytest.mark.long
-def test_an_agent_waits_until_the_launcher_has_read_its_last_messages(agent):
-    """The launcher does not read while `less` reads nothing from it, but it sends heartbeats."""
-    agent.start("print('x' * 500_000)")
-    for _ in range(10):
-        time.sleep(1)
-        agent.send("heartbeat")
-    assert agent.receive("ended")["status"] == 0
-    agent.receive("done")
-
-
-def test_a_signal_is_sent_to_the_rank_only(agent):
-    code = (
-        "import signal, subprocess, sys;"
-        "signal.signal(2, lambda *_: sys.exit(child.poll() is None and 75));"
-        "child = subprocess.Popen(['sleep', '60']); print('up', flush=True); signal.pause()"
-    )
-    agent.start(code)
-    agent.line()
-    agent.send("signal", number=signal.SIGINT)
-    assert agent.receive("ended")["status"] == 75
 
 
 def test_an_agent_that_is_busy_does_not_take_its_launcher_for_lost(agent):
@@ -547,5 +484,5 @@ def test_an_agent_that_is_busy_does_not_take_its_launcher_for_lost(agent):
 
 def test_an_agent_says_why_it_ends_without_messages(agent):
     agent.prepare("", lost_after=0.5)
-    assert agent.process.wait(timeout=30) == 0
+    assert agent.process.wait(timeout=600) == 0
     assert agent.process.stderr.read() == b"no message from the launcher for 0.5 s\n"

@@ -5,7 +5,7 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.launch import allocation, environment
-from hvdkit.launch.batch_systems import batch_hosts
+from hvdkit.launch.allocation import batch_hosts
 from hvdkit.launch.hosts import Host
 
 ENV = {
@@ -36,14 +36,9 @@ def test_invalid_node_lists(text):
         allocation.expand_nodes(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2])]
-)
-def test_numbers_per_node(text, expected):
-    assert allocation.expand_counts(text, "TASKS") == expected
-
-
-def test_invalid_numbers_per_node():
+def test_numbers_per_node():
+    numbers = {"4": [4], "2(x3),1": [2, 2, 2, 1], "1,2(x2)": [1, 2, 2]}
+    assert {text: allocation.expand_counts(text, "TASKS") for text in numbers} == numbers
     with pytest.raises(UsageError, match="TASKS is .2.x3,1.: expected"):
         allocation.expand_counts("2(x3,1", "TASKS")
 
@@ -73,12 +68,6 @@ def test_the_allocation_inside_a_step():
     assert len(allocation.read(ENV | interactive).hosts) == 4
 
 
-def test_srun_may_not_start_several_processes_of_hvdkit():
-    env = ENV | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    with pytest.raises(UsageError, match="srun has started hvdkit run 4 times"):
-        allocation.read(env)
-
-
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
@@ -87,6 +76,10 @@ def test_srun_may_not_start_several_processes_of_hvdkit():
         # salloc sets no SLURM_JOB_NODELIST then. sbatch sets that of the first component.
         ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "heterogeneous, with 2 components"),
         (ENV | {"SLURM_HET_SIZE": "2"}, "heterogeneous, with 2 components"),
+        (
+            ENV | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+            "has started hvdkit run 4 times",
+        ),
         (ENV | {"SLURM_TASKS_PER_NODE": "2(x3)"}, "has 4 nodes, but .* is for 3"),
     ],
 )
@@ -108,21 +101,17 @@ node18.local 2 gpu.q@node18.local UNDEFINED
 """
 
 
-def test_the_hosts_of_other_batch_systems(tmp_path):
-    for name, text in (("pbs", PBS), ("sge", SGE)):
-        (tmp_path / name).write_text(text)
-    assert batch_hosts({"PBS_NODEFILE": str(tmp_path / "pbs")}) == (
-        "PBS_NODEFILE",
-        [Host("cn0101.cluster", 2), Host("cn0102.cluster", 2)],
-    )
-    assert batch_hosts({"LSB_MCPU_HOSTS": LSF}) == (
-        "LSB_MCPU_HOSTS",
-        [Host("batch3", 1), Host("h41n08", 42), Host("h41n09", 42)],
-    )
-    assert batch_hosts({"PE_HOSTFILE": str(tmp_path / "sge")}) == (
-        "PE_HOSTFILE",
-        [Host("node17.local", 4), Host("node18.local", 2)],
-    )
+@pytest.mark.parametrize(
+    ("variable", "content", "hosts"),
+    [
+        ("PBS_NODEFILE", PBS, [Host("cn0101.cluster", 2), Host("cn0102.cluster", 2)]),
+        ("LSB_MCPU_HOSTS", "", [Host("batch3", 1), Host("h41n08", 42), Host("h41n09", 42)]),
+        ("PE_HOSTFILE", SGE, [Host("node17.local", 4), Host("node18.local", 2)]),
+    ],
+)
+def test_the_hosts_of_other_batch_systems(tmp_path, variable, content, hosts):
+    (tmp_path / "nodes").write_text(content)
+    assert batch_hosts({variable: str(tmp_path / "nodes") if content else LSF}) == (variable, hosts)
     assert batch_hosts({"SLURM_JOB_ID": "1"}) is None
 
 
@@ -171,3 +160,19 @@ def test_the_hosts_of_flux(tmp_path, monkeypatch, fails):
 def test_malformed_hosts(name, value):
     with pytest.raises(UsageError, match=f"{name}={value} cannot be read"):
         batch_hosts({name: value})
+
+
+def test_a_host_that_ssh_would_use_as_an_option(tmp_path):
+    """An ssh that does not check the next word, its host, would run the command."""
+    option = "-oProxyCommand=touch${IFS}found"
+    (tmp_path / "nodes").write_text(f"{option}\n")
+    (tmp_path / "sge").write_text(f"{option} 1 queue UNDEFINED\n")
+    for env in (
+        {"PBS_NODEFILE": str(tmp_path / "nodes")},
+        {"PE_HOSTFILE": str(tmp_path / "sge")},
+        {"LSB_MCPU_HOSTS": f"{option} 1"},
+    ):
+        with pytest.raises(UsageError, match="is not the name or the address of a host"):
+            batch_hosts(env)
+    with pytest.raises(UsageError, match="-G is not the name or the address of a host"):
+        Host("-G", 1)

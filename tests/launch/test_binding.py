@@ -1,12 +1,13 @@
 import os
-import subprocess
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.launch.binding import assign, parse_list, show_list, topology
+from hvdkit.launch.allocation import expand_ranges
+from hvdkit.launch.binding import assign, show_list, topology
+from tests.launch.commands import run
 
 #: Real machines -> the CPUs of each NUMA node, and the distance between a core's two threads.
 RECORDED = {
@@ -28,7 +29,7 @@ def system(tmp_path):
         for number, cpus in enumerate(nodes):
             (tmp_path / f"node/node{number}").mkdir(parents=True)
             (tmp_path / f"node/node{number}/cpulist").write_text(f"{cpus}\n")
-            for cpu in parse_list(cpus) if distance else ():
+            for cpu in expand_ranges(cpus) if distance else ():
                 folder = tmp_path / f"cpu/cpu{cpu}/topology"
                 folder.mkdir(parents=True)
                 first = cpu % distance
@@ -90,25 +91,19 @@ def test_each_rank_is_on_one_node_with_whole_cores_of_its_own(nodes, ranks):
 
 @given(numbers=st.sets(st.integers(0, 300), min_size=1))
 def test_lists_of_the_kernel(numbers):
-    assert parse_list(show_list(numbers)) == numbers
+    assert expand_ranges(show_list(numbers)) == sorted(numbers)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_ranks_are_bound_here():
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
-    run = [sys.executable, "-m", "hvdkit", "run", "-np", "2"]
 
-    def lines(*arguments):
-        return sorted(
-            subprocess.run(
-                [*run, *arguments], capture_output=True, text=True, timeout=60, check=True
-            ).stdout.splitlines()
-        )
+    def lines(*words):
+        return sorted(run("-np", "2", *words).stdout.splitlines())
 
     expected = [sorted(cpus) for cpus in assign(topology(), 2)]
-    assert lines("--bind", sys.executable, "-c", code) == [
-        f"[{rank}] {cpus}" for rank, cpus in enumerate(expected)
-    ]
+    bound = [f"[{rank}] {cpus}" for rank, cpus in enumerate(expected)]
+    assert lines("--bind", sys.executable, "-c", code) == bound
     usable = sorted(os.sched_getaffinity(0))
     assert lines(sys.executable, "-c", code) == [f"[{rank}] {usable}" for rank in range(2)]
     dry = lines("--bind", "--dry-run", "true")

@@ -61,7 +61,7 @@ def test_the_command_line_wins(tmp_path):
         path, "-np", "2", "--hostfile", "h", "--launcher", "auto", "-x", "B", "false"
     )
     assert (options.num_proc, options.hosts, str(options.hostfile)) == (2, None, "h")
-    assert (options.launcher, options.variables) == ("auto", ["A", "B"])
+    assert (options.launcher, options.x) == ("auto", ["A", "B"])
     assert (options.stop_grace, options.all_output, options.no_preflight) == (5.0, True, False)
     assert options.command == ["false"]
 
@@ -79,6 +79,11 @@ def test_the_command_line_wins(tmp_path):
         ("blacklist-cooldown-range = [1]", r"is \[1\]; expected a list of 2 numbers"),
         ("[run]\nnum-proc = 2", "run is not an option"),
         ("num-proc: 2", "it is not TOML"),
+        # Python has limits of its own.
+        (f"num-proc = {'9' * 6000}", "it is not TOML: Exceeds the limit"),
+        ("command = " + "[" * 9_000, "it is not TOML: maximum recursion"),
+        ("a" + ".a" * 5_000 + " = 1", "a is not an option"),
+        ("#" * 20_001, "more than 20,000 bytes"),
     ],
 )
 def test_an_invalid_file(tmp_path, text, words):
@@ -86,6 +91,14 @@ def test_an_invalid_file(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
         parse_with(path)
+
+
+def test_a_file_that_could_not_be_read_is_not_written(tmp_path):
+    path = tmp_path / "run.toml"
+    options = options_of(["-H", "node:1," * 10_000, "true"])
+    with pytest.raises(UsageError, match="70,0.. bytes; expected at most 20,000"):
+        config_file.write(path, options, options.parser)
+    assert not path.exists()
 
 
 def test_an_argument_that_is_not_utf8(tmp_path, capfd):
@@ -100,10 +113,7 @@ def test_from_the_command_line(tmp_path, capfd):
     write = ["run", "-np", "2", "--write-config", str(path), "sh", "-c", "echo $RANK"]
     assert cli.main(write) == 0
     assert path.stat().st_mode & 0o777 == 0o600  # the file may have secrets
-    assert tomllib.loads(path.read_text()) == {
-        "num-proc": 2,
-        "command": ["sh", "-c", "echo $RANK"],
-    }
+    assert tomllib.loads(path.read_text()) == {"num-proc": 2, "command": ["sh", "-c", "echo $RANK"]}
     assert cli.main(write) == 1
     assert "exists; remove it" in capfd.readouterr().err
     assert cli.main(["run", "--config", str(path)]) == 0

@@ -19,11 +19,17 @@ def script(tmp_path, text):
     return path
 
 
-def test_a_script_names_the_hosts(tmp_path):
-    assert discover(script(tmp_path, "echo host0:2; echo host1")) == [
-        Host("host0", 2),
-        Host("host1", 1),
-    ]
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("echo host0:2; echo host1", [Host("host0", 2), Host("host1", 1)]),
+        # A script that names no host yet, and one with a program in the background.
+        ("echo", []),
+        ("echo host0:2; sleep 60 &", [Host("host0", 2)]),
+    ],
+)
+def test_a_script_names_the_hosts(tmp_path, text, expected):
+    assert discover(script(tmp_path, text)) == expected
 
 
 def test_a_command_line_of_the_shell(tmp_path):
@@ -31,6 +37,8 @@ def test_a_command_line_of_the_shell(tmp_path):
     assert discover(Path(f"{path} $((1 + 1))")) == [Host("host0", 2)]
     with pytest.raises(UsageError, match="failed with exit status 127: .*not found"):
         discover(Path(f"{tmp_path}/other.sh 2"))
+    with pytest.raises(UsageError, match="No such file"):
+        discover(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(
@@ -54,23 +62,10 @@ def test_a_script_that_names_none(tmp_path, text, expected):
     assert str(raised.value).startswith(f"--host-discovery-script {path}")
 
 
-def test_a_script_that_is_missing(tmp_path):
-    with pytest.raises(UsageError, match="No such file"):
-        discover(tmp_path / "missing")
-
-
-def test_a_script_that_names_no_host_yet(tmp_path):
-    assert discover(script(tmp_path, "echo")) == []
-
-
 def test_hosts_without_slots(tmp_path):
     path = script(tmp_path, "echo a; echo user@b:2; echo [fe80::1]; echo [fe80::2]:3")
     slots = [(host.name, host.slots) for host in discover(path, slots=4)]
     assert slots == [("a", 4), ("user@b", 2), ("[fe80::1]", 4), ("[fe80::2]", 3)]
-
-
-def test_a_script_with_a_program_in_the_background(tmp_path):
-    assert discover(script(tmp_path, "echo host0:2; sleep 60 &")) == [Host("host0", 2)]
 
 
 def test_a_script_that_this_user_may_not_end(tmp_path, monkeypatch):

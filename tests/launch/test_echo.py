@@ -1,8 +1,8 @@
 """The output that a node's agent shows, in other processes: a test changes descriptors 1 and 2."""
 
 import json
-import subprocess
-import sys
+
+from tests.launch.commands import output_of
 
 _BEGIN = '''
 import json, os, sys
@@ -29,9 +29,7 @@ def report(value):
 
 def run(script):
     """Run a script after `_BEGIN`. Return what it reports."""
-    command = [sys.executable, "-c", _BEGIN + script]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=True)
-    return json.loads(done.stdout)
+    return json.loads(output_of(_BEGIN + script))
 
 
 def test_no_stream_writes_within_a_line_of_the_other():

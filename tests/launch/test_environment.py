@@ -10,50 +10,26 @@ def place(local_rank=0, slots=2):
     return make_plan(["x"], "/", [Host("a", slots)], slots).places[local_rank]
 
 
+WANTED = (
+    "PATH PYTHONPATH VIRTUAL_ENV CONDA_PREFIX NCCL_DEBUG HOROVOD_CYCLE_TIME HVDKIT_X KERAS_BACKEND "
+    "TF_CPP_MIN_LOG_LEVEL OMP_NUM_THREADS LR UCX_IB_PKEY NCCL_IB_PKEY TOKENIZERS_PARALLELISM "
+    "GIT_AUTHOR_NAME"
+)
+UNWANTED = "HOME SSH_AUTH_SOCK DISPLAY CUDA_VISIBLE_DEVICES SLURM_PROCID TMPDIR"
+SECRETS = (
+    "HF_TOKEN HOROVOD_SECRET_KEY HVDKIT_PASSWORD TF_CREDENTIALS NCCL_API_KEY AUTHORIZATION "
+    "PRIVATE_PKEY NCCL_SECRET"
+)
+
+
 def test_variables_for_ranks_on_other_hosts():
-    wanted = {
-        "PATH": "/bin",
-        "PYTHONPATH": "/lib",
-        "VIRTUAL_ENV": "/venv",
-        "CONDA_PREFIX": "/conda",
-        "NCCL_DEBUG": "INFO",
-        "HOROVOD_CYCLE_TIME": "1",
-        "HVDKIT_X": "1",
-        "KERAS_BACKEND": "torch",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMP_NUM_THREADS": "4",
-        "LR": "0.1",
-        "UCX_IB_PKEY": "0x8001",
-        "NCCL_IB_PKEY": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "GIT_AUTHOR_NAME": "me",
-    }
-    unwanted = {
-        "HOME": "/root",
-        "SSH_AUTH_SOCK": "/x",
-        "DISPLAY": ":0",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "SLURM_PROCID": "0",
-        "TMPDIR": "/scratch/1",
-    }
+    wanted, unwanted = (dict.fromkeys(text.split(), "1") for text in (WANTED, UNWANTED))
     assert environment.forwarded(wanted | unwanted) == wanted
     assert environment.withheld(wanted | unwanted) == ["CUDA_VISIBLE_DEVICES"]
     assert "LR" not in environment.known(wanted)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "HF_TOKEN",
-        "HOROVOD_SECRET_KEY",
-        "HVDKIT_PASSWORD",
-        "TF_CREDENTIALS",
-        "NCCL_API_KEY",
-        "AUTHORIZATION",
-        "PRIVATE_PKEY",
-        "NCCL_SECRET",
-    ],
-)
+@pytest.mark.parametrize("name", SECRETS.split())
 def test_secrets_are_forwarded_only_on_request(name):
     env = {name: "x"}
     assert environment.forwarded(env) == {}
@@ -68,25 +44,20 @@ def test_rank_variables_of_another_job_are_not_forwarded():
 
 def test_variables_by_name_and_with_values():
     assert environment.explicit({"A": "1"}, ["A", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
+    errors = {"A": "-x A: A is not set here", "1A=2": "'1A' is not the name", "=2": "'' is not"}
+    for text, expected in errors.items():
+        with pytest.raises(UsageError, match=expected):
+            environment.explicit({}, [text])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("A", "-x A: A is not set here"), ("1A=2", "'1A' is not the name"), ("=2", "'' is not")],
-)
-def test_variables_that_cannot_be_forwarded(text, expected):
-    with pytest.raises(UsageError, match=expected):
-        environment.explicit({}, [text])
+def test_defaults():
+    def default(name, cores, timeout):
+        return environment.defaults(place(), cores, timeout)[name]
 
-
-@pytest.mark.parametrize(("cores", "threads"), [(16, "8"), (3, "1"), (1, "1")])
-def test_ranks_of_a_host_share_its_cores(cores, threads):
-    assert environment.defaults(place(), cores, 60)["OMP_NUM_THREADS"] == threads
-
-
-def test_the_timeout_of_gloo_is_that_of_the_launcher():
-    assert environment.defaults(place(), 1, 300)["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "305"
-    assert environment.defaults(place(), 1, 5)["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"
+    # Ranks of a host share its cores. The timeout of Gloo is that of the launcher.
+    assert [default("OMP_NUM_THREADS", cores, 60) for cores in (16, 3, 1)] == ["8", "1", "1"]
+    timeouts = [default("HOROVOD_GLOO_TIMEOUT_SECONDS", 1, each) for each in (300, 5)]
+    assert timeouts == ["305", "30"]
 
 
 def test_a_gpu_for_each_rank():

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,6 +11,7 @@ import pytest
 
 from hvdkit.engine.toolchain import which
 from tests.launch import escaping
+from tests.launch.commands import started
 
 #: What the rank does, and who then gets which signal.
 ENDS = {
@@ -57,27 +57,24 @@ def check(folder, launcher, actions, end):
         pytest.skip("no mpirun here")
     of_rank, target, number = ENDS[end]
     script = [sys.executable, escaping.__file__, "+".join(actions), str(folder / "left"), of_rank]
-    command = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "--launcher", launcher, *script]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     left = []
-    try:
-        ranks = [int(job.stdout.readline().split()[-1]) for _ in range(2)]
-        if target is not None:
-            send(job.pid, ranks[0], target, number)
-        _, errors = job.communicate(timeout=60)
-        pids = [int(path.suffix[1:]) for path in folder.glob("left.*")]
-        deadline = time.monotonic() + 20
-        while left := [pid for pid in [*pids, *ranks] if runs(pid, folder)]:
-            if time.monotonic() > deadline:
-                shown = [psutil.Process(pid).cmdline() for pid in left]
-                raise AssertionError(f"left by {actions} after {end}: {shown}\n{errors.decode()}")
-            time.sleep(0.05)
-        assert pids
-    finally:
-        job.kill()
-        job.communicate(timeout=20)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+    with started("-np", "2", "--launcher", launcher, *script) as job:
+        try:
+            ranks = [int(job.stdout.readline().split()[-1]) for _ in range(2)]
+            if target is not None:
+                send(job.pid, ranks[0], target, number)
+            _, errors = job.communicate(timeout=600)
+            pids = [int(path.suffix[1:]) for path in folder.glob("left.*")]
+            deadline = time.monotonic() + 20
+            while left := [pid for pid in [*pids, *ranks] if runs(pid, folder)]:
+                if time.monotonic() > deadline:
+                    shown = [psutil.Process(pid).cmdline() for pid in left]
+                    raise AssertionError(f"left by {actions} after {end}: {shown}\n{errors}")
+                time.sleep(0.05)
+            assert pids
+        finally:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
 
 
 def send(launcher, rank, target, number):

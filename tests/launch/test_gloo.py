@@ -12,10 +12,13 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import RESUMABLE
-from hvdkit.launch import gloo, prepare
+from hvdkit.launch import controller, gloo, prepare
+from hvdkit.launch.hosts import Host
+from hvdkit.launch.launcher import Workers
 from hvdkit.launch.network import LOOPBACK
 from hvdkit.launch.outcome import Outcome
-from hvdkit.rendezvous import RendezvousServer
+from hvdkit.launch.plan import make_plan
+from hvdkit.rendezvous import KEY
 
 AGENT = "hvdkit.launch.agent"
 
@@ -32,23 +35,16 @@ def put(server, path, key=None):
 )
 def test_ranks_without_the_key_count_if_an_engine_cannot_send_it(engines, counted):
     facts = {number: {"engine": engine} for number, engine in enumerate(engines)}
-    with RendezvousServer() as server:
-        ranks = gloo.registered_ranks(server, 2, facts, pytest.fail)
-        put(server, "/mesh/2.abc.1.global", server.key)
+    plan = make_plan(["true"], "/", [Host("localhost", 2)], 2)
+    with controller.over_gloo(plan, facts, "127.0.0.1") as found:
+        variables = found.variables(plan.places[0], LOOPBACK)
+        server = SimpleNamespace(
+            address="127.0.0.1", port=int(variables["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+        )
+        put(server, "/mesh/2.abc.1.global", variables[KEY])
         put(server, "/global/0")
         put(server, "/global/77")  # of a stranger
-        assert ranks() == counted
-
-
-def test_an_engine_that_is_slow_to_start_many_ranks_is_named_once():
-    said = []
-    with RendezvousServer() as server:
-        ranks = gloo.registered_ranks(server, 32, {"host": {"engine": 5}}, said.append)
-        put(server, "/global/3")
-        assert ranks() == ranks() == {3}
-    assert [text.partition(":")[0] for text in said] == [
-        "the engine of rank 3 asks for the addresses of 32 ranks one by one, which takes long"
-    ]
+        assert found.registered() == counted
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -101,4 +97,5 @@ def test_connections_are_not_tried_without_an_agent(monkeypatch):
     )
     outcome = Outcome(1, "failed", restartable=True)
     interfaces = dict.fromkeys(("host1", "host2"), LOOPBACK)
-    assert gloo._with_broken(outcome, agents, interfaces, ("127.0.0.1", 1)) is outcome
+    workers = Workers(agents, {}, interfaces, "127.0.0.1")
+    assert gloo._with_broken(outcome, workers) is outcome

@@ -4,18 +4,16 @@ import argparse
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from hvdkit.engine.describe import installed
-from hvdkit.engine.toolchain import which
 from hvdkit.errors import UsageError
 from hvdkit.launch import horovodrun
-from tests.parallel.rank_pool import REPOSITORY
+from tests.launch.commands import execute
+from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
 PROGRAM = "import sys; from hvdkit.cli import horovodrun; sys.exit(horovodrun())"
 OPTIONS = [option for group in horovodrun.OPTIONS.values() for option in group]
@@ -30,8 +28,7 @@ def command(*words):
 
 
 def run(*words, **options):
-    options = {"capture_output": True, "text": True, "timeout": 90, "check": False} | options
-    return subprocess.run(command(*words), **options)
+    return execute(command(*words), **options)
 
 
 def python(code):
@@ -272,16 +269,30 @@ def test_errors(words, expected, monkeypatch, tmp_path):
         translated(*shlex.split(words))
 
 
+ALIASES = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{last}'] * 8)}]\n"
+    for last, name in zip("abcdefghijk", "bcdefghijkl", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("a: [", "it is not YAML: "),
-        ("- 1", "has [1]: expected sections"),
+        ("- 1", "has a list: expected sections"),
         ("controller: tcp", "controller is 'tcp': expected gloo or mpi"),
         ("params: {cycle_time_ms: soon}", "params.cycle_time_ms is 'soon': expected a number"),
         ("params: {cache_capacity: -1}", "params.cache_capacity is -1: expected at least 0"),
         ("timeline: {mark_cycles: 1}", "timeline.mark_cycles is 1: expected true or false"),
         ("logging: {level: LOUD}", "logging.level is 'LOUD': expected TRACE, DEBUG"),
+        # Nine times nine aliases ...: more values than the memory has.
+        (ALIASES + "params:\n  cache_capacity: *l\n", "cache_capacity is a list: expected one"),
+        ("[" * 700, "it is not YAML: maximum recursion"),
+        ("- " * 1_500, "it is not YAML: maximum recursion"),
+        (f"params:\n  cache_capacity: {'9' * 6000}", "it is not YAML: Exceeds the limit"),
+        (f"logging:\n  level: {'b' * 300}", "b…: expected TRACE"),
+        ("#" * 20_001, "more than 20,000 bytes"),
+        ("a: !!python/object/apply:os.abort []", "it is not YAML: could not determine"),
     ],
 )
 def test_errors_in_a_file(text, expected, tmp_path):
@@ -314,17 +325,39 @@ def test_prefixes_and_files(tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["rank.0", "rank.1"]
 
 
-def test_prefixes_with_the_time():
-    done = run("-np", "1", "--prefix-output-with-timestamp", *python("print('x')"))
-    time_of_line, text = done.stdout.split("[0]<stdout>:")
-    assert abs(time.mktime(time.strptime(time_of_line)) - time.time()) < 100
-    assert text == "x\n"
-
-
-def test_the_ranks_of_larger_jobs_are_all_shown_and_sorted_by_name(tmp_path):
-    done = run("-np", "17", "--output-filename", str(tmp_path), "echo", "x")
-    assert sorted(done.stdout.splitlines()) == sorted(f"[{n}]<stdout>:x" for n in range(17))
+def test_prefixes_with_the_time_and_files_of_larger_jobs(tmp_path):
+    """All ranks are shown, and their files are sorted by name."""
+    words = ("--prefix-output-with-timestamp", "--output-filename", str(tmp_path))
+    done = run("-np", "17", *words, "echo", "x")
+    times, texts = zip(*(line.split("[", 1) for line in done.stdout.splitlines()), strict=True)
+    assert sorted(texts) == sorted(f"{n}]<stdout>:x" for n in range(17))
+    assert abs(time.mktime(time.strptime(times[0])) - time.time()) < 100
     assert sorted(os.listdir(tmp_path)) == [f"rank.{n:02}" for n in range(17)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+def test_a_file_that_is_a_link_of_another_user(tmp_path):
+    own, folder = tmp_path / "own", tmp_path / "rank.0"
+    own.write_text("old")
+    folder.mkdir()
+    (folder / "stdout").symlink_to(own)
+    os.chown(folder / "stdout", 65534, 65534, follow_symlinks=False)
+    done = run("-np", "1", "--output-filename", str(tmp_path), "echo", "x")
+    assert done.returncode == 2
+    assert "it is a link of another user" in done.stderr
+    assert own.read_text() == "old"
+
+
+def test_a_pipe_instead_of_a_yaml_file(tmp_path):
+    os.mkfifo(tmp_path / "x.yaml")
+    with pytest.raises(UsageError, match="not a regular file"):
+        translated("-np", "2", "--config-file", str(tmp_path / "x.yaml"), "true")
+
+
+def test_an_unknown_key_cannot_change_the_terminal(tmp_path, capfd):
+    (tmp_path / "x.yaml").write_text('"\\e[2J": 1\n')
+    translated("-np", "2", "--config-file", str(tmp_path / "x.yaml"), "true")
+    assert "x.yaml: \N{REPLACEMENT CHARACTER}[2J has no effect" in capfd.readouterr().err
 
 
 def test_files_that_cannot_be_made(tmp_path):
@@ -340,18 +373,6 @@ def test_the_status_is_that_of_the_rank_that_failed():
     assert "rank 1 on localhost failed: exit status 3" in done.stderr
     done = run("-np", "2", *python("os.kill(os.getpid(), 9)"))
     assert done.returncode == 128 + 9
-
-
-def test_a_signal_ends_the_ranks():
-    with subprocess.Popen(
-        command("-np", "2", *python("print('ready'); import time; time.sleep(60)")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
-        assert [job.stdout.readline()[3:] for _ in range(2)] == ["<stdout>:ready\n"] * 2
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=30) == 128 + signal.SIGTERM
 
 
 def test_an_elastic_job_with_a_discovery_script(tmp_path):
@@ -375,14 +396,8 @@ def test_an_elastic_job_with_a_discovery_script(tmp_path):
     assert (tmp_path / "out" / "rank.0" / "stdout").read_text() == lines
 
 
-def needs_mpi():
-    engine = installed()
-    if engine is None or "mpi" not in (engine.controllers or ()) or which("mpirun") is None:
-        pytest.skip("no Horovod with MPI here")
-
-
 def test_over_mpi(tmp_path):
-    needs_mpi()
+    skip_where_unsupported(Configuration("torch", "mpi", 1))
     code = "import os; print(len(os.sched_getaffinity(0)), os.environ['HOROVOD_CONTROLLER'])"
     done = run(
         *("-np", "1", "--mpi", "--binding-args=--bind-to core --map-by core"),
@@ -392,13 +407,27 @@ def test_over_mpi(tmp_path):
     assert (tmp_path / "rank.0" / "stdout").read_text() == done.stdout
 
 
-def test_horovods_own_launcher():
+def test_horovods_own_launcher(monkeypatch, capfd):
+    """The real one imports the frameworks nine times."""
+    if installed() is None:
+        pytest.skip("no Horovod here")
+    started = []
+    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
+    for words in (["--check-build"], ["-np", "2", "--jsrun", "true"], ["--version"]):
+        options = horovodrun.parse(words)
+        options.run(options)
+    command = [sys.executable, "-P", "-m", "horovod.runner.launch"]
+    assert started[0] == (sys.executable, [*command, "--check-build"])
+    assert [words for _, (*_, words) in started] == ["--check-build", "true"]
+    assert capfd.readouterr().out == "0.28.1\n"
+
+
+@pytest.mark.long
+def test_the_table_of_horovods_own_launcher():
     engine = installed()
     if engine is None:
         pytest.skip("no Horovod here")
-    version = run("--version")
-    assert (version.returncode, version.stdout) == (0, "0.28.1\n")
-    build = run("--check-build")
+    build = run("--check-build", timeout=900)
     assert build.returncode == 0
     assert build.stdout.startswith("Horovod v0.28.1:\n")
     assert ("[X] PyTorch" in build.stdout) == ("torch" in engine.frameworks)

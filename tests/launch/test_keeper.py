@@ -3,13 +3,12 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 
 import psutil
 
 from tests.launch import escaping
+from tests.launch.commands import execute, wait_until
 from tests.launch.test_agent import RANK, WITH_CHILD, launched, running, wait_until_gone
 
 GROUP = """
@@ -23,10 +22,8 @@ SLEEP = ["sleep", "60"]
 
 
 def run(code):
-    """Run code with a group. Return its output."""
-    command = [sys.executable, "-c", GROUP + code]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
-    return done.stdout
+    """Run code with a group. Return its output. An alarm may end it."""
+    return execute([sys.executable, "-c", GROUP + code], timeout=30).stdout
 
 
 def test_a_stopped_keeper_reports_the_end_of_its_rank():
@@ -81,13 +78,13 @@ print(os.read(read_end, 9).decode())
 
 NODE = """
 import ctypes, io, subprocess, sys
-from hvdkit.launch.agent import Agent
+from hvdkit.launch.nodes.node_agent import NodeAgent
 
 ctypes.CDLL(None).prctl(36, 1)  # as the first process of a container, it gets all orphans
 waits = "until test -e go; do sleep 0.1; done"
 subprocess.Popen(["sh", "-c", waits + "; exec sleep 60 & echo $! > new; mv new pid"])
 overrides = {{"command": [sys.executable, "-c", {code!r}], "directory": "/", "path": None}}
-Agent(io.FileIO(0), io.FileIO(1, "wb"), overrides=overrides).run()
+NodeAgent(io.FileIO(0), io.FileIO(1, "wb"), overrides).run()
 """
 
 
@@ -97,12 +94,10 @@ def test_an_agent_that_a_user_has_started_ends_the_orphans_of_its_ranks_only(tmp
         agent.start(WITH_CHILD)
         ranks = [int(pid) for pid in agent.line().split()]
         (tmp_path / "go").touch()
-        while not (tmp_path / "pid").exists():
-            time.sleep(0.05)
+        wait_until((tmp_path / "pid").exists)
         service = psutil.Process(int((tmp_path / "pid").read_text()))
         try:
-            while service.ppid() != agent.process.pid:
-                time.sleep(0.05)
+            wait_until(lambda: service.ppid() == agent.process.pid)
             psutil.Process(ranks[0]).parent().kill()
             assert agent.receive("ended")["status"] == -signal.SIGKILL
             agent.receive("done")
@@ -121,8 +116,8 @@ def test_an_agent_that_a_user_has_started_ends_a_daemon_of_a_killed_keeper(tmp_p
     )
     overrides = {"command": [*RANK, code], "directory": "/", "path": None}
     node = (
-        f"import io; from hvdkit.launch.agent import Agent; "
-        f"Agent(io.FileIO(0), io.FileIO(1, 'wb'), overrides={overrides}).run()"
+        f"import io; from hvdkit.launch.nodes.node_agent import NodeAgent; "
+        f"NodeAgent(io.FileIO(0), io.FileIO(1, 'wb'), {overrides}).run()"
     )
     with launched(node) as agent:
         agent.start(code)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import subprocess
 import sys
 import time
 
@@ -14,6 +13,7 @@ from hvdkit import cli
 from hvdkit.launch import output_folder
 from hvdkit.launch.connection import ProcessConnection
 from hvdkit.signals import begin_to_note, forget_noted, note, noted, stop_noting
+from tests.launch.commands import started_command, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +61,7 @@ def run(folder, *words):
 
 @pytest.mark.parametrize("status", [0, 3])
 @pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--restarts", "0"),
-        ("--restarts", "1"),
-        ("--elastic", "--restarts", "0"),
-        ("--nodes", "1"),
-    ],
-    ids=" ".join,
+    "options", ["", "--restarts 0", "--restarts 1", "--elastic --restarts 0", "--nodes 1"]
 )
 def test_a_signal_while_the_agents_are_closed_changes_nothing(
     closes, tmp_path, capfd, options, status
@@ -81,8 +73,8 @@ def test_a_signal_while_the_agents_are_closed_changes_nothing(
     folder = tmp_path / "latest"
     closes.look = look
     if "--nodes" in options:
-        options += ("--node-rank", "0", "--rdzv-file", str(tmp_path / "address"))
-    assert run(tmp_path, *options, "sh", "-c", f"exit {status}") == status
+        options += f" --node-rank 0 --rdzv-file {tmp_path}/address"
+    assert run(tmp_path, *options.split(), "sh", "-c", f"exit {status}") == status
     # The outcome was shown and written before.
     written, has_error, shown = closes[0]
     assert (written, has_error) == (status, status == 3)
@@ -124,12 +116,7 @@ sys.exit(main(["run", "-np", "1", "--output-dir", sys.argv[1], sys.executable, "
 
 def test_ctrl_c_does_not_hide_that_ranks_may_still_run(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with subprocess.Popen(
-        [sys.executable, "-c", RUN, tmp_path, code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with started_command(sys.executable, "-c", RUN, tmp_path, code) as job:
         rank = psutil.Process(int(job.stdout.readline().split()[-1]))
         agent = rank.parent().parent()
         agent.suspend()
@@ -138,9 +125,7 @@ def test_ctrl_c_does_not_hide_that_ranks_may_still_run(tmp_path):
                 job.send_signal(signal.SIGINT)
                 time.sleep(0.7)
             start = tmp_path / "latest" / "start.json"
-            while json.loads(start.read_text())["status"] is None:
-                assert job.poll() is None
-                time.sleep(0.05)
+            wait_until(lambda: json.loads(start.read_text())["status"] is not None)
             # The launcher closes the agent, which does not answer.
             assert job.poll() is None
             job.send_signal(signal.SIGINT)
@@ -149,7 +134,6 @@ def test_ctrl_c_does_not_hide_that_ranks_may_still_run(tmp_path):
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 agent.kill()
-            job.kill()
     assert job.returncode == 130
     assert shown[-2:] == [
         "hvdkit run: ended by SIGINT",

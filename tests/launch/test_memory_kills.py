@@ -76,14 +76,12 @@ def test_a_process_that_was_killed_long_before(kernel, monkeypatch):
     assert found.explain() == ""
 
 
-def test_a_limit_that_was_reached_without_a_kill(kernel):
+def test_no_process_was_killed(kernel, tmp_path):
     found = MemoryKills(7, kernel.proc)
     kernel.set(reached=9)
     assert found.explain() == ""
-
-
-def test_a_system_without_these_files(tmp_path):
-    assert MemoryKills(7, tmp_path).explain() == ""
+    # A system without these files.
+    assert MemoryKills(7, tmp_path / "none").explain() == ""
 
 
 @contextmanager

@@ -29,25 +29,32 @@ SLOW = {
 }
 
 
-def names(hosts, network=None):
-    return {name: i.name for name, i in choose_interfaces(hosts, network).items()}
+ETH0 = Interface("eth0", "10.0.0.1", 24)
+LAN = Interface("lan", "192.168.1.5", 24)
+SUBNETS = {n: host(Interface(f"eth{n}", f"10.0.{n}.1", 24), reached_at=f"10.0.{n}.1") for n in "12"}
 
 
-def test_the_interfaces_on_a_shared_subnet_whatever_their_names():
-    hosts = {
-        "a": host(Interface("eth0", "10.0.0.1", 24)),
-        "b": host(Interface("lan", "192.168.1.5", 24), Interface("ens3", "10.0.0.2", 24)),
-    }
-    assert names(hosts) == {"a": "eth0", "b": "ens3"}
-
-
-def test_the_subnet_of_ssh_is_chosen_among_several():
-    b = HostNetwork(SLOW["b"].interfaces, "10.0.0.2")
-    assert names({"a": SLOW["a"], "b": b}) == {"a": "eth0", "b": "ens3"}
-
-
-def test_without_ssh_the_fastest_subnet_is_chosen():
-    assert names(SLOW) == {"a": "ib0", "b": "ib0"}
+@pytest.mark.parametrize(
+    ("hosts", "network", "expected"),
+    [
+        # The interfaces on a shared subnet, whatever their names.
+        ({"a": host(ETH0), "b": host(LAN, Interface("ens3", "10.0.0.2", 24))}, None, "eth0 ens3"),
+        # The subnet of ssh is chosen among several, and without ssh the fastest one.
+        (SLOW | {"b": HostNetwork(SLOW["b"].interfaces, "10.0.0.2")}, None, "eth0 ens3"),
+        (SLOW, None, "ib0 ib0"),
+        # Hosts on different subnets use the network of ssh.
+        (SUBNETS, None, "eth1 eth2"),
+        # The user's choice by subnet, name or host, also in a restart without host c.
+        (SLOW, "10.0.0.0/8", "eth0 ens3"),
+        (SLOW, "ib0", "ib0 ib0"),
+        (SLOW, "a=ib0,b=ens3", "ib0 ens3"),
+        (SLOW, "a=ib0,b=ens3,c=eth0", "ib0 ens3"),
+    ],
+)
+def test_the_interfaces_of_the_ranks(hosts, network, expected):
+    chosen = choose_interfaces(hosts, network)
+    assert list(chosen) == list(hosts)
+    assert " ".join(interface.name for interface in chosen.values()) == expected
 
 
 def test_ssh_over_ipv6(monkeypatch):
@@ -67,21 +74,18 @@ def test_ssh_over_ipv6(monkeypatch):
     assert reached_address("fd01::2", own) is None
 
 
-def test_a_host_without_ipv4_is_named():
-    hosts = {"a": host(Interface("eth0", "10.0.0.1", 24)), "b": HostNetwork([], None)}
-    with pytest.raises(
-        StartError, match="b has no IPv4 address that other hosts could reach"
-    ) as caught:
-        choose_interfaces(hosts)
+@pytest.mark.parametrize(
+    ("b", "expected"),
+    [
+        (HostNetwork([], None), "b has no IPv4 address that other hosts could reach"),
+        (host(Interface("eth0", "10.0.2.1", 24), reached_at="192.168.1.1"),
+         "no network connects the hosts(.|\n)*--network"),
+    ],
+)  # fmt: skip
+def test_hosts_without_a_common_network(b, expected):
+    with pytest.raises(StartError, match=expected) as caught:
+        choose_interfaces({"a": host(ETH0, reached_at="10.0.0.1"), "b": b})
     assert caught.value.hosts == ["b"]
-
-
-def test_the_users_choice_by_subnet_name_or_host():
-    assert names(SLOW, "10.0.0.0/8") == {"a": "eth0", "b": "ens3"}
-    assert names(SLOW, "ib0") == {"a": "ib0", "b": "ib0"}
-    assert names(SLOW, "a=ib0,b=ens3") == {"a": "ib0", "b": "ens3"}
-    # A restart without host c.
-    assert names(SLOW, "a=ib0,b=ens3,c=eth0") == {"a": "ib0", "b": "ens3"}
 
 
 @pytest.mark.parametrize(
@@ -101,23 +105,6 @@ def test_a_network_that_a_host_does_not_have(network, expected, without):
     with pytest.raises(UsageError, match=expected) as caught:
         choose_interfaces(SLOW, network)
     assert getattr(caught.value, "hosts", None) == without
-
-
-def test_hosts_on_different_subnets_use_the_network_of_ssh():
-    hosts = {
-        "a": host(Interface("eth0", "10.0.1.1", 24), reached_at="10.0.1.1"),
-        "b": host(Interface("ens3", "10.0.2.1", 24), reached_at="10.0.2.1"),
-    }
-    assert names(hosts) == {"a": "eth0", "b": "ens3"}
-
-
-def test_hosts_without_a_common_network():
-    a = host(Interface("eth0", "10.0.1.1", 24), reached_at="10.0.1.1")
-    b = host(Interface("eth0", "10.0.2.1", 24), reached_at="192.168.1.1")
-    with pytest.raises(StartError, match="no network connects the hosts") as caught:
-        choose_interfaces({"a": a, "b": b})
-    assert "--network" in str(caught.value)
-    assert caught.value.hosts == ["b"]
 
 
 def test_a_faster_network_than_the_one_that_ssh_uses():

@@ -1,68 +1,52 @@
-import subprocess
-import sys
+"""The limit on open files."""
 
 import pytest
+
+from tests.launch.commands import execute, output_of
+from tests.launch.test_command import HVDKIT_RUN
 
 CODE = """
 import resource, subprocess, sys
 from hvdkit.launch import open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
-print(open_files.hard_limit(), open_files.raise_limit(int(sys.argv[1])))
-print(resource.getrlimit(resource.RLIMIT_NOFILE))
+print(open_files.hard_limit(), open_files.raise_limit(int(sys.argv[1])), flush=True)
+print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 subprocess.run(["sh", "-c", "ulimit -n"])
+"""
+NODE_0 = """
+import contextlib, pathlib, resource, sys
+from hvdkit.errors import HvdkitError
+from hvdkit.launch.nodes.gathering import Nodes
+from hvdkit.launch.nodes.settings import NodeSettings
+from hvdkit.launch.settings import Settings
+from hvdkit.launch.ssh import Ssh
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000))
+node = NodeSettings(500, 0, 1, None, pathlib.Path(sys.argv[1]), b"", timeout=0.1)
+with contextlib.suppress(HvdkitError), Nodes(node, Settings(Ssh(), sys.executable), print):
+    pass
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
 @pytest.mark.parametrize(("needed", "soft"), [(50, 100), (150, 150), (1000, 200)])
 def test_the_soft_limit_is_raised_to_the_needed_number(needed, soft):
-    done = subprocess.run(
-        [sys.executable, "-uc", CODE, str(needed)],
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=True,
-    )
-    assert done.stdout.splitlines() == [f"200 {soft}", f"({soft}, 200)", str(soft)]
+    expected = [f"200 {soft}", f"({soft}, 200)", str(soft)]
+    assert output_of(CODE, needed).splitlines() == expected
 
 
 def test_node_0_raises_its_limit_before_the_nodes_connect(tmp_path):
-    code = """
-import contextlib, pathlib, resource, sys
-from hvdkit.errors import HvdkitError
-from hvdkit.launch.nodes.gathering import GatheredNodes
-from hvdkit.launch.nodes.settings import NodeSettings
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, 5000))
-settings = NodeSettings(500, 0, 1, None, pathlib.Path(sys.argv[1]), b"", timeout=0.1)
-with contextlib.suppress(HvdkitError), GatheredNodes(settings, print):
-    pass
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "job")],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert int(done.stdout) >= 4 * 500
+    assert int(output_of(NODE_0, tmp_path / "job")) >= 4 * 500
 
 
-def test_ranks_get_a_higher_limit_than_the_shell():
-    run = [sys.executable, "-m", "hvdkit", "run", "-np", "2", "sh", "-c", "ulimit -n"]
-    done = subprocess.run(
-        ["prlimit", "--nofile=256:5000", *run],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert sorted(done.stdout.splitlines()) == ["[0] 1030", "[1] 1030"]
-    done = subprocess.run(
-        ["prlimit", "--nofile=200:200", *run],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert sorted(done.stdout.splitlines()) == ["[0] 200", "[1] 200"]
-    assert "this process can open 200 files, but a job of 2 ranks may need 524" in done.stderr
+@pytest.mark.parametrize(
+    ("limits", "of_a_rank", "warning"),
+    [
+        ("256:5000", "1030", ""),
+        ("200:200", "200", "this process can open 200 files, but a job of 2 ranks may need 524"),
+    ],
+)
+def test_ranks_get_a_higher_limit_than_the_shell(limits, of_a_rank, warning):
+    limited = ["prlimit", f"--nofile={limits}", *HVDKIT_RUN, "-np", "2"]
+    done = execute([*limited, "sh", "-c", "ulimit -n"])
+    assert sorted(done.stdout.splitlines()) == [f"[0] {of_a_rank}", f"[1] {of_a_rank}"]
+    assert warning in done.stderr

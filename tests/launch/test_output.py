@@ -23,36 +23,41 @@ def streams():
     return {"stdout": io.BytesIO(), "stderr": io.BytesIO()}
 
 
-def test_each_line_has_its_rank(streams):
-    with Output(2, **streams) as output:
-        output.write(0, "stdout", b"one\ntw")
-        output.write(1, "stdout", b"other\n")
-        output.write(0, "stdout", b"o\n")
-        output.write(1, "stderr", b"oops\n")
-    assert streams["stdout"].getvalue() == b"[0] one\n[1] other\n[0] two\n"
-    assert streams["stderr"].getvalue() == b"[1] oops\n"
+STATES = [(0, "stderr", b"\r%3d %%" % percent) for percent in range(0, 101, 10)]
 
 
-def test_a_line_without_an_end_is_shown_at_the_end(streams):
-    with Output(1, **streams) as output:
-        output.write(0, "stdout", b"last words")
-        assert streams["stdout"].getvalue() == b""
-        output.finish(0)
-    assert streams["stdout"].getvalue() == b"[0] last words\n"
+@pytest.mark.parametrize(
+    ("size", "pieces", "stdout", "stderr"),
+    [
+        # Each line has its rank.
+        (2, [(0, "stdout", b"one\ntw"), (1, "stdout", b"other\n"), (0, "stdout", b"o\n"),
+             (1, "stderr", b"oops\n")], b"[0] one\n[1] other\n[0] two\n", b"[1] oops\n"),
+        # A line without an end is shown at the end, even if that of its rank is not reported.
+        (2, [(1, "stderr", b"last words")], b"", b"[1] last words\n"),
+        (1, [(0, "stdout", b"last words"), 0], b"[0] last words\n", b""),
+        # Only the last state of a progress bar is shown.
+        (1, [*STATES, (0, "stderr", b"\r\n")], b"", b"[0] 100 %\n"),
+        # Only the first rank of a large job is shown.
+        (17, [(0, "stdout", b"mine\n"), (16, "stdout", b"hidden\n")], b"[ 0] mine\n", b""),
+    ],
+)  # fmt: skip
+def test_the_lines_of_the_ranks(streams, size, pieces, stdout, stderr):
+    with Output(size, **streams) as output:
+        for piece in pieces:
+            if piece == 0:
+                assert streams["stdout"].getvalue() == b""
+                output.finish(piece)
+            else:
+                output.write(*piece)
+        assert size < 17 or output.tail(16) == ["hidden"]
+        output.status("running")  # there is no status line without a terminal
+    assert (streams["stdout"].getvalue(), streams["stderr"].getvalue()) == (stdout, stderr)
 
 
-def test_a_line_without_an_end_is_shown_even_if_the_end_of_the_rank_is_not_reported(streams):
-    with Output(2, **streams) as output:
-        output.write(1, "stderr", b"last words")
-    assert streams["stderr"].getvalue() == b"[1] last words\n"
-
-
-def test_only_the_last_state_of_a_progress_bar_is_shown(streams):
-    with Output(1, **streams) as output:
-        for percent in range(0, 101, 10):
-            output.write(0, "stderr", b"\r%3d %%" % percent)
-        output.write(0, "stderr", b"\r\n")
-    assert streams["stderr"].getvalue() == b"[0] 100 %\n"
+def test_all_ranks_on_request(streams):
+    with Output(17, shown=range(17), **streams) as output:
+        output.write(16, "stdout", b"seen\n")
+    assert streams["stdout"].getvalue() == b"[16] seen\n"
 
 
 def test_a_progress_bar_is_shown_before_it_ends(streams, monkeypatch):
@@ -97,15 +102,6 @@ def test_bars_add_lines_and_change_none(monkeypatch):
         assert all(b"[0] " + line in shown for line in lines if line), seed
 
 
-def test_no_bar_is_printed_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(output_module, "_BARS_SECONDS", 0.0)
-    stderr = Terminal()
-    with Output(1, stdout=io.BytesIO(), stderr=stderr) as output:
-        output.write(0, "stderr", b"\r 10 %")
-        output.status("running")
-        assert b"[0]" not in stderr.getvalue()
-
-
 def test_an_error_that_a_file_reports_at_its_end(streams, tmp_path):
     """NFS reports a full disk or a quota when a file is closed."""
 
@@ -116,7 +112,8 @@ def test_an_error_that_a_file_reports_at_its_end(streams, tmp_path):
 
     said = []
     with Output(2, directory=tmp_path, say=said.append, **streams) as output:
-        output._files = [Full(tmp_path / f"rank.{rank}.log", "ab") for rank in range(2)]
+        for name in output._files._files:
+            output._files._files[name] = Full(tmp_path / name, "ab")
         output.write(1, "stdout", b"one\n")
     assert [text.partition(". ")[0] for text in said] == [
         f"--output-dir {tmp_path}: Disk quota exceeded"
@@ -143,20 +140,6 @@ def test_nothing_of_a_long_line_is_lost(streams):
     assert all(line.startswith(b"[0] ") for line in lines)
 
 
-def test_only_the_first_rank_of_a_large_job_is_shown(streams):
-    with Output(17, **streams) as output:
-        output.write(0, "stdout", b"mine\n")
-        output.write(16, "stdout", b"hidden\n")
-        assert output.tail(16) == ["hidden"]
-    assert streams["stdout"].getvalue() == b"[ 0] mine\n"
-
-
-def test_all_ranks_on_request(streams):
-    with Output(17, shown=range(17), **streams) as output:
-        output.write(16, "stdout", b"seen\n")
-    assert streams["stdout"].getvalue() == b"[16] seen\n"
-
-
 def test_the_last_lines_of_a_rank_are_kept(streams):
     with Output(1, **streams) as output:
         output.write(0, "stdout", b"".join(b"line %d\n" % n for n in range(110)))
@@ -166,12 +149,22 @@ def test_the_last_lines_of_a_rank_are_kept(streams):
 
 def test_a_file_for_each_rank_byte_for_byte(streams, tmp_path):
     folder = tmp_path / "new" / "logs"
-    for _ in range(2):
-        with Output(11, directory=folder, **streams) as output:
-            output.write(3, "stdout", b"a\rb\xff")
-            output.write(10, "stderr", b"ten\n")
-    assert (folder / "rank.03.log").read_bytes() == b"a\rb\xff" * 2
-    assert (folder / "rank.10.log").read_bytes() == b"ten\nten\n"
+    with Output(11, directory=folder, **streams) as output:
+        output.write(3, "stdout", b"a\rb\xff")
+        output.write(10, "stderr", b"ten\n")
+    assert (folder / "rank.03.log").read_bytes() == b"a\rb\xff"
+    assert (folder / "rank.10.log").read_bytes() == b"ten\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+def test_a_link_of_another_user_is_not_followed(streams, tmp_path):
+    own, link = tmp_path / "own", tmp_path / "rank.0.log"
+    own.write_text("old")
+    link.symlink_to(own)
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(UsageError, match="link of another user"):
+        Output(1, directory=tmp_path, **streams)
+    assert own.read_text() == "old"
 
 
 def test_an_unwritable_directory(streams, tmp_path):
@@ -180,20 +173,16 @@ def test_an_unwritable_directory(streams, tmp_path):
         Output(1, directory=tmp_path / "file" / "logs", **streams)
 
 
-def test_the_status_line_is_drawn_on_a_terminal_and_cleared_before_output():
+def test_the_status_line_is_drawn_on_a_terminal_and_cleared_before_output(monkeypatch):
+    monkeypatch.setattr(output_module, "_BARS_SECONDS", 0.0)
     stderr, stdout = Terminal(), io.BytesIO()
     with Output(1, stdout=stdout, stderr=stderr) as output:
         output.write(0, "stderr", b"\repoch 1")
         output.status("1 of 1 ranks running")
         assert b"1 of 1 ranks running  epoch 1" in stderr.getvalue()
+        assert b"[0]" not in stderr.getvalue()  # no bar is printed
         output.write(0, "stdout", b"line\n")
         assert stderr.getvalue().endswith(b"\r\x1b[2K")
-
-
-def test_no_status_line_without_a_terminal(streams):
-    with Output(1, **streams) as output:
-        output.status("running")
-    assert streams["stderr"].getvalue() == b""
 
 
 def test_a_closed_terminal_does_not_end_the_job(tmp_path):

@@ -1,20 +1,22 @@
 import json
 import math
-import subprocess
+import os
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 
 from hvdkit.errors import RESUMABLE, HvdkitError, UsageError
+from hvdkit.faults import start_folders
 from hvdkit.faults.command import why
-from hvdkit.launch import output_folder, starts
+from hvdkit.launch import output_folder
 from hvdkit.launch.failure import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
+from tests.launch.commands import hvdkit, started, wait_until
 
+PLAN = make_plan(["true"], "/", [Host("localhost", 1)], 1)
 RUN = ("run", "-np", "2", "--output-dir", "logs")
 RAISES = """
 import os, time
@@ -28,18 +30,13 @@ except IndexError as error:
 
 
 def run(tmp_path, code):
-    return run_hvdkit(*RUN, sys.executable, "-c", code, cwd=tmp_path)
+    return hvdkit(*RUN, sys.executable, "-c", code, cwd=tmp_path)
 
 
-def run_hvdkit(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "hvdkit", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_the_link_to_the_newest_start_has_a_name_before_that_nobody_can_foresee(tmp_path):
+    (tmp_path / f".latest.{os.getpid()}").mkdir()
+    folder = output_folder.make(tmp_path)
+    assert (tmp_path / "latest").resolve() == folder
 
 
 def test_each_start_has_a_folder(tmp_path):
@@ -51,7 +48,7 @@ def test_each_start_has_a_folder(tmp_path):
     assert (logs / "latest").resolve() == folders[1]
     names = ["events.jsonl", "rank.0.log", "rank.1.log", "start.json"]
     assert sorted(path.name for path in folders[1].iterdir()) == names
-    first, second = (starts.parse((folder / "start.json").read_text()) for folder in folders)
+    first, second = (start_folders.parse((folder / "start.json").read_text()) for folder in folders)
     assert second.command == (sys.executable, "-c", "print('second')")
     assert (second.directory, second.hosts, second.ranks) == (str(tmp_path), {"localhost": 2}, 2)
     assert (second.status, second.failed, second.reason, second.running) == (0, False, "", False)
@@ -72,7 +69,7 @@ pathlib.Path({str(marker)!r}).touch()
 sys.exit(3)
 """
     arguments = ("-np", "1", "--output-dir", str(logs), *restarts)
-    done = run_hvdkit("run", *arguments, sys.executable, "-c", code, cwd=tmp_path)
+    done = hvdkit("run", *arguments, sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0] second\n"
     assert "logs: File exists. The output of this start is not kept" in done.stderr
@@ -92,11 +89,10 @@ def test_the_failure_is_written(tmp_path):
     assert error["exception"] == "ValueError: shard 17"
     assert error["traceback"][0] == "Traceback (most recent call last):"
     assert error["traceback"][-2:] == error["last_lines"][-2:] == ["ValueError: shard 17", "is bad"]
-    assert output_folder.replayed(tmp_path / "logs" / "latest") == error
-    (tmp_path / "logs" / "latest" / "error.json").unlink()
-    shown = run_hvdkit("why", "logs", cwd=tmp_path).stdout
-    assert shown == "Rank 1 on localhost failed first: exit status 1. ValueError: shard 17\n"
-    start = starts.parse((tmp_path / "logs" / "latest" / "start.json").read_text())
+    shown = hvdkit("why", "logs", cwd=tmp_path).stdout
+    assert shown.startswith("The job failed: rank 1 on localhost failed: exit status 1.")
+    assert shown.endswith(" ValueError: shard 17\n")
+    start = start_folders.parse((tmp_path / "logs" / "latest" / "start.json").read_text())
     assert (start.status, start.failed) == (1, True)
     assert "rank 1 on localhost failed" in start.reason
     assert "ValueError: shard 17" in start.reason
@@ -130,41 +126,39 @@ def test_a_signal_is_named(tmp_path):
 
 def test_the_end_of_a_start_that_a_signal_stopped_early_is_written(tmp_path):
     """The signal comes while the agent starts. Ranks run only after that."""
-    arguments = ["run", "-np", "1", "--output-dir", "logs", "sleep", "60"]
-    process = subprocess.Popen([sys.executable, "-m", "hvdkit", *arguments], cwd=tmp_path)
     file = tmp_path / "logs" / "latest" / "start.json"
-    deadline = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.terminate()
-    assert process.wait(timeout=60) == RESUMABLE
-    start = starts.parse(file.read_text())
+    with started("-np", "1", "--output-dir", "logs", "sleep", "60", cwd=tmp_path) as job:
+        wait_until(file.exists, seconds=60)
+        job.terminate()
+        assert job.wait(timeout=600) == RESUMABLE
+    start = start_folders.parse(file.read_text())
     assert (start.status, start.failed, start.running) == (RESUMABLE, False, False)
     assert start.reason == "ended by SIGTERM"
 
 
-def test_a_signal_without_a_name_in_python(tmp_path):
-    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    output_folder.write_error(tmp_path, Outcome(168, failure=Failure(0, -40)), plan, print)
-    assert json.loads((tmp_path / "error.json").read_text())["signal"] == "SIGRTMIN+6"
-
-
-@pytest.mark.parametrize(("hint", "written"), [("", None), ("probably by the kernel",) * 2])
-def test_the_probable_cause_of_a_signal_is_written(tmp_path, hint, written):
-    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    failure = Failure(0, -9, hint=hint)
-    output_folder.write_error(tmp_path, Outcome(137, failure=failure), plan, print)
-    assert json.loads((tmp_path / "error.json").read_text())["hint"] == written
+@pytest.mark.parametrize(
+    ("status", "hint", "name", "written"),
+    [
+        (-9, "", "SIGKILL", None),
+        (-9, "probably by the kernel", "SIGKILL", "probably by the kernel"),
+        # A signal without a name in Python.
+        (-40, "", "SIGRTMIN+6", None),
+    ],
+)
+def test_a_signal_and_its_probable_cause_are_written(tmp_path, status, hint, name, written):
+    outcome = Outcome(128 - status, failure=Failure(0, status, hint=hint))
+    output_folder.write_error(tmp_path, outcome, PLAN, print)
+    error = json.loads((tmp_path / "error.json").read_text())
+    assert (error["signal"], error["hint"]) == (name, written)
 
 
 def test_a_start_that_still_runs(tmp_path):
     plan = make_plan(["python", "train.py"], str(tmp_path), [Host("host0", 2), Host("host1", 2)], 3)
-    begun = starts.parse(starts.Start.of(plan).to_json())
+    begun = start_folders.parse(output_folder.describe_start(plan).to_json())
     assert begun.hosts == {"host0": 2, "host1": 1}
     assert (begun.running, begun.ended, begun.status) == (True, None, None)
-    ended = begun.end(Outcome(0))
-    assert starts.parse(ended.to_json()) == ended
+    ended = output_folder.describe_end(begun, Outcome(0))
+    assert start_folders.parse(ended.to_json()) == ended
     assert ended.running is False
     elsewhere = replace(begun, launcher="another-host 7 1.00")
     assert elsewhere.running is None
@@ -172,23 +166,19 @@ def test_a_start_that_still_runs(tmp_path):
     assert replace(begun, launcher=f"{host} {pid} 1.00").running is False
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}'])
-def test_a_foreign_description_of_a_start(text):
-    with pytest.raises(HvdkitError, match="not the description of a start"):
-        starts.parse(text)
-
-
-@pytest.mark.parametrize("time", [math.nan, 1e300])
-def test_a_start_at_a_time_that_no_clock_shows(time):
-    plan = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-    text = replace(starts.Start.of(plan), began=time).to_json()
-    with pytest.raises(HvdkitError, match="is not a time"):
-        starts.parse(text)
-
-
-def test_a_newer_description_of_a_start():
-    with pytest.raises(HvdkitError, match="Update hvdkit"):
-        starts.parse('{"version": 2}')
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, "not the description of a start") for text in ("", "[]", "{}", '{"version": 1}')),
+        *((replace(output_folder.describe_start(PLAN), began=time).to_json(), "is not a time")
+          for time in (math.nan, 1e300)),
+        (replace(output_folder.describe_start(PLAN), launcher="h -5 1.0").to_json(), "number of a"),
+        ('{"version": 2}', "Update hvdkit"),
+    ],
+)  # fmt: skip
+def test_a_foreign_description_of_a_start(text, expected):
+    with pytest.raises(HvdkitError, match=expected):
+        start_folders.parse(text)
 
 
 def test_an_unwritable_folder(tmp_path):

@@ -15,10 +15,6 @@ def places(hosts, size):
     ]
 
 
-def test_ranks_on_one_host():
-    assert places([Host("a", 2)], 2) == [(0, "a", 0, 2, 0, 1), (1, "a", 1, 2, 0, 1)]
-
-
 def test_hosts_with_different_slots():
     assert places([Host("a", 1), Host("b", 3), Host("c", 2)], 6) == [
         (0, "a", 0, 1, 0, 3),

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hvdkit.launch
-from hvdkit.faults.rank_report import LOST_PEER, RankReports
+from hvdkit.faults.record_folder import RecordFolder
+from tests.launch.commands import execute
 
 HOOK = Path(hvdkit.launch.__file__).parent / "hook"
 # Horovod's class, and the function of Horovod that raises it for each RuntimeError.
@@ -33,16 +35,10 @@ synchronize, lost = names["synchronize"], names["lost"]
 
 def run(folder, script):
     """Run a script as the Python of a rank; return its status, its output and its report."""
-    env = {**os.environ, "PYTHONPATH": str(HOOK), "HVDKIT_RECORD_DIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", script] if isinstance(script, str) else script,
-        env={**env, "HVDKIT_REPORT_RANK": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    own = {"PYTHONPATH": str(HOOK), "HVDKIT_RECORD_DIR": str(folder), "HVDKIT_REPORT_RANK": "1"}
+    command = [sys.executable, "-c", script] if isinstance(script, str) else script
+    streams = {"capture_output": False, "stdout": -1, "stderr": subprocess.STDOUT}
+    done = execute(command, env=os.environ | own, **streams)
     reports = [json.loads(file.read_text()) for file in folder.glob("end-1-*.json")]
     assert len(reports) < 2
     return done.returncode, done.stdout, reports[0] if reports else None
@@ -90,19 +86,14 @@ def test_sys_exit_can_be_sent_to_another_process(tmp_path):
 
 def test_a_report_counts_until_the_command_starts_another_python(tmp_path):
     """A shell looks for a module first, and then runs the script, which is killed."""
-    reports = RankReports()
+    folder = RecordFolder()
+    vars(folder)["_owned"] = SimpleNamespace(path=tmp_path)
     run(tmp_path, "import no_such_module")
-    assert [each[2]["how"] for each in reports.new(tmp_path)] == ["exception"]
+    assert [each[2]["how"] for each in folder.reports()] == ["exception"]
     run(tmp_path, "import os; os._exit(9)")
-    assert [(each[0], each[2]["how"]) for each in reports.new(tmp_path)] == [(1, "start")]
-    assert list(reports.new(tmp_path)) == []
+    assert [(each[0], each[2]["how"]) for each in folder.reports()] == [(1, "start")]
+    assert list(folder.reports()) == []
     run(tmp_path, "import no_such_module")
-    assert [each[2]["how"] for each in reports.new(tmp_path)] == ["exception"]
+    assert [each[2]["how"] for each in folder.reports()] == ["exception"]
     run(tmp_path, "")
-    assert [each[2]["how"] for each in reports.new(tmp_path)] == ["end"]
-
-
-def test_the_launcher_and_the_rank_know_the_same_errors_of_lost_peers():
-    script = "import sys\nsys.path.insert(0, sys.argv[1])\nimport _hvdkit_self_report as hook\n"
-    show = [sys.executable, "-c", f"{script}print(hook._LOST_PEER)", str(HOOK)]
-    assert subprocess.check_output(show, text=True, timeout=60).strip() == str(LOST_PEER)
+    assert [each[2]["how"] for each in folder.reports()] == ["end"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.errors import HvdkitError
 from hvdkit.launch import events
 from hvdkit.launch.outcome import outcome
 
@@ -15,6 +16,8 @@ RECORDED = {
     # The other rank leaves by `os._exit`. The launcher ends the rank that raised.
     "raised-but-a-thread-runs.jsonl": (1, (1,), "rank 1 on localhost failed: it raised an error"),
     "killed-agent.jsonl": (1, (), "lost localhost: its agent was killed by signal 9 (Killed)"),
+    # Rank 1 calls a collective that no other rank calls.
+    "deadlock.jsonl": (1, (), "Ranks 0, 2 have waited 3 s for the allreduce 'loss', 12 bytes of"),
     "crash.jsonl": (139, (0,), "rank 0 on localhost failed: killed by signal 11"),
 }
 
@@ -29,3 +32,10 @@ def test_a_recorded_job(name):
 
 def test_each_recorded_job_has_an_expected_outcome():
     assert {path.name for path in FOLDER.iterdir()} == set(RECORDED)
+
+
+@pytest.mark.parametrize("status", [-(1 << 63) - 1, -65, 1 << 40])
+def test_a_status_that_no_process_has(status):
+    text = (FOLDER / "crash.jsonl").read_text()
+    with pytest.raises(HvdkitError, match=f"Ended: status is {status}"):
+        events.parse(text.replace('"hint": ""', f'"hint": "", "status": {status}', 1))

@@ -1,8 +1,8 @@
 """Agents that do not answer, and processes that were stopped for a while."""
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,6 +12,8 @@ import pytest
 from hvdkit import cli
 from hvdkit.launch import command as run_command
 from hvdkit.launch import messages
+from tests.launch.commands import execute, started_command
+from tests.launch.test_agent import wait_until_gone
 
 # `hvdkit run` that waits for seconds where it usually waits for a minute.
 RUN = """
@@ -24,35 +26,22 @@ sys.exit(main(["run", "-np", "1", sys.executable, "-c", sys.argv[1]]))
 """
 
 
-@pytest.fixture
-def launcher():
-    """Return a function that starts a job, and returns its launcher, its agent and its rank."""
-    jobs = []
-
-    def start(code):
-        code = f"import os, time; print(os.getpid(), flush=True); {code}"
-        command = [sys.executable, "-c", RUN, code]
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        jobs.append(job)
+@contextlib.contextmanager
+def a_job(code):
+    """Context with a job: its launcher, its agent and its rank."""
+    code = f"import os, time; print(os.getpid(), flush=True); {code}"
+    with started_command(sys.executable, "-c", RUN, code) as job:
         rank = psutil.Process(int(job.stdout.readline().split()[-1]))
-        return job, rank.parent().parent(), rank
-
-    yield start
-    for job in jobs:
-        job.kill()
-        job.communicate(timeout=30)
+        yield job, rank.parent().parent(), rank
 
 
-def test_an_agent_that_is_stopped_is_lost(launcher):
-    job, agent, rank = launcher("time.sleep(60)")
-    agent.suspend()
-    _, stderr = job.communicate(timeout=60)
-    assert job.returncode == 1
-    assert "lost localhost: its agent has not answered for 4 s" in stderr
-    deadline = time.monotonic() + 20
-    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_an_agent_that_is_stopped_is_lost():
+    with a_job("time.sleep(60)") as (job, agent, rank):
+        agent.suspend()
+        _, stderr = job.communicate(timeout=600)
+        assert job.returncode == 1
+        assert "lost localhost: its agent has not answered for 4 s" in stderr
+        wait_until_gone(rank.pid)
 
 
 # `hvdkit run` whose agent is stopped before it gets the message that starts the ranks.
@@ -76,38 +65,37 @@ sys.exit(main(["run", "-np", "1", "-x", "LONG=" + "x" * 100_000, "true"]))
 
 
 def test_an_agent_that_is_stopped_before_a_long_message_is_lost():
-    command = [sys.executable, "-c", STOPPED_AT_START]
-    job = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert job.returncode == 1
-    assert "lost localhost: its agent has not answered for 4 s" in job.stderr
+    done = execute([sys.executable, "-c", STOPPED_AT_START])
+    assert done.returncode == 1
+    assert "lost localhost: its agent has not answered for 4 s" in done.stderr
 
 
-def test_a_launcher_that_is_stopped_is_the_cause(launcher):
-    job, _, rank = launcher("time.sleep(60)")
-    job.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    rank.wait(30)
-    # The launcher notices a pause of more than five seconds.
-    time.sleep(max(1.0, began + 7 - time.monotonic()))
-    job.send_signal(signal.SIGCONT)
-    _, stderr = job.communicate(timeout=60)
+def test_a_launcher_that_is_stopped_is_the_cause():
+    with a_job("time.sleep(60)") as (job, _, rank):
+        job.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        rank.wait(30)
+        # The launcher notices a pause of more than five seconds.
+        time.sleep(max(1.0, began + 7 - time.monotonic()))
+        job.send_signal(signal.SIGCONT)
+        _, stderr = job.communicate(timeout=600)
     assert job.returncode == 1
     assert "lost localhost: this launcher did not run for" in stderr
     assert "the agent ended its ranks after 4 s" in stderr
 
 
-def test_a_whole_job_that_is_stopped_for_a_while_continues(launcher):
-    job, agent, rank = launcher("time.sleep(8); print('continued')")
-    time.sleep(1)
-    processes = [job.pid, agent.pid, rank.pid]
-    for pid in processes:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(6)
-    # The launcher first: it must not take the silence of the agent for its end.
-    for pid in processes:
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.3)
-    stdout, stderr = job.communicate(timeout=60)
+def test_a_whole_job_that_is_stopped_for_a_while_continues():
+    with a_job("time.sleep(8); print('continued')") as (job, agent, rank):
+        time.sleep(1)
+        pids = [job.pid, agent.pid, rank.pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6)
+        # The launcher first: it must not take the silence of the agent for its end.
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)
+        stdout, stderr = job.communicate(timeout=600)
     assert job.returncode == 0, stderr
     assert "continued" in stdout
 

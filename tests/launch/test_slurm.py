@@ -1,19 +1,17 @@
-import contextlib
 import os
-import socket
-import subprocess
 import sys
-from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import allocation, preflight, prepare, slurm
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.launcher import Settings
+from hvdkit.launch.network import Interface
 from hvdkit.launch.output import Output
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.settings import Settings
 from hvdkit.launch.ssh import Ssh
+from tests.launch.commands import run
 from tests.launch.test_allocation import ENV
 
 
@@ -41,13 +39,10 @@ def test_srun_starts_the_ranks_on_the_hosts_of_the_plan(srun):
 
 
 @pytest.mark.usefixtures("srun")
-def test_srun_gets_options_that_it_does_not_take_from_the_allocation():
+def test_srun_gets_options_that_it_does_not_take_from_the_allocation(monkeypatch):
     env = ENV | {"SLURM_CPUS_PER_TASK": "4"}
     assert "--cpus-per-task=4" in command(allocation.read(env), 7)
     assert "--mpi=pmix" in command(allocation.read(env), 7, kind="pmix")
-
-
-def test_a_missing_srun(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(HvdkitError, match="no srun on PATH"):
         command(allocation.read(ENV), 1)
@@ -59,38 +54,9 @@ def test_nothing_listens_after_a_failed_start(monkeypatch):
     host = Host("localhost", 1)
     plan = make_plan(["true"], "/", [host], 1)
     allocated = allocation.Allocation([host], {host: 1})
-    launcher = slurm.Slurm(plan, Settings(Ssh(), sys.executable), allocated, None)
+    launcher = slurm.Slurm(Settings(Ssh(), sys.executable), allocated, None)
     with pytest.raises(HvdkitError, match="no srun on PATH"):
-        launcher.describe(print)
-
-
-@pytest.mark.usefixtures("srun")
-def test_the_network_is_tested_at_a_port_that_listens(monkeypatch):
-    """The listener for agents is closed before, when all agents have connected."""
-    host = Host("localhost", 1)
-    plan = make_plan(["true"], "/", [host], 1)
-    allocated = allocation.Allocation([host], {host: 1})
-    agent = Mock(host=host)
-    agents = MagicMock(connections=[agent])
-    agents.require_facts.return_value = {agent: {"cores": 1}}
-
-    @contextlib.contextmanager
-    def started_by(name, command, env, listener, *_):
-        listener.close()
-        yield agents
-
-    tested = []
-
-    def before_start(agents, interfaces, plan, settings, launcher_address, say):
-        socket.create_connection(launcher_address, timeout=10).close()
-        tested.append(launcher_address)
-
-    monkeypatch.setattr(slurm, "agents_started_by", started_by)
-    monkeypatch.setattr(prepare, "choose_network", lambda *_: ({}, "127.0.0.1"))
-    monkeypatch.setattr(slurm.preflight, "before_start", before_start)
-    settings = Settings(Ssh(), sys.executable)
-    with slurm._started(plan, allocated, settings, "none", print):
-        assert len(tested) == 1
+        launcher.describe(plan, print)
 
 
 @pytest.mark.parametrize(
@@ -107,48 +73,25 @@ def test_threads_of_a_rank(cores, per_task, threads):
     plan = make_plan(["train"], "/data", allocated.hosts, 7)
     host = allocated.hosts[0]
     facts = slurm._facts({"cores": cores, "gpus": None}, host, plan, allocated)
-    settings = prepare.Settings(ssh=None, python="python")
-    interfaces = {host: slurm.Interface("eth0", "10.0.0.1", 24)}
-    ranks = prepare.rank_messages(plan, {host: facts}, settings, interfaces, lambda *_: {})
-    assert ranks[host][0]["defaults"]["OMP_NUM_THREADS"] == str(threads)
+    settings = Settings(ssh=None, python="python")
+    interface = Interface("eth0", "10.0.0.1", 24)
+    hosts = allocated.hosts
+    workers = prepare.Workers(
+        None, dict.fromkeys(hosts, facts), dict.fromkeys(hosts, interface), "10.0.0.1"
+    )
+    ranks = prepare.rank_messages(plan, workers, settings, lambda *_: {}, None)
+    assert ranks[0]["defaults"]["OMP_NUM_THREADS"] == str(threads)
 
 
 @pytest.mark.parametrize(("variables", "pins"), [({}, True), ({"SLURM_GPUS_PER_TASK": "1"}, False)])
 def test_a_gpu_that_slurm_has_pinned_is_not_pinned_again(variables, pins):
     settings = Settings(Ssh(), sys.executable, pin_gpus=True)
-    assert slurm._settings(settings, allocation.read(ENV | variables)).pin_gpus == pins
-
-
-def run(*arguments, **env):
-    clean = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
-    return subprocess.run(
-        [sys.executable, "-m", "hvdkit", "run", *arguments],
-        env=clean | env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "env", "expected"),
-    [
-        (["--launcher", "slurm"], {}, "there is no allocation here"),
-        (["--launcher", "slurm", "-H", "a:1"], ENV, "Remove -H, --hostfile and"),
-        (["--mpi", "pmix", "-np", "1"], {}, "--mpi pmix is an option of srun"),
-        (["-np", "8"], ENV, "-np is 8, but the allocation has 7 tasks"),
-    ],
-)
-def test_wrong_arguments_are_status_2(arguments, env, expected):
-    done = run(*arguments, "true", **env)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert slurm.Slurm(settings, allocation.read(ENV | variables), None).settings.pin_gpus == pins
 
 
 def test_named_hosts_take_precedence_over_an_allocation():
-    done = run("-H", "localhost:2", sys.executable, "-c", "print('up')", **ENV)
+    code = (sys.executable, "-c", "print('up')")
+    done = run("-H", "localhost:2", *code, env=os.environ | ENV)
     assert sorted(done.stdout.splitlines()) == ["[0] up", "[1] up"]
 
 
@@ -177,9 +120,8 @@ def test_agents_that_are_not_asked_get_heartbeats(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "before_start", before_start)
     hosts = [Host("localhost", 2), Host("127.0.0.1", 1)]
     allocated = allocation.Allocation(hosts, dict.fromkeys(hosts, 2))
-    launcher = slurm.Slurm(
-        make_plan(["true"], "/", hosts, 3), Settings(Ssh(), sys.executable), allocated, None
-    )
-    with Output(3, progress=False) as output, launcher.run(output, print) as outcome:
+    plan = make_plan(["true"], "/", hosts, 3)
+    launcher = slurm.Slurm(Settings(Ssh(), sys.executable), allocated, None)
+    with Output(3, progress=False) as output, launcher.run(plan, output, print) as outcome:
         assert outcome.status == 0
     assert connected == [(2, 3)]

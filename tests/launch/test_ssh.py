@@ -14,55 +14,37 @@ def test_ssh_asks_nothing_and_the_users_arguments_come_first():
     assert command[-2:] == ["me@h", "cd / && exec python -m 'x y'"]
 
 
+NO_KEY = "Warning: Identity file /k e y not accessible: No such file or directory.\n"
+CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."
+DENIED = "me@h: Permission denied (publickey)."
+REFUSED = "ssh: connect to host h port 2222: Connection refused"
+
+
 @pytest.mark.parametrize(
     ("status", "said", "expected"),
     [
         (255, "Host key verification failed.", "ssh-keyscan -p 2222 h >> ~/.ssh/known_hosts"),
-        (
-            255,
-            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
-            "ssh-keygen -R '[h]:2222'",
-        ),
-        (
-            255,
-            "me@h: Permission denied (publickey).",
-            "ssh-copy-id -oProxyJump=gateway -p 2222 -i '/k e y' me@h",
-        ),
-        (
-            255,
-            "Warning: Identity file /k e y not accessible: No such file or directory.\n"
-            "me@h: Permission denied (publickey).",
-            "the file of --ssh-identity cannot be read",
-        ),
-        (
-            255,
-            "Warning: Identity file /k e y not accessible: No such file or directory.\n"
-            "ssh: connect to host h port 2222: Connection refused",
-            "no ssh server listens",
-        ),
+        (255, CHANGED, "ssh-keygen -R '[h]:2222'"),
+        (255, DENIED, "ssh-copy-id -oProxyJump=gateway -p 2222 -i '/k e y' me@h"),
+        (255, NO_KEY + DENIED, "the file of --ssh-identity cannot be read"),
+        (255, NO_KEY + REFUSED, "no ssh server listens"),
         (255, "ssh: Could not resolve hostname h: Name or service not known", "/etc/hosts"),
-        (255, "ssh: connect to host h port 2222: Connection refused", "no ssh server listens"),
+        (255, REFUSED, "no ssh server listens"),
         (255, "ssh: connect to host h port 2222: Connection timed out", "cannot be reached"),
         (127, "sh: 1: exec: /py: not found", "there is no executable Python at /py"),
         (126, "sh: 1: exec: /py: Permission denied", "there is no executable Python at /py"),
         (1, "/py: No module named hvdkit", "/py there has no hvdkit"),
         (1, "ModuleNotFoundError: No module named 'psutil'", "/py there has no hvdkit"),
-        (
-            1,
-            "something new",
-            "ssh ended with status 1; try `ssh -Jgateway -p 2222 -i '/k e y' me@h true`",
-        ),
+        (1, "new", "ssh ended with status 1; try `ssh -Jgateway -p 2222 -i '/k e y' me@h true`"),
         (None, "", "ssh has not ended"),
+        # Killed before the start of the agent.
+        (-9, "", "was killed by signal 9"),
     ],
 )
 def test_each_error_of_ssh_has_advice(status, said, expected):
     text = SSH.explain(Host("me@h", 1), status, said, "/py")
     assert expected in text
     assert "\n" not in text
-
-
-def test_an_ssh_that_is_killed_before_the_start_of_the_agent():
-    assert "was killed by signal 9" in SSH.explain(Host("h", 1), -9, "", "/py")
 
 
 def test_what_a_login_writes_to_standard_output_is_shown():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import psutil
@@ -10,6 +9,7 @@ import pytest
 
 from hvdkit.checkpoint.store import Store
 from tests.alone import REPOSITORY
+from tests.launch.commands import execute, started
 
 # Two networks, each with a checkpointer. Each rank is a job of its own: no rank needs Horovod.
 SCRIPT = """
@@ -56,17 +56,10 @@ print("export", a.value, b.value, flush=True)
 """
 
 
-def start(folder, moment):
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "hvdkit", "run", "-np", "2"),
-            *(sys.executable, "-c", SCRIPT, str(folder), moment),
-        ],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def job_at(folder, moment):
+    """Return a context with a job that stops at a moment."""
+    words = ("-np", "2", sys.executable, "-c", SCRIPT, str(folder), moment)
+    return started(*words, cwd=REPOSITORY)
 
 
 def targets(job, target):
@@ -80,10 +73,7 @@ MOMENTS = [
     *("before restore", "training", "between saves", "before last save", "between last saves"),
     *("after last save", "evaluation"),
 ]
-SHORT = [
-    ("between saves", signal.SIGTERM, "launcher"),
-    ("evaluation", signal.SIGTERM, "agent"),
-]
+SHORT = [("between saves", signal.SIGTERM, "launcher"), ("evaluation", signal.SIGTERM, "agent")]
 LONG = [
     pytest.param(moment, number, target, marks=pytest.mark.long)
     for moment in MOMENTS
@@ -96,12 +86,12 @@ LONG = [
 
 @pytest.mark.parametrize(("moment", "number", "target"), SHORT + LONG)
 def test_a_job_that_has_saved_ends_with_75_and_resumes(tmp_path, moment, number, target):
-    with start(tmp_path, moment) as job:
+    with job_at(tmp_path, moment) as job:
         # Both ranks have reached it.
         assert {job.stdout.readline(), job.stdout.readline()} == {"[0] POINT\n", "[1] POINT\n"}
         for process in targets(job, target):
             process.send_signal(number)
-        out, err = job.communicate(timeout=60)
+        out, err = job.communicate(timeout=600)
     # Python's KeyboardInterrupt is the usual effect of Ctrl-C after the training.
     usual = moment == "evaluation" and number == signal.SIGINT
     assert job.returncode == (130 if usual else 75), err
@@ -114,8 +104,8 @@ def test_a_job_that_has_saved_ends_with_75_and_resumes(tmp_path, moment, number,
         for rank in range(2)
     }
     assert len(newest) == 1
-    with start(tmp_path, "never") as job:
-        out, err = job.communicate(timeout=60)
+    with job_at(tmp_path, "never") as job:
+        out, err = job.communicate(timeout=600)
     assert job.returncode == 0, err
     a, b = 1, 2
     for _ in range(8):
@@ -145,13 +135,8 @@ with checkpointer("a", Arrays(1)) as of_a:
     {end}
 """
     script = SCRIPT.partition("a, b = ")[0] + code
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), "never"],
-        cwd=REPOSITORY,
-        env=os.environ | {"HOROVOD_RANK": "0"},
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", script, str(tmp_path), "never"]
+    done = execute(command, cwd=REPOSITORY, env=os.environ | {"HOROVOD_RANK": "0"})
     assert done.returncode == status
 
 
@@ -160,15 +145,10 @@ def test_a_job_whose_script_is_complete_ends_with_0(tmp_path):
         "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None);"
         "print('POINT', flush=True); time.sleep(0.5)"
     )
-    with subprocess.Popen(
-        [*(sys.executable, "-m", "hvdkit", "run", "-np", "2"), sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with started("-np", "2", sys.executable, "-c", code) as job:
         assert "POINT" in job.stdout.readline()
         assert "POINT" in job.stdout.readline()
         job.send_signal(signal.SIGTERM)
-        _, err = job.communicate(timeout=60)
+        _, err = job.communicate(timeout=600)
     assert job.returncode == 0
     assert "all ranks have ended with 0: the script is complete" in err

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from hvdkit.core.runtime import ranks_started_by_torchrun
 from hvdkit.errors import HvdkitError
 from tests.alone import run_alone
+from tests.launch.commands import execute
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 SECONDS = 100
@@ -57,25 +57,43 @@ try:
 except HvdkitError as error:
     print(error)
 """
+CHANGED = """
+import json, os
+from hvdkit.errors import HvdkitError
+from hvdkit.torch import torchrun
+from torch.distributed import HashStore
+
+os.environ["RANK"] = "1"
+store = HashStore()
+store.set("variables", json.dumps([{}, {"HOROVOD_RANK": "1", "HVDKIT_ELASTIC_DIR": "/tmp"}]))
+torchrun._store = lambda *_: store
+try:
+    print(torchrun.horovod_variables())
+except HvdkitError as error:
+    print(error)
+"""
+STRANGER = """
+import http.client
+from hvdkit.torch import torchrun
+
+for engine in (5, 6):
+    (found,) = torchrun._variables([torchrun._own_host() | {"engine": engine}])
+    place = found["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(found["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    for method in ("PUT", "GET"):
+        client = http.client.HTTPConnection(*place)
+        client.request(method, "/global/1", b"mine" if method == "PUT" else None)
+        print(client.getresponse().status)
+"""
 SIZE = "import hvdkit.torch as hvd; hvd.init(); print(f'{hvd.size()}\\n', end='')"
-
-
-def torchrun(*arguments):
-    return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
 
 
 def run(program, tmp_path, *arguments):
     script = tmp_path / "train.py"
     script.write_text(program)
-    done = subprocess.run(
-        torchrun(*arguments, script),
-        # torchrun leaves a folder for logs.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments), str(script)]
+    # torchrun leaves a folder for logs.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = execute(command, env=env, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -101,9 +119,11 @@ def test_ranks_of_torchrun_reduce(engine, tmp_path, port, rendezvous):
 
 
 @pytest.mark.long
-def test_init_with_a_list_of_ranks(engine, tmp_path):
-    program = SIZE.replace("init()", "init([0, 1])")
-    assert run(program, tmp_path, "--standalone", "--nproc-per-node", 2) == ["2", "2"]
+@pytest.mark.parametrize(("ranks", "size"), [("[0, 1]", 2), ("", 1)])
+def test_init_with_a_list_of_ranks_and_a_single_rank(engine, tmp_path, ranks, size):
+    program = SIZE.replace("init()", f"init({ranks})")
+    how = ("--standalone", "--nproc-per-node", size)
+    assert run(program, tmp_path, *how) == [str(size)] * size
 
 
 @pytest.mark.long
@@ -136,13 +156,18 @@ def test_a_missing_rank_is_named(port):
     assert "rank 1 did not call hvd.init() within 2 s" in run_rank_0(ABSENT, 2, port)
 
 
+def test_variables_that_rank_0_does_not_write_are_refused(port):
+    """The store of torchrun has no authentication."""
+    found = run_rank_0(CHANGED, 2, port)
+    assert "has the variables HOROVOD_RANK, HVDKIT_ELASTIC_DIR for rank 1" in found
+
+
+def test_the_rendezvous_stores_nothing_without_the_key_if_the_engines_send_it(port):
+    assert run_rank_0(STRANGER, 1, port).split() == ["200", "200", "200", "404"]
+
+
 def test_a_single_rank(port):
     assert run_rank_0(SIZE, 1, port) == "1\n"
-
-
-@pytest.mark.long
-def test_a_single_rank_of_torchrun(engine, tmp_path):
-    assert run(SIZE, tmp_path, "--standalone", "--nproc-per-node", 1) == ["1"]
 
 
 @pytest.mark.long
@@ -186,9 +211,7 @@ def test_precedence_of_variables(more, ranks):
 def test_torchrun_inside_a_rank_of_another_job():
     with pytest.raises(HvdkitError, match="torchrun started 4 ranks inside a rank of a job of 2"):
         ranks_started_by_torchrun(TORCHRUN | {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
-
-
-@pytest.mark.parametrize("missing", sorted(TORCHRUN))
-def test_variables_that_a_script_sets_for_torch_are_not_torchrun(missing):
-    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
-    assert ranks_started_by_torchrun(environ) == 0
+    # A script may set some of the variables for torch.
+    for missing in TORCHRUN:
+        environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+        assert ranks_started_by_torchrun(environ) == 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -128,6 +129,22 @@ def test_two_writers_are_refused(tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize("how", ["flock", "record lock"])
+def test_a_process_that_may_only_read_the_file_cannot_keep_a_job_out(tmp_path, how):
+    path = tmp_path / "m.jsonl"
+    path.touch()
+    code = "import fcntl, sys; f = open(sys.argv[1]); "
+    code += "fcntl.flock(f, fcntl.LOCK_EX)" if how == "flock" else "fcntl.lockf(f, fcntl.LOCK_SH)"
+    code += "; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout.readline() == b"\n"
+        write(path, record(1))
+        reader.communicate()
+    assert steps(path) == [1]
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
@@ -145,3 +162,23 @@ def test_a_newer_file_is_refused_and_unknown_lines_are_ignored(tmp_path):
         file.write('{"type":"start","version":2}\n')
     with pytest.raises(HvdkitError, match="has version 2 of the format, and this hvdkit reads"):
         read(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_another_user_has_put_there_is_not_written_to(tmp_path, kind):
+    """A link may lead to any file of this user. A pipe sends the records to the other user."""
+    own, path = tmp_path / "own", tmp_path / "m.jsonl"
+    own.write_text("old")
+    path.symlink_to(own) if kind == "link" else os.mkfifo(path)
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(PermissionError, match=f"{kind} of another user"):
+        write(path, record(1))
+    assert own.read_text() == "old"
+
+
+def test_an_own_link_to_the_file(tmp_path):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to("m.jsonl")
+    write(link, record(1))
+    assert steps(tmp_path / "m.jsonl") == [1]

@@ -55,12 +55,39 @@ _ONE_JOB = (
     "test_wrapped_modules",
 )
 
+#: Tests in which neither a sum of three numbers nor a third rank matters: on more than two ranks
+#: with --long only.
+_TWO_RANKS = (
+    "test_amp",
+    "test_autotune",
+    "test_checkpoint",
+    "test_default_device",
+    "test_device",
+    "test_differentiation",
+    "test_digits",
+    "test_elastic",
+    "test_failures",
+    "test_files",
+    "test_functions",
+    "test_graphs",
+    "test_monitor",
+    "test_names",
+    "test_noise_scale",
+    "test_optimizer",
+    "test_profile",
+    "test_recipes",
+    "test_records",
+    "test_shutdown",
+    "test_stragglers",
+    "test_unnamed",
+)
+
 #: Tests of the engine, which run with each controller. Other tests do so only with --long, and so
 #: do those of TensorFlow.
 _ENGINE = ("test_collectives", "test_engine", "test_shared_memory")
 
-START_SECONDS = 60.0
-TEST_SECONDS = 120.0
+START_SECONDS = 180.0
+TEST_SECONDS = 300.0
 # For the other ranks after one has failed: they may hang in a collective that it does not enter.
 FAILURE_GRACE_SECONDS = 5.0
 
@@ -97,8 +124,9 @@ class Configuration:
 def configurations(path: Path, long: bool) -> list[Configuration]:
     """Return the jobs for the tests of a module.
 
-    Most have four ranks: with two ranks, addition commutes and hides errors of order. Three are
-    enough for TensorFlow, where each rank traces the functions, which takes most of the time.
+    Tests of sums have four ranks: with two ranks, addition commutes and hides errors of order.
+    Three are enough for TensorFlow, where each rank traces the functions, which takes most of the
+    time.
 
     Args:
         path: the test module.
@@ -137,10 +165,11 @@ def _configurations_of_folder(path: Path, long: bool) -> list[Configuration]:
             ]
         jobs = [("keras-tensorflow", "gloo"), ("keras-torch", "gloo"), ("keras-tensorflow", "mpi")]
         return [Configuration(adapter, controller, 4) for adapter, controller in jobs]
-    if path.stem in _ONE_JOB:
+    if path.stem in _ONE_JOB or (path.stem in _TWO_RANKS and not long):
         return [Configuration(framework, "gloo", 2)]
     if path.stem == "test_sequences":
-        return [Configuration(framework, "gloo", size) for size in ((4, 2) if long else (4,))]
+        jobs = [("gloo", 4), *([("gloo", 2), ("gloo", 3), ("mpi", 4)] if long else [])]
+        return [Configuration(framework, *job) for job in jobs]
     if framework == "tensorflow" and not long:
         return [Configuration(framework, "gloo", 3)]
     jobs = [Configuration(framework, "gloo", 4)]

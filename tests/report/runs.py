@@ -5,7 +5,7 @@ import time
 from html.parser import HTMLParser
 
 from hvdkit.cli import main
-from hvdkit.launch.starts import Start
+from hvdkit.faults.start_folders import Start
 from hvdkit.monitor import JSONLLogger, Run, metrics
 from hvdkit.monitor.records import Record, Slowest, Statistic
 

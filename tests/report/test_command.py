@@ -2,6 +2,9 @@
 
 import builtins
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +43,15 @@ def test_several_files_need_a_choice(tmp_path, capsys):
     assert (tmp_path / "x" / "b.html").exists()
     assert report(chosen) == 0
     assert (tmp_path / "b" / "report.html").exists()
+
+
+def test_a_configuration_of_matplotlib_in_the_current_folder_is_not_read(tmp_path):
+    """Others may write there."""
+    write_metrics(tmp_path / "run" / "metrics.jsonl", [record(10, loss=1.0)])
+    (tmp_path / "matplotlibrc").write_text("figure.subplot.left: 0.95\n")
+    command = [Path(sys.executable).with_name("hvdkit"), "report", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "wrote run/report.html\n"), done.stderr
 
 
 def test_records_in_other_places(tmp_path, capsys):

@@ -66,7 +66,7 @@ def test_a_job_with_a_restart(tmp_path):
         "The job was started twice, and 1 start failed.",
         "rank 1 on localhost failed: killed by signal 9 (Killed).",
         "The newest one is of step 30; no later step was reported.",
-        "Rank 1 on localhost failed first: SIGKILL.",
+        "The job failed: rank 1 on localhost failed: killed by signal 9 (Killed).",
     ):
         assert sentence in page.text
     assert page.rows["ranks"] == ["2"]
@@ -171,7 +171,7 @@ def test_keras_and_tensorflow(script, tmp_path, monkeypatch):
         "Rank 1 was the slowest in",
         "The wire format is fp16. In a ring over 2 ranks, each rank sends as many bytes",
         "The job was started twice, and 1 start failed.",
-        "Rank 1 on localhost failed first: SIGKILL.",
+        "The job failed: rank 1 on localhost failed: killed by signal 9 (Killed).",
     ):
         assert sentence in page.text
     # TensorFlow reads batches within `fit`, and the other script does not use `monitor.batches`.

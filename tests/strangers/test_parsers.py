@@ -49,7 +49,7 @@ def exchange(address, data):
 
 @pytest.fixture(scope="module")
 def server():
-    with RendezvousServer(stores_without_key=False) as server:
+    with RendezvousServer() as server:
         # The addresses of a rank, which no answer may contain.
         exchange(
             (server.address, server.port),

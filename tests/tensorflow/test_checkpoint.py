@@ -34,7 +34,7 @@ def test_tensors_of_every_dtype_are_restored_in_pieces(hvd):
     # Write pieces of any number of elements.
     values = random.normal(size=(4, 5, 3)).astype(np.float32)
     out = values.reshape(-1).view(np.uint8)
-    for size in (1, 2, 3, 7, 15, 16, 31, 59):
+    for size in (3, 7, 16, 59):
         restored = tf.Variable(np.zeros_like(values))
         tensor = VariableTensor(restored)
         for first in range(0, out.size, 4 * size):
@@ -82,7 +82,8 @@ def test_a_sampler_resumes_at_any_batch(hvd):
     whole = [rows(batch) for _ in range(2) for batch in sampler.batches(data)]
     # Each sample has a different seed in each epoch.
     assert len({tuple(seed) for _, seeds in whole for seed in seeds}) == 22
-    for done in range(12):
+    # Within an epoch, at its end, and at the end of the last one.
+    for done in (0, 2, 5, 6, 11):
         sampler, data, _ = make()
         batches = (b for _ in range(2) for b in sampler.batches(data))
         assert [rows(next(batches)) for _ in range(done)] == whole[:done]
@@ -239,7 +240,7 @@ def test_variables_that_a_model_does_not_count_log_a_warning(hvd, tmp_path):
 
     model, module = Model(), Module()
     model(tf.ones((1, 2)))
-    model.compile("adam", loss="mse", metrics=["mae"])
+    model.compile("adam", loss="mse", metrics=["mae"], run_eagerly=True)
     model.fit(tf.ones((1, 2)), tf.ones((1, 1)), verbose=0)
     logger, handler = logging.getLogger("hvdkit.tensorflow"), logging.Handler()
     logger.addHandler(handler)

@@ -11,8 +11,7 @@ import pytest
 
 from tests.logs import recorded
 
-RANKS = [1, 2, 3, 4, 7]
-COUNTS = [7, 8, 12, 13, 50]
+SHARED = [(7, 7), (8, 3), (12, 4), (13, 2), (13, 1), (50, 7)]
 BATCH = 3
 
 
@@ -40,18 +39,13 @@ def labels_and_weights(batches):
     return labels, weights
 
 
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("count", COUNTS)
-def test_drop_uses_each_element_at_most_once(hvd, count, size):
+@pytest.mark.parametrize(("count", "size"), SHARED)
+def test_shares_have_each_element_once(hvd, count, size):
+    """With `drop` at most once, and with `pad` once with weight 1."""
     shares = [list(share.as_numpy_iterator()) for share in all_shares(count, size, padded=False)]
     assert {len(share) for share in shares} == {count // size}
     used = sorted(int(y) for share in shares for _, y in share)
     assert used == list(range(count - count % size))
-
-
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("count", COUNTS)
-def test_pad_gives_each_element_weight_1_on_one_rank(hvd, count, size):
     shares = all_shares(count, size, padded=True)
     assert {int(share.cardinality()) for share in shares} == {-(-count // size)}
     elements = [element for share in shares for element in share.as_numpy_iterator()]
@@ -60,8 +54,7 @@ def test_pad_gives_each_element_weight_1_on_one_rank(hvd, count, size):
     assert sorted(int(y) for _, y, w in elements if w == 1) == list(range(count))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("count", [6, 8, 13])
+@pytest.mark.parametrize(("count", "size"), [(6, 1), (6, 2), (13, 3)])
 def test_a_step_of_all_ranks_equals_a_step_of_one_process(hvd, count, size):
     shares = all_shares(count, size, padded=False)
     steps = zip(*(share.batch(BATCH).as_numpy_iterator() for share in shares), strict=True)
@@ -70,9 +63,19 @@ def test_a_step_of_all_ranks_equals_a_step_of_one_process(hvd, count, size):
     assert together == [ys.tolist() for _, ys in expected]
 
 
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-@pytest.mark.parametrize("size", RANKS)
-@pytest.mark.parametrize("counts", [[13], [9, 0, 4], [1, 1, 1, 1, 1, 1, 1], [2, 30]])
+@pytest.mark.parametrize(
+    ("counts", "size", "tail"),
+    [
+        ([13], 4, "drop"),
+        ([13], 3, "pad"),
+        ([9, 0, 4], 3, "drop"),
+        ([9, 0, 4], 7, "pad"),
+        ([1] * 7, 2, "drop"),
+        ([1] * 7, 4, "pad"),
+        ([2, 30], 7, "drop"),
+        ([2, 30], 1, "pad"),
+    ],
+)
 def test_ranges_of_files_contain_each_element_once(hvd, tmp_path, counts, size, tail):
     import tensorflow as tf
 

@@ -1,11 +1,8 @@
 """hvdkit.tensorflow has all public names of horovod.tensorflow 0.28.1, with their arguments."""
 
-import importlib
-import inspect
-
 import pytest
 
-from tests.torch.test_public_names import accepts, own_names
+from tests import public_names
 
 MODULES = [
     "",
@@ -18,42 +15,8 @@ MODULES = [
     ".util",
 ]
 
-# The documented public names of each module.
-DOCUMENTED = {
-    "": {
-        "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression",
-        "DistributedGradientTape", "DistributedOptimizer", "Max", "Min",
-        "PartialDistributedGradientTape", "ProcessSet", "Product", "Sum", "SyncBatchNormalization",
-        "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "broadcast",
-        "broadcast_", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
-        "broadcast_variables", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-        "elastic", "global_process_set", "gloo_built", "gloo_enabled", "grouped_allgather",
-        "grouped_allreduce", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized",
-        "join", "local_rank", "local_rank_op", "local_size", "local_size_op", "mpi_built",
-        "mpi_enabled", "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank",
-        "rank_op", "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size",
-        "size_op", "start_timeline", "stop_timeline",
-    },
-    ".compression": {"Compression", "Compressor", "FP16Compressor", "NoneCompressor"},
-    ".elastic": {"TensorFlowKerasState", "TensorFlowState", "run"},
-    ".functions": {
-        "allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables",
-    },
-    ".gradient_aggregation": {"LocalGradientAggregationHelper"},
-    ".mpi_ops": {"allgather", "join", "rank", "size", "ProcessSet", "init", "shutdown"},
-    ".sync_batch_norm": {"SyncBatchNormalization"},
-    ".util": {"refs_to_vars", "vars_to_refs"},
-}  # fmt: skip
-
 # Modules that horovod.tensorflow imports.
 IMPORTED_MODULES = {"os", "tf", "version", "warnings"}
-
-
-def both(module):
-    return (
-        importlib.import_module(f"{package}.tensorflow{module}")
-        for package in ("horovod", "hvdkit")
-    )
 
 
 def test_names_of_horovods_namespace_exist(hvd):
@@ -66,25 +29,8 @@ def test_names_of_horovods_namespace_exist(hvd):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_public_names_exist(hvd, module):
-    horovods, ours = both(module)
-    assert not {name for name in DOCUMENTED[module] if not hasattr(ours, name)}
-    if module == "":
-        assert set(ours.__all__) >= DOCUMENTED[module]
-        return
-    assert not {name for name in own_names(horovods) if not hasattr(ours, name)}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_functions_accept_horovods_arguments(hvd, module):
-    horovods, ours = both(module)
-    for name in sorted(DOCUMENTED[module] | own_names(horovods)):
-        theirs, mine = getattr(horovods, name, None), getattr(ours, name, None)
-        if theirs is None or mine is None or theirs is mine or not callable(theirs):
-            continue
-        assert accepts(mine, theirs), (
-            f"{name}{inspect.signature(mine)} for {name}{inspect.signature(theirs)}"
-        )
+def test_every_public_name_takes_horovods_arguments(hvd, module):
+    public_names.check(f"tensorflow{module}")
 
 
 def test_constants_are_those_of_horovod(hvd):

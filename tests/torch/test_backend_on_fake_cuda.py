@@ -15,7 +15,10 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from hvdkit.core import bucketing
 from hvdkit.errors import UsageError
+
+_plan = bucketing.plan
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -95,6 +98,15 @@ def make_gradients(parameters):
 def test_gradients_keep_their_shapes_and_the_host_waits_once_a_step(
     hvd, compression, dtype, predivide
 ):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        check_shapes_and_waits(hvd, monkeypatch, compression, dtype, predivide)
+
+
+def plan_of_several_ranks(specs, *arguments, order, **options):
+    return _plan(specs, *arguments, order=range(len(specs) - 1, -1, -1), **options)
+
+
+def check_shapes_and_waits(hvd, monkeypatch, compression, dtype, predivide):
     from hvdkit.core.reduction import Reduction
     from hvdkit.core.synchronizer import Synchronizer
     from hvdkit.torch.backend import TorchBackend, spec
@@ -106,7 +118,8 @@ def test_gradients_keep_their_shapes_and_the_host_waits_once_a_step(
     with FakeTensorMode():
         with Calls():
             parameters = parameters_of(dtype)
-        # An optimizer of one rank skips the reduction; its synchronizer skips only collectives.
+        # One rank has no buckets, so plan those of several ranks. It still skips collectives.
+        monkeypatch.setattr(bucketing, "plan", plan_of_several_ranks)
         collectives = TorchCollectives(hvd.global_process_set)
         synchronizer = Synchronizer(
             [spec(name, p) for name, p in parameters.items()],

@@ -1,11 +1,27 @@
 """Values of all kinds in a checkpoint of a job of one rank."""
 
+import inspect
 import itertools
+import json
 import logging.handlers
+import queue
 import random
+import threading
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch.optim import lr_scheduler
+
+from hvdkit.checkpoint import weights
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.torch.checkpoint import export
+from hvdkit.torch.items import compiled
+from hvdkit.torch.items.statistics import Statistics
+from tests.parallel.torch.checkpoints import restore_once, save_once
 
 
 def saved_and_restored(hvd, folder, make, fill, **options):
@@ -20,10 +36,8 @@ def saved_and_restored(hvd, folder, make, fill, **options):
     """
     saved, restored = make(), make()
     fill(saved)
-    with hvd.Checkpointer(folder, model=saved, metadata=options.pop("saved", None)) as checkpointer:
-        checkpointer.save(1)
-    with hvd.Checkpointer(folder, model=restored, **options) as checkpointer:
-        checkpointer.restore()
+    save_once(hvd, folder, model=saved, metadata=options.pop("saved", None))
+    restore_once(hvd, folder, model=restored, **options)
     return saved, restored
 
 
@@ -56,8 +70,6 @@ def same(one, other):
 
 
 def test_arrays_in_metadata(hvd, tmp_path):
-    import torch
-
     generator = np.random.Generator(np.random.MT19937(3))
     generator.random(5)
     values = {**ARRAYS, "generator": generator.bit_generator.state}
@@ -77,8 +89,6 @@ def test_arrays_in_metadata(hvd, tmp_path):
 
 def test_metadata_cannot_be_replaced(hvd, tmp_path):
     """Another dict would not be saved."""
-    import torch
-
     with (
         hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer,
         pytest.raises(AttributeError),
@@ -87,8 +97,6 @@ def test_metadata_cannot_be_replaced(hvd, tmp_path):
 
 
 def test_arrays_and_tensors_in_extra_state(hvd, tmp_path):
-    import torch
-
     class Odd(torch.nn.Linear):
         extra = None
 
@@ -109,8 +117,6 @@ def test_arrays_and_tensors_in_extra_state(hvd, tmp_path):
 
 
 def test_arrays_in_the_state_of_schedulers_scalers_and_optimizers(hvd, tmp_path):
-    import torch
-
     class Stateful:
         def __init__(self, value=None):
             self.value = value
@@ -153,10 +159,6 @@ def test_arrays_in_the_state_of_schedulers_scalers_and_optimizers(hvd, tmp_path)
     ],
 )
 def test_metadata_that_cannot_be_saved_is_named_in_the_error(hvd, tmp_path, value, said):
-    import torch
-
-    from hvdkit.errors import UsageError
-
     metadata = {"x": eval(value, {"torch": torch, "np": np})}
     with (
         hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), metadata=metadata) as checkpointer,
@@ -183,8 +185,6 @@ def draws(generators):
 
 
 def test_generators_of_numpy_and_python(hvd, tmp_path):
-    import torch
-
     def checkpointer(seed):
         own = {name: make(seed) for name, make in GENERATORS.items()}
         draws(own)
@@ -204,10 +204,6 @@ def test_generators_of_numpy_and_python(hvd, tmp_path):
 
 
 def test_a_generator_of_another_kind_under_the_same_name(hvd, tmp_path):
-    import torch
-
-    from hvdkit.errors import HvdkitError
-
     def checkpointer(kind):
         generators = {"noise": GENERATORS[kind](1)}
         return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=generators)
@@ -222,10 +218,6 @@ def test_a_generator_of_another_kind_under_the_same_name(hvd, tmp_path):
 
 
 def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
-    import torch
-
-    from hvdkit.errors import HvdkitError
-
     def restored(**options):
         with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer:
             return checkpointer.restore(**options)
@@ -246,10 +238,6 @@ def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
 
 @pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])
 def test_generators_with_other_names(hvd, tmp_path, names):
-    import torch
-
-    from hvdkit.errors import UsageError
-
     def checkpointer(own):
         return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=own)
 
@@ -270,11 +258,6 @@ def test_generators_with_other_names(hvd, tmp_path, names):
 
 
 def test_another_scheduler(hvd, tmp_path):
-    import torch
-    from torch.optim import lr_scheduler
-
-    from hvdkit.errors import UsageError
-
     def checkpointer(make):
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -299,9 +282,6 @@ def test_another_scheduler(hvd, tmp_path):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_an_optimizer_with_entries_of_its_own_is_refused(hvd, tmp_path, wrapped):
     """A resumed run would lose these entries, and train to other weights."""
-    import torch
-
-    from hvdkit.errors import UsageError
 
     class Lookahead(torch.optim.SGD):
         def state_dict(self):
@@ -321,9 +301,6 @@ def test_an_optimizer_with_entries_of_its_own_is_refused(hvd, tmp_path, wrapped)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_an_optimizer_with_its_parameters_in_another_order(hvd, tmp_path, grouped):
     """The state is saved by index, so a parameter would get the state of another one."""
-    import torch
-
-    from hvdkit.errors import UsageError
 
     def trained(names, order):
         model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
@@ -336,8 +313,7 @@ def test_an_optimizer_with_its_parameters_in_another_order(hvd, tmp_path, groupe
         return model, optimizer
 
     model, optimizer = trained("ab", "ab")
-    with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
-        saving.save(1)
+    save_once(hvd, tmp_path, model=model, optimizer=optimizer)
     other, optimizer = trained("ab", "ba") if grouped else trained("ba", "ba")
     before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
     with hvd.Checkpointer(tmp_path, model=other, optimizer=optimizer) as restoring:
@@ -387,10 +363,6 @@ def test_without_end_epoch_the_next_loop_begins_the_next_epoch(hvd):
 
 def test_a_restore_in_a_loop_over_batches_is_an_error(hvd, tmp_path):
     """The loop would lose the steps of the rest of its epoch, or end with a misleading error."""
-    import torch
-
-    from hvdkit.errors import UsageError
-
     data = torch.arange(20)
     sampler = hvd.ResumableSampler(data, batch_size=4, shuffle=False)
     loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
@@ -411,8 +383,6 @@ def test_a_restore_in_a_loop_over_batches_is_an_error(hvd, tmp_path):
 
 
 def test_batches_have_a_length_and_the_loader_has_what_is_left(hvd):
-    import torch
-
     data = torch.arange(20)
     sampler = hvd.ResumableSampler(data, batch_size=4)
     loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
@@ -437,9 +407,6 @@ class Thread(Lazy):
     """Reads a loader in a thread."""
 
     def __iter__(self):
-        import queue
-        import threading
-
         batches = queue.Queue()
         thread = threading.Thread(target=lambda: [*map(batches.put, [*self.loader, None])])
         thread.start()
@@ -447,12 +414,20 @@ class Thread(Lazy):
         thread.join()
 
 
-@pytest.mark.parametrize("wrapper", [None, Lazy, Thread])
-@pytest.mark.parametrize("kind", ["plain", "workers", "no batches", "stateful", "generator"])
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        ("plain", None),
+        ("plain", Lazy),
+        ("workers", Thread),
+        ("no batches", Lazy),
+        ("stateful", None),
+        ("stateful", Lazy),
+        ("generator", Thread),
+    ],
+)
 def test_random_numbers_resume_with_a_wrapper_of_the_loader(hvd, kind, wrapper):
     """A wrapper may create the DataLoader's iterator late; the iterator draws a random number."""
-    import torch
-
     if kind == "stateful":
         pytest.importorskip("torchdata")
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
@@ -501,11 +476,6 @@ def test_random_numbers_resume_with_a_wrapper_of_the_loader(hvd, kind, wrapper):
 
 def test_a_loader_that_gives_other_batches_than_its_sampler_is_refused(hvd):
     """Batches in the order of their completion would be lost and repeated after a resume."""
-    import inspect
-
-    import torch
-
-    from hvdkit.errors import UsageError
 
     class WithoutLength(torch.utils.data.Dataset):
         def __getitem__(self, number):
@@ -530,10 +500,6 @@ def test_a_loader_that_gives_other_batches_than_its_sampler_is_refused(hvd):
 
 
 def test_numbers_and_orders_of_numpy(hvd):
-    import numpy as np
-
-    from hvdkit.errors import UsageError
-
     sampler = hvd.ResumableSampler(np.int64(10), np.int32(2), seed=np.uint8(1))
     same = hvd.ResumableSampler(10, 2, seed=1)
     assert sampler.save() == same.save()
@@ -567,10 +533,6 @@ def test_numbers_and_orders_of_numpy(hvd):
     ],
 )
 def test_wrong_arguments(hvd, tmp_path, wrong, words):
-    import torch
-
-    from hvdkit.errors import UsageError
-
     with pytest.raises(UsageError) as caught:
         hvd.Checkpointer(tmp_path, **{"model": torch.nn.Linear(1, 1)} | wrong)
     assert words in str(caught.value)
@@ -578,10 +540,6 @@ def test_wrong_arguments(hvd, tmp_path, wrong, words):
 
 @pytest.mark.parametrize("wrong", ["3", "random.SystemRandom()", "np.random.PCG64(1)"])
 def test_an_invalid_generator_is_an_error(hvd, tmp_path, wrong):
-    import torch
-
-    from hvdkit.errors import UsageError
-
     with pytest.raises(UsageError, match=r"generators\['x'\] is a .*expected a torch.Generator,"):
         hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators={"x": eval(wrong)})
 
@@ -591,8 +549,6 @@ class Block:
 
     @staticmethod
     def model(compiled):
-        import torch
-
         class Normed(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -621,24 +577,19 @@ class Block:
 COMPILED = ["no", "in place", "block", "nested", "all"]
 
 
-@pytest.mark.parametrize("here", COMPILED)
-@pytest.mark.parametrize("there", COMPILED)
+@pytest.mark.parametrize(("there", "here"), [*zip(COMPILED, [*COMPILED[1:], "no"], strict=True)])
 def test_compiled_submodules(hvd, tmp_path, there, here):
-    import torch
-
     saved, restored = Block.model(there), Block.model(here)
     block = saved.block
     with torch.no_grad():
         block.norm.running_mean += 3
         block.norm.running_var *= 2
-    with hvd.Checkpointer(tmp_path, model=saved) as checkpointer:
-        checkpointer.save(1)
-    (step,) = checkpointer._store.steps()
+    save_once(hvd, tmp_path, model=saved)
+    (step,) = Store(tmp_path).steps()
     names = [*safetensors_names(f"{step.location}/model.safetensors")]
     assert not [name for name in names if "_orig_mod" in name]
     assert "block.linear.weight" in names
-    with hvd.Checkpointer(tmp_path, model=restored) as checkpointer:
-        checkpointer.restore()
+    restore_once(hvd, tmp_path, model=restored)
     one, other = (list(each.state_dict().items()) for each in (saved, restored))
     for (name, tensor), (_, again) in zip(one, other, strict=True):
         if isinstance(tensor, torch.Tensor):
@@ -648,32 +599,23 @@ def test_compiled_submodules(hvd, tmp_path, there, here):
 
 
 def safetensors_names(file):
-    from safetensors import safe_open
-
     with safe_open(file, framework="np") as opened:
         return list(opened.keys())
 
 
-@pytest.mark.parametrize("here", COMPILED)
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("here", "strict"), [("no", True), ("block", False), ("all", True)])
 def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict):
     """Names had the prefix of `torch.compile` in their middle."""
-    import torch
-
-    from hvdkit.torch.items import compiled
-
     saved, restored = Block.model("block"), Block.model(here)
     with torch.no_grad():
         saved.block.norm.running_mean += 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "without_prefixes", lambda _: str)
-        with hvd.Checkpointer(tmp_path, model=saved) as checkpointer:
-            checkpointer.save(1)
-    (step,) = checkpointer._store.steps()
+        save_once(hvd, tmp_path, model=saved)
+    (step,) = Store(tmp_path).steps()
     names = safetensors_names(f"{step.location}/model.safetensors")
     assert "block._orig_mod.linear.weight" in names
-    with hvd.Checkpointer(tmp_path, model=restored) as checkpointer:
-        checkpointer.restore(strict=strict)
+    restore_once(hvd, tmp_path, model=restored, strict=strict)
     assert torch.equal(restored.head.weight, saved.head.weight)
     assert restored.block.norm.running_mean.tolist() == [3] * 4
     assert restored.block.seen == 3
@@ -681,8 +623,6 @@ def test_names_with_a_prefix_from_an_earlier_version(hvd, tmp_path, here, strict
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_one_element_of_any_stride(hvd, tmp_path, wait):
-    import torch
-
     model = torch.nn.Module()
     model.register_buffer("x", torch.arange(10.0)[5::5])
     model.register_buffer("y", torch.tensor([1 + 2j]).imag)
@@ -696,8 +636,6 @@ def test_one_element_of_any_stride(hvd, tmp_path, wait):
 
 def dtypes_of_torch():
     """Names of all dtypes of the torch that is installed, each once."""
-    import torch
-
     found = {
         value: name for name, value in sorted(vars(torch).items()) if type(value) is torch.dtype
     }
@@ -706,8 +644,6 @@ def dtypes_of_torch():
 
 def random_tensor(dtype, shape):
     """Return a tensor of random bytes, reinterpreted as the dtype."""
-    import torch
-
     random_bytes = np.random.default_rng(3).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     if dtype == torch.bool:
         random_bytes &= 1
@@ -715,20 +651,11 @@ def random_tensor(dtype, shape):
 
 
 def as_bytes(tensor):
-    import torch
-
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_every_dtype_of_torch(hvd, tmp_path):
     """Each dtype is restored exactly, or its name is in the error."""
-    import torch
-    from safetensors.torch import load_file
-
-    from hvdkit.checkpoint.store import Store
-    from hvdkit.errors import UsageError
-    from hvdkit.torch.checkpoint import export
-
     kept, refused, told = [], [], []
     for name in dtypes_of_torch():
         dtype = getattr(torch, name)
@@ -775,8 +702,6 @@ def test_every_dtype_of_torch(hvd, tmp_path):
 
 
 def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
-    import torch
-
     def checkpointer(value):
         model = torch.nn.Module()
         model.spectrum = torch.nn.Parameter(torch.full((3, 2), value, dtype=torch.complex128))
@@ -798,8 +723,7 @@ def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
     assert torch.equal(saved.spectrum, restored.spectrum)
     assert restored.other.tolist() == [1, 1, 1]
     _, again, other = checkpointer(1j)
-    with hvd.Checkpointer(tmp_path, model=again, optimizer=other) as restoring:
-        restoring.restore()
+    restore_once(hvd, tmp_path, model=again, optimizer=other)
     one, two = (each.state[each.param_groups[0]["params"][0]] for each in (optimizer, other))
     assert one["exp_avg"].dtype == torch.complex128
     assert torch.equal(one["exp_avg"], two["exp_avg"])
@@ -809,7 +733,6 @@ def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
 @pytest.mark.parametrize("change", ["renamed", "dtype"])
 def test_weights_that_are_not_restored_keep_their_optimizer_state(hvd, tmp_path, change):
     """Old moments would be wrong for new weights, and have the wrong dtype for narrow ones."""
-    import torch
 
     def trained(name, dtype, steps):
         model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 2), name: torch.nn.Linear(2, 1)})
@@ -822,15 +745,13 @@ def test_weights_that_are_not_restored_keep_their_optimizer_state(hvd, tmp_path,
         return model, optimizer
 
     model, optimizer = trained("old", torch.float32, 5)
-    with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
-        saving.save(1)
+    save_once(hvd, tmp_path, model=model, optimizer=optimizer)
     new = ("new", torch.float32) if change == "renamed" else ("old", torch.bfloat16)
     for steps in (0, 1):
         model, optimizer = trained(*new, steps)
         head = list(model[new[0]].parameters())
         before = [dict(optimizer.state.get(p, {})) for p in head]
-        with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as restoring:
-            restoring.restore(strict=False)
+        restore_once(hvd, tmp_path, model=model, optimizer=optimizer, strict=False)
         assert [dict(optimizer.state.get(p, {})) for p in head] == before
         assert all(optimizer.state[p]["step"] == 5 for p in model["body"].parameters())
         # Without the model, the user asks for the whole state.
@@ -840,8 +761,6 @@ def test_weights_that_are_not_restored_keep_their_optimizer_state(hvd, tmp_path,
 
 
 def trained_linear():
-    import torch
-
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -851,7 +770,6 @@ def trained_linear():
 
 def with_copies(name):
     """Return a module whose `state_dict` has copies."""
-    import torch
 
     class Copying(torch.nn.ModuleDict):
         def state_dict(self, *args, **kwargs):
@@ -865,20 +783,17 @@ def test_a_model_that_is_not_in_the_checkpoint_keeps_its_optimizer_state(hvd, tm
     model, optimizer = trained_linear()
     if trained == "here":
         optimizer.state.clear()
-    with hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer) as saving:
-        saving.save(1)
+    save_once(hvd, tmp_path, model=model, optimizer=optimizer)
     model, optimizer = trained_linear()
     if trained == "before":
         optimizer.state.clear()
-    with hvd.Checkpointer(tmp_path, model={"net": model}, optimizer=optimizer) as restoring:
-        restoring.restore(strict=False)
+    restore_once(hvd, tmp_path, model={"net": model}, optimizer=optimizer, strict=False)
     assert len(optimizer.state) == (2 if trained == "here" else 0)
 
 
 @pytest.mark.parametrize("name", ["old", "new"])
 def test_a_state_dict_of_copies_restored_in_part(hvd, tmp_path, name):
     """The optimizer state follows the parameter, whose memory is not in the `state_dict`."""
-    import torch
 
     def checkpointer(layer):
         model = with_copies(layer)
@@ -898,8 +813,6 @@ def test_a_state_dict_of_copies_restored_in_part(hvd, tmp_path, name):
 
 
 def test_a_parameter_that_one_of_two_models_restores(hvd, tmp_path):
-    import torch
-
     def checkpointer(name):
         shared = torch.nn.Linear(2, 1)
         models = {"a": torch.nn.ModuleDict({"x": shared}), "b": torch.nn.ModuleDict({name: shared})}
@@ -920,8 +833,6 @@ def test_a_parameter_that_one_of_two_models_restores(hvd, tmp_path):
 
 
 def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
-    import torch
-
     class Meter:
         values: dict
 
@@ -942,7 +853,6 @@ def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
 
 def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
     """Statistics are the state of one rank. Nothing else compares their sizes."""
-    import torch
 
     def checkpointer(width):
         model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
@@ -959,9 +869,6 @@ def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
 
 def test_a_scaler_that_was_disabled(hvd, tmp_path):
     """torch's `load_state_dict` would refuse the empty state after other items are restored."""
-    import torch
-
-    from hvdkit.errors import UsageError
 
     def checkpointer(value, enabled):
         model = torch.nn.Linear(1, 1)
@@ -1017,13 +924,16 @@ def subclasses():
     return found
 
 
-@pytest.mark.parametrize("kind", ["Scaled", "Watched"])
-@pytest.mark.parametrize("place", ["parameter", "buffer", "optimizer", "scheduler"])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("Scaled", "parameter"),
+        ("Watched", "buffer"),
+        ("Scaled", "optimizer"),
+        ("Watched", "scheduler"),
+    ],
+)
 def test_a_tensor_of_a_class_with_its_own_operations_is_refused(hvd, tmp_path, kind, place):
-    import torch
-
-    from hvdkit.errors import UsageError
-
     own = subclasses()
     content = torch.ones(2)
     odd = own["Scaled"](content, 3.0) if kind == "Scaled" else content.as_subclass(own[kind])
@@ -1060,8 +970,6 @@ def test_a_tensor_of_a_class_with_its_own_operations_is_refused(hvd, tmp_path, k
 
 
 def test_tensors_of_classes_without_operations_of_their_own(hvd, tmp_path):
-    import torch
-
     own = subclasses()
     model = torch.nn.Module()
     model.a = own["OwnParameter"](torch.arange(3.0))
@@ -1081,10 +989,6 @@ def test_tensors_of_classes_without_operations_of_their_own(hvd, tmp_path):
 
 
 def test_parameters_without_a_shape_yet(hvd, tmp_path):
-    import torch
-
-    from hvdkit.errors import UsageError
-
     def model():
         return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))
 
@@ -1094,8 +998,7 @@ def test_parameters_without_a_shape_yet(hvd, tmp_path):
         checkpointer.save(1)
     whole = model()
     whole(torch.ones(1, 2))
-    with hvd.Checkpointer(tmp_path, model=whole) as checkpointer:
-        checkpointer.save(1)
+    save_once(hvd, tmp_path, model=whole)
     checkpointer = hvd.Checkpointer(tmp_path, model=model())
     with checkpointer, pytest.raises(UsageError, match=said):
         checkpointer.restore()
@@ -1103,20 +1006,10 @@ def test_parameters_without_a_shape_yet(hvd, tmp_path):
 
 def test_exports_that_safetensors_loads(hvd, tmp_path):
     """A tied weight, extra state and a compiled submodule, in one file and in several."""
-    import json
-
-    import torch
-    from safetensors.torch import load_file, load_model
-
-    from hvdkit.checkpoint import weights
-    from hvdkit.checkpoint.store import Store
-    from hvdkit.torch.checkpoint import export
-
     saved = Block.model("block")
     with torch.no_grad():
         saved.block.norm.running_mean += 3
-    with hvd.Checkpointer(tmp_path / "steps", model=saved) as checkpointer:
-        checkpointer.save(1)
+    save_once(hvd, tmp_path / "steps", model=saved)
     with Store(tmp_path / "steps").newest_good() as opened:
         export(opened, tmp_path / "x.pt")
         (tmp_path / "other").touch()
@@ -1151,11 +1044,6 @@ def test_exports_that_safetensors_loads(hvd, tmp_path):
 
 
 def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
-    import torch
-
-    from hvdkit.checkpoint.store import Store
-    from hvdkit.torch.checkpoint import export
-
     class Odd(torch.nn.Linear):
         def get_extra_state(self):
             return {"array": np.arange(3), "tensor": torch.ones(2)}
@@ -1163,8 +1051,7 @@ def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
         def set_extra_state(self, state):
             self.extra = state
 
-    with hvd.Checkpointer(tmp_path, model=Odd(2, 2)) as checkpointer:
-        checkpointer.save(1)
+    save_once(hvd, tmp_path, model=Odd(2, 2))
     with Store(tmp_path).newest_good() as opened:
         export(opened, tmp_path / "x.pt")
     model = Odd(2, 2)
@@ -1175,10 +1062,6 @@ def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
 
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_statistics_of_compiled_submodules(hvd, compiled):
-    import torch
-
-    from hvdkit.torch.items.statistics import Statistics
-
     saved, restored = Block.model(compiled), Block.model("no")
     with torch.no_grad():
         saved.block.norm.running_mean += 3
@@ -1197,9 +1080,6 @@ def test_statistics_of_compiled_submodules(hvd, compiled):
 @pytest.mark.parametrize("here", [False, True])
 def test_buffers_of_a_wrapper_with_the_state_dict_of_its_module(hvd, there, here):
     """Simulated: the module that Fabric's `setup` returns."""
-    import torch
-
-    from hvdkit.torch.items.statistics import Statistics
 
     class Wrapper(torch.nn.Module):
         def __init__(self, module):
@@ -1234,8 +1114,6 @@ def test_buffers_of_a_wrapper_with_the_state_dict_of_its_module(hvd, there, here
 
 
 def test_one_rank_has_no_buffers_that_differ(hvd, tmp_path):
-    import torch
-
     handler = logging.handlers.BufferingHandler(1000)
     logging.getLogger("hvdkit.torch").addHandler(handler)
     saved_and_restored(hvd, tmp_path, lambda: torch.nn.BatchNorm1d(600_000), lambda model: None)

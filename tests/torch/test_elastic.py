@@ -27,7 +27,7 @@ def train(state):
         sampler.record_batch(0, 1)
         model(torch.ones(1, 1)).sum().backward()
         raise HostsUpdatedInterrupt(removed.pop())
-    print(list(sampler), sampler.num_replicas, optimizer.accumulated)
+    print(list(sampler), sampler.num_replicas, optimizer.reducer.accumulated)
 
 train(hvd.elastic.TorchState(model, optimizer, sampler=sampler))
 """

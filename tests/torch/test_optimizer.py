@@ -1,6 +1,9 @@
 """Arguments of DistributedOptimizer, and its behaviour in a job of one rank."""
 
 import copy
+import functools
+import math
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -203,6 +206,68 @@ def test_an_object_that_is_no_optimizer_is_refused(hvd):
         hvd.DistributedOptimizer(torch.optim.LBFGS(nn.Linear(3, 2).parameters()))
 
 
+def replace_step(optimizer):
+    plain = optimizer.step
+    optimizer.step = lambda closure=None: plain(closure)
+
+
+REPLACED = {
+    "step": replace_step,
+    "step under a scheduler": lambda optimizer: (
+        replace_bound_step(optimizer),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    ),
+    "zero_grad": lambda optimizer: setattr(
+        optimizer, "zero_grad", functools.partial(optimizer.zero_grad, set_to_none=False)
+    ),
+}
+
+
+def replace_bound_step(optimizer):
+    plain = optimizer.step
+    optimizer.step = types.MethodType(lambda self, closure=None: plain(closure), optimizer)
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_a_replaced_method_is_refused(hvd, replaced):
+    optimizer = sgd(nn.Linear(3, 2))
+    REPLACED[replaced](optimizer)
+    with pytest.raises(UsageError, match="of this SGD was replaced.*Wrap the optimizer first"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def test_a_scheduler_may_come_before_the_wrapper(hvd):
+    optimizer = sgd(nn.Linear(3, 2))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    hvd.DistributedOptimizer(optimizer)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with attributes of its own."""
+
+    def __init__(self, parameters, **attributes):
+        super().__init__(parameters, lr=0.1)
+        self.__dict__.update(attributes)
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_attributes_of_an_optimizer_keep_their_meaning(hvd):
+    model = nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(Counting(model.parameters()))
+    for number in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        assert optimizer.steps == number + 1
+    for name in ("grad_norm", "rounds", "_stepped"):
+        with pytest.raises(UsageError, match=f"Counting has '{name}', and so has"):
+            hvd.DistributedOptimizer(Counting(model.parameters(), **{name: 7}))
+
+
 def test_lbfgs_state_is_refused(hvd):
     with pytest.raises(UsageError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(nn.Linear(3, 2).parameters()), 0)
@@ -261,6 +326,7 @@ def test_process_sets_are_entered_in_one_order(hvd):
             process_set=SimpleNamespace(process_set_id=identity),
             number=number,
             rounds=f"rounds {number}",
+            siblings=passes.Reducers(),
         )
 
     passes.reduce([listener(1, 3), listener(0, 2), listener(1, 1), listener(0, 4)], ())
@@ -311,3 +377,18 @@ def test_a_pass_waits_for_its_step_on_one_rank(hvd):
         optimizer.step()
         assert not optimizer.gradients_wait()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_sparse_gradients_are_clipped_as_dense_ones(hvd, p):
+    norms, weights = [], []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        model(torch.tensor([1, 1, 3])).square().sum().backward()
+        norms.append(hvd.clip_grad_norm_(optimizer, 0.01, p))
+        optimizer.step()
+        weights.append(model[0].weight)
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(*weights)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvdkit.torch.replicas import TorchReplicas
+from hvdkit.core.replicas import Replicas
+from hvdkit.torch.replicas import torch_replicas
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ class Key:
     """An object whose text contains its address."""
 
 
-def replicas(state: dict[Any, Any], **options: Any) -> TorchReplicas:
+def replicas(state: dict[Any, Any], **options: Any) -> Replicas:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for key, value in options.items():
@@ -29,13 +30,17 @@ def replicas(state: dict[Any, Any], **options: Any) -> TorchReplicas:
     common: Any = optimizer.state
     common[Key()] = {"mean": torch.ones(1)}
     common["count"] = 3
-    return TorchReplicas({"weight": parameter}, optimizer)
+    return torch_replicas({"weight": parameter}, optimizer)
+
+
+def names(state: dict[Any, Any]) -> list[str]:
+    return [item.name for item in replicas(state).items]
 
 
 def test_keys_that_differ_between_ranks_are_not_compared() -> None:
     key = Key()
     state = {"of": {key: torch.ones(1), id(key): torch.ones(1), 7: 1, "x": 2}}
-    assert replicas(state).names == [
+    assert names(state) == [
         *("'weight'", "of[7] of 'weight'", "of['x'] of 'weight'", "count of the optimizer"),
     ]
 
@@ -44,13 +49,13 @@ def test_a_container_within_itself() -> None:
     state: dict[Any, Any] = {"list": [{"n": 1}]}
     state["itself"] = state
     state["list"][0]["outer"] = state["list"]
-    assert replicas(state).names == [
+    assert names(state) == [
         *("'weight'", "list[0]['n'] of 'weight'", "count of the optimizer"),
     ]
 
 
 @pytest.mark.parametrize("rank", range(2))
 def test_each_rank_may_have_a_device_as_option(rank: int) -> None:
-    settings = replicas({}, device=f"cuda:{rank}", mode="exact").settings
+    settings = replicas({}, device=f"cuda:{rank}", mode="exact").options
     assert "mode of parameter group 0 is 'exact'" in settings
     assert not any("cuda" in line for line in settings)

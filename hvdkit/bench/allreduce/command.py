@@ -22,6 +22,7 @@ from hvdkit.bench.results import Results, conditions, kept_on_failure
 from hvdkit.bench.sizes import parse_sizes, show_size
 from hvdkit.bench.turns import in_turns
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import add_options
 
 HELP = "measure time and bandwidth of allreduces, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
@@ -41,44 +42,23 @@ _WARM_CALLS = 3
 _BUFFERS = 4.0
 
 
+_OPTIONS = f"""
+--sizes SIZES             sizes of the buffer: 4MB,25MB or 1KiB..1GiB (each twice the one before) or
+                          1KiB..1GiBx4 (four times); KB = 1000, KiB = K = 1024
+                          (default: %(default)s)
+--dtypes NAMES            some of {", ".join(DTYPES)} (default: %(default)s)
+--ops NAMES               some of {", ".join(OPS)} (default: sum)
+--wires NAMES             wire formats, for sums and averages of float32 and float64: some of
+                          {", ".join(WIRES)} (default: none, the buffer's own dtype)
+--calls N                 allreduces in a turn (default: as many as take 50 ms, at least 2, at most
+                          100)
+--engine NAME=DIR...      also measure hvdkit on the engine in DIR, as NAME-gloo and NAME-mpi
+"""
+
+
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit bench allreduce`."""
-    verb.add_argument(
-        "--sizes",
-        default=_SIZES,
-        metavar="SIZES",
-        help="sizes of the buffer: 4MB,25MB or 1KiB..1GiB (each twice the one before) or "
-        "1KiB..1GiBx4 (four times); KB = 1000, KiB = K = 1024 (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--dtypes",
-        default="float32",
-        metavar="NAMES",
-        help=f"some of {', '.join(DTYPES)} (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--ops", default="sum", metavar="NAMES", help=f"some of {', '.join(OPS)} (default: sum)"
-    )
-    verb.add_argument(
-        "--wires",
-        default="none",
-        metavar="NAMES",
-        help=f"wire formats, for sums and averages of float32 and float64: some of "
-        f"{', '.join(WIRES)} (default: none, the buffer's own dtype)",
-    )
-    verb.add_argument(
-        "--calls",
-        type=int,
-        metavar="N",
-        help="allreduces in a turn (default: as many as take 50 ms, at least 2, at most 100)",
-    )
-    verb.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="also measure hvdkit on the engine in DIR, as NAME-gloo and NAME-mpi",
-    )
+    add_options(verb, _OPTIONS, sizes=_SIZES, dtypes="float32", ops="sum", wires="none")
     arguments.add_arguments(
         verb,
         "hvdkit-gloo, torch-gloo, mpi4py, mpi4py-ring, and stock-gloo with --stock; there are also "

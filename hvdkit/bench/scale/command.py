@@ -16,7 +16,7 @@ from hvdkit.bench.scale.layers import MODELS
 from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, predict
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
 from hvdkit.errors import UsageError
-from hvdkit.flags import flag
+from hvdkit.flags import add_options, flag
 
 HELP = "predict the time of a training step on more ranks than there are here"
 EXAMPLE = """\
@@ -29,113 +29,46 @@ _RANKS = "8..1024"
 _FORMAT = 1
 
 
+_OPTIONS = f"""
+--ranks N                 numbers of ranks: 8..1024 (each twice the one before), 8..512x4 (four
+                          times), or 8,24,96 (default: %(default)s)
+--ranks-per-host COUNT    ranks of each host (default: those of the file of --step, or 1)
+--wires NAMES             wire formats: some of {", ".join(SHARE_OF_FLOAT32)} (default: %(default)s)
+--levels NAMES            some of {", ".join(LEVELS)}: how ranks of several hosts reduce: first
+                          within each host ({TWO_LEVELS}, as hvdkit on CPUs), or in one ring
+                          ({FLAT}) (default: %(default)s)
+--buckets {{{",".join(GROUPINGS)}}}  the gradients of one collective. hvdkit: a bucket of hvdkit;
+                          fusion: those that are ready, as in Horovod; parameter: one gradient; one:
+                          all, after the backward pass (default: %(default)s)
+--bucket-mb MB            hvdkit's bucket_bytes (default: hvdkit's)
+--validate                only compare predictions with published measurements
+[step]
+--step FILE               a file of `hvdkit bench step --json`, which measured the variant `single`
+--model NAME              one of {", ".join(MODELS)}
+--backward-ms MS          the time of the backward pass of one rank
+--forward-ms MS           the time of the forward pass (default: half of the backward pass)
+--update-ms MS            the time of the optimizer (default: 0)
+--jitter SHARE            the standard deviation of the passes of a rank, such as 0.02: a step waits
+                          for the slowest rank (default: 0)
+[network]
+--allreduce FILE...       a file of `hvdkit bench allreduce --json`. A run on several hosts gives
+                          the link between hosts, and a run on one host gives the link within a
+                          host. May be repeated
+--bandwidth RATE          the rate of a host's link, such as 25Gbit/s
+--latency TIME            the latency of a message between hosts (default:
+                          {profile.show_seconds(profile.LATENCY)}, or fitted)
+--host-bandwidth RATE     the rate between the ranks of a host, such as 80Gbit/s
+--overhead TIME           the time that a collective of any size takes in addition (default: 0, or
+                          fitted)
+"""
+
+
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit bench scale`."""
-    verb.add_argument(
-        "--ranks",
-        default=_RANKS,
-        metavar="N",
-        help="numbers of ranks: 8..1024 (each twice the one before), 8..512x4 (four times), or "
-        "8,24,96 (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--ranks-per-host",
-        type=int,
-        metavar="N",
-        help="ranks of each host (default: those of the file of --step, or 1)",
-    )
-    verb.add_argument(
-        "--wires",
-        default="fp32",
-        metavar="NAMES",
-        help=f"wire formats: some of {', '.join(SHARE_OF_FLOAT32)} (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--levels",
-        default=TWO_LEVELS,
-        metavar="NAMES",
-        help=f"some of {', '.join(LEVELS)}: how ranks of several hosts reduce: first within "
-        f"each host ({TWO_LEVELS}, as hvdkit on CPUs), or in one ring ({FLAT}) "
-        f"(default: %(default)s)",
-    )
-    verb.add_argument(
-        "--buckets",
-        choices=GROUPINGS,
-        default=GROUPINGS[0],
-        help="the gradients of one collective. hvdkit: a bucket of hvdkit; fusion: those that are "
-        "ready, as in Horovod; parameter: one gradient; one: all, after the backward pass "
-        "(default: %(default)s)",
-    )
-    verb.add_argument(
-        "--bucket-mb", type=float, metavar="MB", help="hvdkit's bucket_bytes (default: hvdkit's)"
-    )
-    _add_profile_arguments(verb)
-    verb.add_argument(
-        "--validate",
-        action="store_true",
-        help="only compare predictions with published measurements",
-    )
+    types = {"FILE": Path, "COUNT": int, "MB": float, "MS": float, "SHARE": float}
+    defaults = {"ranks": _RANKS, "wires": "fp32", "levels": TWO_LEVELS, "buckets": GROUPINGS[0]}
+    add_options(verb, _OPTIONS, types, jitter=0.0, **defaults)
     arguments.add_file_arguments(verb, "write the predictions and the assumptions to FILE")
-
-
-def _add_profile_arguments(verb: argparse.ArgumentParser) -> None:
-    step = verb.add_argument_group("step")
-    step.add_argument(
-        "--step",
-        type=Path,
-        metavar="FILE",
-        help="a file of `hvdkit bench step --json`, which measured the variant `single`",
-    )
-    step.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    step.add_argument(
-        "--backward-ms", type=float, metavar="MS", help="the time of the backward pass of one rank"
-    )
-    step.add_argument(
-        "--forward-ms",
-        type=float,
-        metavar="MS",
-        help="the time of the forward pass (default: half of the backward pass)",
-    )
-    step.add_argument(
-        "--update-ms", type=float, metavar="MS", help="the time of the optimizer (default: 0)"
-    )
-    step.add_argument(
-        "--jitter",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="the standard deviation of the passes of a rank, such as 0.02: a step waits for the "
-        "slowest rank (default: 0)",
-    )
-    network = verb.add_argument_group("network")
-    network.add_argument(
-        "--allreduce",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file of `hvdkit bench allreduce --json`. A run on several hosts gives the link "
-        "between hosts, and a run on one host gives the link within a host. May be repeated",
-    )
-    network.add_argument(
-        "--bandwidth", metavar="RATE", help="the rate of a host's link, such as 25Gbit/s"
-    )
-    network.add_argument(
-        "--latency",
-        metavar="TIME",
-        help=f"the latency of a message between hosts (default: "
-        f"{profile.show_seconds(profile.LATENCY)}, or fitted)",
-    )
-    network.add_argument(
-        "--host-bandwidth",
-        metavar="RATE",
-        help="the rate between the ranks of a host, such as 80Gbit/s",
-    )
-    network.add_argument(
-        "--overhead",
-        metavar="TIME",
-        help="the time that a collective of any size takes in addition (default: 0, or fitted)",
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """The picture of a prediction. Needs matplotlib."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,9 @@ def draw(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, float,
         title: above the picture.
         series: name -> (ranks, efficiency, seconds of a step).
     """
-    import matplotlib
+    # matplotlib reads a configuration in the current folder, where others may write.
+    with contextlib.chdir("/"):
+        import matplotlib
 
     matplotlib.use("Agg")
     # Write text as text, not as outlines, which need more bytes.

@@ -21,7 +21,7 @@ from hvdkit.bench.step.torch_models import MODELS
 from hvdkit.bench.step.variants import BEFORE, FLAT, SINGLE, STRATEGY, TORCH, Variant
 from hvdkit.bench.turns import check_memory, in_turns
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import flag
+from hvdkit.flags import TYPES, add_options, flag
 
 HELP = "measure training steps of a model, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
@@ -47,67 +47,32 @@ NORM_TOLERANCE = 0.02
 _CHECKED_WIRES = ("fp32", "fp16", "bf16")
 
 
+_OPTIONS = f"""
+--models --model NAMES    some of {", ".join(MODELS)} (default: %(default)s)
+--framework {{{",".join(variants.FRAMEWORKS)}}}  tensorflow is a loop with tf.GradientTape; keras is
+                          `fit` on TensorFlow (default: %(default)s)
+--batch-size N            samples of each rank in a backward pass (default: %(default)s)
+--accumulate N            backward passes of a step, which reduces once (default: 1); with torch
+--part {{{",".join(PARTS)}}}  the part of a step that is timed: all of it, or only the backward pass
+                          and the reduction (tensorflow: with the forward pass)
+--link RATE               the rate of the link between hosts, such as 10Gbit/s; with it, the table
+                          shows the shortest time that the link permits (default with --two-hosts:
+                          the rate that iperf3 measures, or that of --two-hosts if iperf3 is not
+                          installed)
+--bucket-mb MB            hvdkit's bucket_bytes (default: hvdkit's)
+--before DIR              another checkout of hvdkit (`git worktree add DIR COMMIT`), for the
+                          variants called before
+--probe {{{",".join(probes.PROBES)}}}  measure instead, with torch on this machine: the cost of
+                          synchronizing {probes.PARAMETERS} small parameters, the memory that
+                          synchronization adds, or the time of hvdkit's checks of values
+"""
+
+
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit bench step`."""
-    verb.add_argument(
-        "--models",
-        "--model",
-        default="resnet50",
-        metavar="NAMES",
-        help=f"some of {', '.join(MODELS)} (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--framework",
-        choices=variants.FRAMEWORKS,
-        default=TORCH,
-        help="tensorflow is a loop with tf.GradientTape; keras is `fit` on TensorFlow "
-        "(default: %(default)s)",
-    )
-    verb.add_argument(
-        "--batch-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="samples of each rank in a backward pass (default: %(default)s)",
-    )
-    verb.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="backward passes of a step, which reduces once (default: 1); with torch",
-    )
-    verb.add_argument(
-        "--part",
-        choices=list(PARTS),
-        default="step",
-        help="the part of a step that is timed: all of it, or only the backward pass and the "
-        "reduction (tensorflow: with the forward pass)",
-    )
-    verb.add_argument(
-        "--link",
-        metavar="RATE",
-        help="the rate of the link between hosts, such as 10Gbit/s; with it, the table shows the "
-        "shortest time that the link permits (default with --two-hosts: the rate that iperf3 "
-        "measures, or that of --two-hosts if iperf3 is not installed)",
-    )
-    verb.add_argument(
-        "--bucket-mb", type=float, metavar="MB", help="hvdkit's bucket_bytes (default: hvdkit's)"
-    )
-    verb.add_argument(
-        "--before",
-        type=Path,
-        metavar="DIR",
-        help="another checkout of hvdkit (`git worktree add DIR COMMIT`), for the variants called "
-        "before",
-    )
-    verb.add_argument(
-        "--probe",
-        choices=probes.PROBES,
-        help="measure instead, with torch on this machine: the cost of synchronizing "
-        f"{probes.PARAMETERS} small parameters, the memory that synchronization adds, or the time "
-        "of hvdkit's checks of values",
-    )
+    defaults = {"framework": TORCH, "batch_size": 1, "accumulate": 1, "part": "step"}
+    types = {**TYPES, "MB": float}
+    add_options(verb, _OPTIONS, types, models="resnet50", **defaults)
     arguments.add_arguments(
         verb,
         "hvdkit in fp32, fp16 and int8, DDP in fp32 and with its fp16 hook, stock with --stock, "

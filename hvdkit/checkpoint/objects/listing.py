@@ -12,7 +12,7 @@ from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.objects.files import ObjectFiles, object_name
 from hvdkit.checkpoint.objects.log import Head, Listed
 from hvdkit.checkpoint.reading import open_file, read_manifest
-from hvdkit.checkpoint.storage import Entry, in_commit_order
+from hvdkit.checkpoint.storage import Entry, bounded, in_commit_order
 
 #: The file that marks a damaged step.
 MARK = "damaged.json"
@@ -32,11 +32,12 @@ def scan(bucket: Bucket, head: Head, known: Mapping[str, Entry] | None = None) -
         known: name -> entry, for steps whose manifest need not be read.
     """
     sizes = file_sizes(bucket)
-    return in_commit_order(
+    found = (
         (known or {}).get(listed.name) or look(bucket, listed, sizes[listed.name])
         for listed in head.steps
         if MARK not in sizes[listed.name] and not is_gone(bucket, listed, sizes)
     )
+    return in_commit_order(entry for entry in bounded(found) if entry is not None)
 
 
 def file_sizes(bucket: Bucket, step: str = "") -> dict[str, dict[str, int]]:

@@ -25,7 +25,8 @@ from hvdkit.plain_files import whole
 _log = logging.getLogger(__name__)
 
 _FORMAT, _VERSION = "hvdkit checkpoint log", 1
-_NAME = re.compile(r"log/(\d{20})\.json")
+# At most 10^18 - 1: all numbers of records and commits have less than 64 bits.
+_NAME = re.compile(r"log/00(\d{18})\.json")
 
 #: The number of records to keep. A reader with an outdated listing begins at one of these records
 #: and reads on to the newest. A replaced writer finds that the next record exists, or that its own
@@ -121,49 +122,68 @@ class Head:
 def read_head(bucket: Bucket) -> Head:
     """Find the newest record.
 
+    The records have numbers without gaps. So an object with a higher number is not part of the log
+    if the number before it is missing.
+
     Raises:
         CheckpointError: the log cannot be read, or none of its records is valid.
     """
     for _ in range(_LIST_ATTEMPTS):
         sizes = bucket.sizes("log")
         numbers = sorted(int(match[1]) for name in sizes if (match := _NAME.fullmatch(name)))
-        if not numbers:
-            # The listing may be outdated and lack the first record.
-            if bucket.size(name_of(1)) is None:
-                return Head()
-            numbers = [1]
-        listed = len(numbers)
-        while bucket.size(name_of(numbers[-1] + 1)) is not None:
-            numbers.append(numbers[-1] + 1)
-            if len(numbers) > listed + KEPT_RECORDS:
-                raise CheckpointError(
-                    f"{bucket.url} has more than {KEPT_RECORDS} records in its log that are not "
-                    f"listed; expected fewer, because older ones are deleted. Check the address: a "
-                    f"proxy may answer in place of the store."
-                )
         problem: CheckpointError | None = None
-        for number in reversed(numbers):
+        # The listing may be outdated and lack the first record.
+        for number in reversed(numbers or [1]):
             try:
                 record = _read(bucket, number, sizes.get(name_of(number)))
             except Damaged as error:
                 problem = problem or error
                 continue
-            if record is None:
-                continue
-            if problem is not None:
-                _log.warning(
-                    "the newest record in the log of %s is damaged (%s); using the previous one",
-                    *(bucket.url, problem),
-                )
-            return Head(numbers[-1], record)
+            if record is not None:
+                return _read_on(bucket, record, problem)
         if problem is not None:
             raise CheckpointError(
                 f"all records in the log of {bucket.url} are damaged: {problem}. Save to another "
                 f"URL."
             ) from problem
+        if not numbers:
+            return Head()
     raise CheckpointError(
         f"the log of {bucket.url} changes faster than it can be read; try again later."
     )
+
+
+def _read_on(bucket: Bucket, record: Record, problem: CheckpointError | None) -> Head:
+    """Return the end of the log, to which a record belongs.
+
+    Args:
+        bucket: where the log is.
+        record: the newest valid record that is listed. The listing may be outdated.
+        problem: of the first damaged record that is listed after it.
+    """
+    newest = record.number
+    while newest < record.number + KEPT_RECORDS:
+        try:
+            found = _read(bucket, newest + 1)
+        except Damaged as error:
+            problem = problem or error
+        else:
+            if found is None:
+                break
+            record, problem = found, None
+        newest += 1
+    else:
+        raise CheckpointError(
+            f"{bucket.url} has more than {KEPT_RECORDS} records in its log that are not listed; "
+            f"expected fewer, because older ones are deleted. Check the address: a proxy may "
+            f"answer in place of the store."
+        )
+    if problem is not None:
+        _log.warning(
+            "the newest record in the log of %s is damaged (%s); using the previous one",
+            *(bucket.url, problem),
+        )
+    return Head(newest, record)
 
 
 def read(bucket: Bucket, number: int) -> Record | None:
@@ -179,7 +199,12 @@ def read(bucket: Bucket, number: int) -> Record | None:
 def _read(bucket: Bucket, number: int, size: int | None = None) -> Record | None:
     name = name_of(number)
     content = bucket.read(name, manifest.MAX_MANIFEST_BYTES, size)
-    return None if content is None else Record.from_bytes(name, content)
+    if content is None:
+        return None
+    record = Record.from_bytes(name, content)
+    if record.number != number:
+        raise Damaged(name, f"it is record {record.number}")
+    return record
 
 
 def append(bucket: Bucket, record: Record) -> bool:

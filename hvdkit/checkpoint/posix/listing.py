@@ -10,7 +10,7 @@ from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.posix.files import PosixFiles
 from hvdkit.checkpoint.reading import open_file, read_manifest
-from hvdkit.checkpoint.storage import Entry, in_commit_order, step_name
+from hvdkit.checkpoint.storage import Entry, bounded, in_commit_order, step_name
 
 _STEP = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?(?:-\d{1,9})?")
 _QUARANTINED = "damaged-"
@@ -29,7 +29,8 @@ def scan(folder: int) -> list[Entry]:
         OSError: the folder cannot be listed.
     """
     for _ in range(_LIST_ATTEMPTS):
-        looked = [look(folder, name) for name in disk.names(folder) if _STEP.fullmatch(name)]
+        names = [name for name in disk.names(folder) if _STEP.fullmatch(name)]
+        looked = list(bounded(look(folder, name) for name in names))
         entries = [entry for entry in looked if entry is not None]
         if len(entries) == len(looked):
             break

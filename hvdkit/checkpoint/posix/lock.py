@@ -6,11 +6,12 @@ writer and has a heartbeat, for file systems without locks between hosts; see `l
 
 The lock is a record lock (`fcntl`), not `flock`, because forked children do not inherit it:
 DataLoader workers may outlive a killed trainer for a while. Nothing else may open `.lock`, because
-closing any descriptor of it releases the lock.
+closing any descriptor of it releases the lock. Only users who may write to the folder may open it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -65,10 +66,14 @@ class FolderLock:
                 )
             _held.add(self._identity)
         try:
-            self._descriptor = os.open(
-                LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=folder
-            )
+            # A process that may only read the file could lock it for reading, and keep all writers
+            # out.
+            writers = status.st_mode & 0o022
+            mode = 0o600 | writers | writers << 1
+            self._descriptor = open_regular(LOCK_FILE, folder, os.O_RDWR | os.O_CREAT, mode)
             try:
+                with contextlib.suppress(OSError):  # a file of another user, for example
+                    os.fchmod(self._descriptor, mode)
                 self._take()
             except BaseException:
                 os.close(self._descriptor)
@@ -180,9 +185,7 @@ class FolderLock:
         # All leases have one length, so that no bytes of an older one remain.
         content = self.lease.to_bytes(self._beats).ljust(MAX_BYTES)
         # Open and close the file each time: NFS shows a change to other hosts after the close.
-        descriptor = os.open(
-            LEASE_FILE, os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666, dir_fd=self._folder
-        )
+        descriptor = open_regular(LEASE_FILE, self._folder, os.O_WRONLY | flags)
         try:
             os.pwrite(descriptor, content, 0)
         finally:

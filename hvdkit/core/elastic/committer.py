@@ -6,10 +6,9 @@ last `state.commit()`.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -17,7 +16,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import error_text, grouped
+from hvdkit.core.consistency import error_text, gather, grouped
 from hvdkit.core.elastic.commits import Commit, CommitId, CommitStore, newest_of_states
 from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.progress import report_committed, report_saved
@@ -253,9 +252,8 @@ class Committer:
             "problem": error_text(problem),
             "writes": self._writes,
         }
-        gathered = self._collectives.allgather(json.dumps(told).encode(), "hvdkit.elastic.held")
-        held = [json.loads(data) for data in gathered]
-        told_by = dict(zip(self._collectives.ranks, held, strict=True))
+        told_by = gather(self._collectives, told, "hvdkit.elastic.held")
+        held = list(told_by.values())
         failed = {rank: each["problem"] for rank, each in told_by.items() if each["problem"]}
         # Horovod's `cross_size` may differ between the ranks of a host.
         self._others_write = any(each["writes"] for each in held[1:])
@@ -280,16 +278,41 @@ class Committer:
         what = "a commit of the elastic state was not copied to a new host"
         if failed:
             self._raise(problem, what, "Check the memory and the disk of this rank's host")
-        chunks = _Chunks(self._collectives, content, root, size)
+        pieces, received = self._pieces(content, root, size), list[np.ndarray]()
+
+        def write(file: IO[bytes]) -> None:
+            # `CommitStore.write` calls this again if a folder has no space.
+            for piece in received:
+                file.write(piece.data)
+            for piece in pieces:
+                received.append(piece)
+                file.write(piece.data)
+
         if self._writes and lacks:
-            _, problem = attempt(
-                CommitStore(self._start.folders, key).write, identity, chunks.write
-            )
+            _, problem = attempt(CommitStore(self._start.folders, key).write, identity, write)
+        received.clear()
         # A rank that writes nothing, or could not write, takes part in the remaining broadcasts.
-        chunks.receive_rest()
+        for _ in pieces:
+            pass
         (failed,) = self._collectives.max([int(bool(problem))], _COMMIT)
         if failed:
             self._raise(problem, what, self._advice)
+
+    def _pieces(self, content: np.ndarray | None, root: int, size: int) -> Iterator[np.ndarray]:
+        """Yield the pieces of a file of one rank. Each piece is a collective.
+
+        Args:
+            content: the content of the file; None on other ranks.
+            root: the rank that has the file.
+            size: its size in bytes.
+        """
+        for begin in range(0, size, _CHUNK_BYTES):
+            end = min(begin + _CHUNK_BYTES, size)
+            piece = np.empty(end - begin, np.uint8)
+            if content is not None:
+                piece[:] = content[begin:end]
+            self._collectives.broadcast_into(piece, root, "hvdkit.elastic.copy")
+            yield piece
 
     @property
     def _advice(self) -> str:
@@ -317,49 +340,3 @@ def _mapped(path: Path) -> np.ndarray:
     if not path.stat().st_size:
         return np.empty(0, np.uint8)
     return np.memmap(path, np.uint8, "c")
-
-
-class _Chunks:
-    """A file of one rank, as pieces that all ranks receive in the same order.
-
-    Args:
-        collectives: the collectives of all ranks.
-        content: the content of the file; None on other ranks.
-        root: the rank that has the file.
-        size: its size in bytes.
-    """
-
-    def __init__(
-        self, collectives: Collectives, content: np.ndarray | None, root: int, size: int
-    ) -> None:
-        self._collectives = collectives
-        self._content = content
-        self._root = root
-        self._starts = range(0, size, _CHUNK_BYTES)
-        self._size = size
-        self._done = 0
-        self._received: list[np.ndarray] = []
-
-    def write(self, file: IO[bytes]) -> None:
-        """Write the content to `file`. A second call begins with the pieces received before."""
-        for piece in self._received:
-            file.write(piece.data)
-        while self._done < len(self._starts):
-            # Keep the piece: `CommitStore.write` calls this again if the folder has no space.
-            self._received.append(self._receive())
-            file.write(self._received[-1].data)
-
-    def receive_rest(self) -> None:
-        """Receive the pieces that were not received."""
-        self._received.clear()
-        while self._done < len(self._starts):
-            self._receive()
-
-    def _receive(self) -> np.ndarray:
-        begin = self._starts[self._done]
-        end = min(begin + _CHUNK_BYTES, self._size)
-        own = self._content
-        piece = np.empty(end - begin, np.uint8) if own is None else np.array(own[begin:end])
-        self._collectives.broadcast_into(piece, self._root, "hvdkit.elastic.copy")
-        self._done += 1
-        return piece

@@ -129,7 +129,6 @@ def _run_started(
 
 def _end(adapter: Adapter) -> NoReturn:
     """End this process, with the status that asks the launcher for a start on other hosts."""
-    rank = adapter.collectives().rank
     adapter.shutdown()
-    note_end_with(HOSTS_CHANGED, rank)
+    note_end_with(HOSTS_CHANGED)
     raise SystemExit(HOSTS_CHANGED)

@@ -7,7 +7,7 @@ import pickle
 import queue
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol, cast
+from typing import IO, Any, ClassVar, NamedTuple, Protocol, cast
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
@@ -16,7 +16,7 @@ from hvdkit.core.elastic.content_digest import HashedFile, content_digest
 from hvdkit.core.elastic.copies import check_references, check_values, copies, is_of_keras
 from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.process_sets import other_ranks
-from hvdkit.core.replaced_state import positions
+from hvdkit.core.replaced_state import positions, restore_positions
 from hvdkit.core.sampling import Epochs
 from hvdkit.errors import UsageError
 
@@ -38,6 +38,18 @@ class Item(Protocol):
 
     def restore(self, tree: Any, /) -> None:
         """Restore a result of `save`, possibly of another process. Not a collective."""
+
+
+class _Windows(NamedTuple):
+    """The accumulation windows at the calls of `commit`.
+
+    Attributes:
+        last: those that were open at the last call.
+        in_row: the number of different windows since the last call without an open window.
+    """
+
+    last: Set[Hashable] = frozenset()
+    in_row: int = 0
 
 
 class _Position:
@@ -88,10 +100,7 @@ class CommittedState:
     _first_ranks_values: Mapping[str, Any] | None = None
     # Whether this state has warned that its commits are not stored.
     _warned = False
-    # The windows that were open at the last call of `_must_wait`, and the number of different
-    # windows since the last call without an open window.
-    _windows_before: Set[Hashable] = frozenset()
-    _windows_in_row = 0
+    _windows = _Windows()
 
     _bcast_object: Callable[[Any], Any]
     _saved_state: dict[str, Any]
@@ -205,12 +214,11 @@ class CommittedState:
         second window. After calls within `_MOST_WINDOWS` windows in a row, the state is therefore
         committed without the accumulated gradients.
         """
-        windows, before = self._open_windows(), self._windows_before
-        own = [bool(windows), bool(windows) and windows.isdisjoint(before)]
+        windows, before = self._open_windows(), self._windows
+        own = [bool(windows), bool(windows) and windows.isdisjoint(before.last)]
         is_open, is_new = own if self._committer is None else self._committer.anywhere(own)
-        self._windows_before = windows
-        self._windows_in_row = self._windows_in_row + is_new if is_open else 0
-        return is_open and self._windows_in_row < _MOST_WINDOWS
+        self._windows = _Windows(windows, before.in_row + is_new if is_open else 0)
+        return is_open and self._windows.in_row < _MOST_WINDOWS
 
     def _collectives(self) -> Collectives | None:
         """Return the collectives of all ranks; None for a state without optimizers."""
@@ -342,6 +350,13 @@ class CommittedState:
         """Read what `write_saved` has written, for the next `restore`. Not a collective."""
         raise NotImplementedError
 
+    def _set_saved(
+        self, objects: dict[str, Any], items: Mapping[str, Any], restored: Mapping[str, Any]
+    ) -> None:
+        """Set what the next `restore` restores, and the positions of checkpointers."""
+        self._saved_state, self._saved_items = objects, items
+        restore_positions(restored)
+
     def digest_saved(self) -> bytes:
         """Return a digest of what `write_saved` writes, to find out whether it has changed."""
         if type(self).write_saved is CommittedState.write_saved:
@@ -375,7 +390,7 @@ class CommittedState:
                 self.save()
             super().check_host_updates()  # type: ignore[misc]
             return
-        if must_wait or self._windows_in_row:
+        if must_wait or self._windows.in_row:
             self._committer.warn_of_window(stores=not must_wait)
         if not must_wait and self._store():
             raise self._interrupt(False)

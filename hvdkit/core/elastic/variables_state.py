@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.core.elastic.state import CommittedState
-from hvdkit.core.replaced_state import restore_positions
 from hvdkit.errors import UsageError
 
 
@@ -17,11 +16,9 @@ class VariablesState(CommittedState):
 
     Attributes:
         _saved_variables: the variables, and their values as of the last `save`.
-        _saved_layout: the result of `_layout` as of the last `save`.
     """
 
     _saved_variables: Sequence[tuple[Any, Any]]
-    _saved_layout: Any = None
 
     def _stored_variables(self) -> Sequence[Any]:
         """Return the variables to store: those that `save` saves, without states of random seeds.
@@ -47,7 +44,6 @@ class VariablesState(CommittedState):
     def save(self) -> None:
         """Copy everything to host memory, except accumulated gradients."""
         self._save_variables()
-        self._saved_layout = self._layout()
         super().save()
 
     def _originals(self) -> Iterable[Any]:
@@ -63,9 +59,8 @@ class VariablesState(CommittedState):
         """Return what `save` has saved, and the positions of checkpointers."""
         values = {id(variable): value for variable, value in self._saved_variables}
         stored = [values[id(variable)] for variable in self._stored_variables()]
-        items, layout = self._saved_items, self._saved_layout
         small = self._values_to_write()
-        return stored, small["objects"], small["positions"], items, layout
+        return stored, small["objects"], small["positions"], self._saved_items, self._layout()
 
     def read_saved(self, path: Path) -> None:
         """Read what `write_saved` has written, for the next `restore`.
@@ -75,7 +70,7 @@ class VariablesState(CommittedState):
         """
         with path.open("rb") as file:
             # Commits of earlier versions lack the last parts.
-            values, self._saved_state, restored, *others = pickle.load(file)
+            values, objects, restored, *others = pickle.load(file)
         if len(others) > 1 and others[1] is not None:
             self._build(others[1])
         variables = self._stored_variables()
@@ -85,5 +80,4 @@ class VariablesState(CommittedState):
                 f"build the model and its optimizer in the same way at each start"
             )
         self._saved_variables = list(zip(variables, values, strict=True))
-        self._saved_items = others[0] if others else {}
-        restore_positions(restored)
+        self._set_saved(objects, others[0] if others else {}, restored)

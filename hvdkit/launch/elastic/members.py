@@ -9,9 +9,10 @@ the agents, and starts and ends agents.
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,9 +23,9 @@ from hvdkit.errors import HvdkitError
 from hvdkit.launch.agent_pool import AgentPool, unfitness
 from hvdkit.launch.connection import Connection
 from hvdkit.launch.hosts import Host, are_local, name_slots, total_slots
-from hvdkit.launch.launcher import Settings
 from hvdkit.launch.messages import PAUSE_SECONDS, Message
 from hvdkit.launch.plan import Plan
+from hvdkit.launch.settings import Settings
 from hvdkit.signals import begin_to_note
 
 #: Seconds between two looks at the list of hosts, as in Horovod.
@@ -34,7 +35,6 @@ _PROBE_SECONDS = 15.0
 #: Seconds between two attempts to reach a host.
 _RETRY_SECONDS = 10.0
 _POLL_SECONDS = 0.1
-_CLOSE_SECONDS = 2.0
 #: Seconds for each thread to end.
 _THREAD_SECONDS = 5.0
 
@@ -78,69 +78,6 @@ class _Member:
 
 
 @dataclass
-class _HostList:
-    """The list of hosts, which a thread reads again and again.
-
-    Attributes:
-        discover: as for `Members`.
-        stopped: returns whether to end the search early.
-        looked: whether the list was read, and handled.
-        problem: the error of the last attempt to read it; empty for none.
-    """
-
-    discover: Callable[[Callable[[], bool]], Sequence[Host]]
-    stopped: Callable[[], bool]
-    looked: bool = False
-    problem: str = ""
-    # The list that was read last, or the error; None if it was handled.
-    _found: list[Host] | HvdkitError | None = None
-    # The names on this list -> whether the host is this machine.
-    _local: dict[str, bool] = field(default_factory=dict)
-
-    def read(self) -> list[Host] | HvdkitError:
-        """Read the list. This may wait for a disk or a name server."""
-        try:
-            hosts = self.discover(self.stopped)
-            new = are_local([host for host in hosts if host.name not in self._local])
-            self._local = {h.name: new.get(h, self._local.get(h.name, False)) for h in hosts}
-            return [replace(host, local=self._local[host.name]) for host in hosts]
-        except HvdkitError as error:
-            return error
-
-    def put(self, found: list[Host] | HvdkitError) -> None:
-        """Keep what was read, until `take`."""
-        self._found = found
-
-    def take(self) -> list[Host] | HvdkitError | None:
-        """Return what was read since the last call; None for nothing."""
-        found, self._found = self._found, None
-        return found
-
-
-@dataclass
-class _ListVersion:
-    """The version of the list of hosts: that of the current start, and the announced one.
-
-    A higher version than that of their start tells ranks that the hosts have changed.
-    """
-
-    current: int = 0
-    announced: int = 0
-
-    def begin(self) -> int:
-        """Begin a start, and return its version."""
-        # Two, because an announced change has the current version plus one.
-        self.current += 2
-        self.announced = self.current
-        return self.current
-
-    def announce(self, changed: bool) -> bool:
-        """Set whether the hosts have changed. Return whether the ranks do not know this."""
-        before, self.announced = self.announced, self.current + int(changed)
-        return before != self.announced
-
-
-@dataclass
 class Members:
     """Watch the hosts in a thread. A context manager that ends the agents on exit.
 
@@ -167,20 +104,22 @@ class Members:
     # The names on the list, the oldest first.
     _listed: list[str] = field(default_factory=list)
     _folders: dict[str, str] = field(default_factory=dict)
-    _list: _HostList = field(init=False)
-    _version: _ListVersion = field(default_factory=_ListVersion)
+    # The lists of hosts that were read, or errors, and the error of the last attempt: "" for none,
+    # and None before the first list was handled.
+    _found: queue.SimpleQueue[list[Host] | HvdkitError] = field(default_factory=queue.SimpleQueue)
+    _problem: str | None = None
+    # The version of the list that the ranks know: an even number for that of their start. The next
+    # odd number tells the ranks that the hosts have changed.
+    _version: int = 0
     _error: HvdkitError | None = None
     _current: Assignment = ()
     # The hosts that have the newest commit.
     _holders: frozenset[str] = frozenset()
-    # The time of the last step of the thread that reads messages.
-    _watched_at: float = field(default_factory=time.monotonic)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._agents = AgentPool(self.settings.ssh.silence)
-        self._list = _HostList(self.discover, self._stop.is_set)
 
     def __enter__(self) -> Self:
         self._agents.__enter__()
@@ -239,7 +178,7 @@ class Members:
                     holder.state is _State.STARTING
                     for holder in self._missing_holders(usable, self._holders)
                 )
-                if self._list.looked and not starting:
+                if self._problem is not None and not starting:
                     if total_slots(usable) >= size:
                         hosts = self._with_holder(usable, self._holders)
                         self._say_holder(hosts[0], usable)
@@ -299,9 +238,8 @@ class Members:
             if not self._holders & dict(self._current).keys():
                 # The training begins again. Hosts that have left the list are not needed any more.
                 self._holders &= set(self._listed)
-            version = self._version.begin()
-            self._send_version()
-            return version
+            self._announce_version(self._version // 2 * 2 + 2)
+            return self._version
 
     def folders(self, host: Host) -> Sequence[Path]:
         """Return the folders for commits on a host.
@@ -321,8 +259,7 @@ class Members:
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
-            while not self._stop.is_set():
-                work()
+            work()
         except Exception as error:
             with self._changed:
                 self._error = HvdkitError(f"the hosts cannot be watched any more: {error!r}")
@@ -330,51 +267,54 @@ class Members:
             raise
 
     def _discover(self) -> None:
-        """Read the list of hosts."""
-        found = self._list.read()
-        with self._changed:
-            self._list.put(found)
-        self._stop.wait(_LOOK_SECONDS)
+        """Read the list of hosts again and again. A disk or a name server may be slow."""
+        local: dict[str, bool] = {}  # the names on the list -> whether the host is this machine
+        while not self._stop.is_set():
+            try:
+                hosts = self.discover(self._stop.is_set)
+                new = are_local([host for host in hosts if host.name not in local])
+                local = {h.name: new.get(h, local.get(h.name, False)) for h in hosts}
+                self._found.put([replace(host, local=local[host.name]) for host in hosts])
+            except HvdkitError as error:
+                self._found.put(error)
+            self._stop.wait(_LOOK_SECONDS)
 
     def _watch(self) -> None:
-        """Handle the messages that have arrived, then the list of hosts and the deadlines."""
-        event = self._agents.next_event(_POLL_SECONDS)
-        # Before the other messages are read: a member is only late if its answer has not arrived.
-        now = time.monotonic()
-        with self._changed:
-            if now > self._watched_at + PAUSE_SECONDS:
-                # This process was stopped, or the last step was slow.
+        """Handle the messages that arrive, then the list of hosts and the deadlines."""
+        watched_at = time.monotonic()
+        while not self._stop.is_set():
+            event = self._agents.next_event(_POLL_SECONDS)
+            # Before the other messages are read: a member is only late if its answer has not
+            # arrived.
+            now = time.monotonic()
+            with self._changed:
+                if now > watched_at + PAUSE_SECONDS:
+                    # This process was stopped, or the last step was slow.
+                    for member in self._members.values():
+                        member.deadline += now - watched_at
+                watched_at = now
+                while event is not None:
+                    self._handle(event.connection, event.message)
+                    event = self._agents.next_event(0.0)
+                self._check_deadlines(now)
+                while not self._found.empty():
+                    self._handle_found(self._found.get())
                 for member in self._members.values():
-                    member.deadline += now - self._watched_at
-            self._watched_at = now
-            if event is not None:
-                self._handle(event.connection, event.message)
-            while (event := self._agents.next_event(0.0)) is not None:
-                self._handle(event.connection, event.message)
-            self._check_deadlines(now)
-            self._handle_found()
-            for member in self._members.values():
-                if now > member.retry_at and self._is_kept(member):
-                    self._retry(member)
-            self._announce()
-            self._changed.notify_all()
+                    if now > member.retry_at and self._is_kept(member):
+                        self._retry(member)
+                self._announce()
+                self._changed.notify_all()
 
-    def _handle_found(self) -> None:
-        """Handle the list of hosts if it was read again."""
-        found = self._list.take()
-        if found is None:
-            return
+    def _handle_found(self, found: list[Host] | HvdkitError) -> None:
+        """Handle the list of hosts, which was read again, or could not be read."""
         if isinstance(found, list):
-            self._list.problem = ""
             self._set_list(found)
-        else:
-            if not self._list.looked:
-                self._error = found
-            elif str(found) != self._list.problem and not self._stop.is_set():
-                # Keep the last list.
-                self.say(f"the hosts stay the same: {found}")
-            self._list.problem = str(found)
-        self._list.looked = True
+        elif self._problem is None:
+            self._error = found
+        elif str(found) != self._problem and not self._stop.is_set():
+            # Keep the last list.
+            self.say(f"the hosts stay the same: {found}")
+        self._problem = "" if isinstance(found, list) else str(found)
 
     def _set_list(self, found: Sequence[Host]) -> None:
         self._sort_list([host.name for host in found])
@@ -383,7 +323,7 @@ class Members:
                 self._members[host.name].host = host
             else:
                 # The next agent of a host gets the same folders.
-                folder = self._folders.setdefault(host.name, uuid.uuid4().hex)
+                folder = self._folders.setdefault(host.name, os.urandom(16).hex())
                 self._members[host.name] = _Member(host, folder)
         for name, member in list(self._members.items()):
             if not self._is_kept(member) and name not in dict(self._current):
@@ -457,7 +397,7 @@ class Members:
                 member.fit = not problems
             case "kept":
                 member.kept, member.folders = True, message["folders"]
-                connection.send("hosts", version=self._version.announced)
+                connection.send("hosts", version=self._version)
             case "failed":
                 self._fail(member, message["reason"])
             case "signalled" if not self._stop.is_set():
@@ -483,13 +423,13 @@ class Members:
     def _check_deadlines(self, now: float) -> None:
         for member in self._members.values():
             if now > member.deadline:
-                if (limit := self._limit_of_holder(member)) > now:
+                if (limit := self._limit_of_holder(member, now)) > now:
                     member.deadline = limit
                     continue
                 why = member.connection.explain() if member.connection else "its agent has ended"
                 self._fail(member, f"it does not answer: {why}")
 
-    def _limit_of_holder(self, member: _Member) -> float:
+    def _limit_of_holder(self, member: _Member, now: float) -> float:
         """Return the time until which to wait for a host that alone has the newest commit.
 
         Its agent deletes the commit when its connection ends, so the host gets as much time as a
@@ -499,8 +439,7 @@ class Members:
         is_alone = member.host.name in self._holders and not others_have
         if not is_alone or not member.kept or member.connection is None:
             return float("-inf")
-        silent_since = min(member.connection.silent_since, self._watched_at)
-        return silent_since + self.settings.ssh.silence
+        return min(member.connection.silent_since, now) + self.settings.ssh.silence
 
     def _may_hold(self, member: _Member) -> bool:
         """Return whether the host may have the newest commit, which ends with its agent."""
@@ -522,8 +461,7 @@ class Members:
         member.state, member.fit, member.deadline = _State.FAILED, False, float("inf")
         connection, member.connection = member.connection, None
         if connection is not None:
-            self._agents.connections.remove(connection)
-            connection.close(_CLOSE_SECONDS)
+            self._agents.drop([connection])
 
     # Announcements
 
@@ -536,13 +474,15 @@ class Members:
         chosen = self._with_holder(usable, dict(self._current).keys(), also=_State.STARTING)
         # With too few slots, the ranks continue as long as their hosts permit.
         changed = total_slots(usable) >= self.min_size and self._assign(chosen) != self._current
-        if self._version.announce(changed):
-            self._send_version()
+        self._announce_version(self._version // 2 * 2 + int(changed))
 
-    def _send_version(self) -> None:
+    def _announce_version(self, version: int) -> None:
+        if version == self._version:
+            return
+        self._version = version
         for member in self._members.values():
             if member.connection is not None:
-                member.connection.send("hosts", version=self._version.announced)
+                member.connection.send("hosts", version=version)
 
     def _assign(self, hosts: Sequence[Host]) -> Assignment:
         left = total_slots(hosts) if self.max_size is None else self.max_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hvdkit.errors import UsageError
-from hvdkit.launch.elastic.supervisor import ElasticLimits
+from hvdkit.launch.elastic.job import ElasticLimits
 
 #: The default of `--restarts` in an elastic job.
 _RESTARTS = 3

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.flags import add_options
 from hvdkit.launch.generate import kubernetes, slurm_script
 from hvdkit.whole_files import create
 
@@ -21,44 +22,26 @@ EXAMPLE = """\
 AddAction = Callable[[str, str, str], argparse.ArgumentParser]
 
 
-class _Kind(Protocol):
-    """A module that writes one kind of file."""
-
-    HELP: str
-    EXAMPLE: str
-
-    def add_arguments(self, action: argparse.ArgumentParser) -> None:
-        """Add the arguments of this kind. All kinds also have `-o FILE` and the command."""
-
-    def text(self, options: argparse.Namespace) -> str:
-        """Return the file's text. `options.command` is the command of the ranks.
-
-        Raises:
-            UsageError: the arguments contradict each other.
-        """
-
-
-#: The kinds of files, by the name of the action.
-KINDS: Mapping[str, _Kind] = {"slurm": slurm_script, "kubernetes": kubernetes}
-
-
 def add_actions(add: AddAction) -> None:
     """Add the actions of `hvdkit generate`, each with its arguments."""
-    for name, kind in KINDS.items():
+    for name, kind in {"slurm": slurm_script, "kubernetes": kubernetes}.items():
         action = add(name, kind.HELP, kind.EXAMPLE)
         kind.add_arguments(action)
-        action.add_argument(
-            *("-o", "--output"), type=Path, metavar="FILE", help="(default: standard output)"
-        )
+        add_options(action, "-o --output FILE  (default: standard output)")
         action.add_argument("command", nargs=argparse.REMAINDER, help="the command of every rank")
-        action.set_defaults(run=_write, kind=kind, when_ended="no file was written.")
+        action.set_defaults(run=partial(_write, kind), when_ended="no file was written.")
 
 
-def _write(options: argparse.Namespace) -> int:
+def _write(kind: ModuleType, options: argparse.Namespace) -> int:
     if options.command[:1] == ["--"]:
         options.command = options.command[1:]
+    if not options.command:
+        raise UsageError(
+            f"there is no command for the ranks; expected e.g. `hvdkit generate {kind.COMMAND} "
+            f"python train.py`"
+        )
     try:
-        data = options.kind.text(options).encode()
+        data = kind.text(options).encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"an argument is not UTF-8: {error}. Rename the file") from error
     if options.output is None:

@@ -1,4 +1,4 @@
-"""The sbatch script of `hvdkit generate slurm`."""
+"""The sbatch script of `hvdkit generate slurm`, from `templates/slurm.sh`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import argparse
 import operator
 import re
 import shlex
-from collections.abc import Iterator
 
 from hvdkit.errors import RESUMABLE, UsageError
-from hvdkit.flags import flag
-from hvdkit.launch.generate.options import (
-    add_restarts,
-    check_command,
-    check_numbers,
-    restarts,
-    script_name,
-)
+from hvdkit.flags import add_options, flag
+from hvdkit.launch.generate.options import RESTARTS, check_numbers, fill, restarts, script_name
 from hvdkit.launch.timeouts import Timeouts
 
 HELP = "write a commented sbatch script for a job that resumes after preemption or its time limit"
 EXAMPLE = """\
   hvdkit generate slurm --nodes 2 --gpus-per-node 4 --time 8:00:00 -o job.sh python train.py
   sbatch job.sh"""
+COMMAND = "slurm --nodes 2"
+
+_OPTIONS = f"""
+--nodes N              (default: 1)
+--tasks-per-node N     ranks on each node (default: one per GPU, else 1)
+--cpus-per-task N      cores of each rank
+--gpus-per-node N      (default: none)
+--time T               the time limit in sbatch's format (default: 24:00:00)
+--partition NAME       (default: the cluster's)
+--account NAME         (default: yours)
+--job-name NAME        (default: the script's)
+{RESTARTS}
+--grace N              seconds for saving before the time limit (default: %(default)s)
+"""
 
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
@@ -33,51 +40,38 @@ _EARLY_SECONDS = 60
 
 def add_arguments(action: argparse.ArgumentParser) -> None:
     """Add the arguments of `hvdkit generate slurm`."""
-    action.add_argument("--nodes", type=int, default=1, metavar="N", help="(default: 1)")
-    action.add_argument(
-        "--tasks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks on each node (default: one per GPU, else 1)",
-    )
-    action.add_argument("--cpus-per-task", type=int, metavar="N", help="cores of each rank")
-    action.add_argument("--gpus-per-node", type=int, metavar="N", help="(default: none)")
-    action.add_argument(
-        "--time",
-        default="24:00:00",
-        metavar="T",
-        help="the time limit in sbatch's format (default: 24:00:00)",
-    )
-    action.add_argument("--partition", metavar="NAME", help="(default: the cluster's)")
-    action.add_argument("--account", metavar="NAME", help="(default: yours)")
-    action.add_argument("--job-name", metavar="NAME", help="(default: the script's)")
-    add_restarts(action)
-    action.add_argument(
-        "--grace",
-        type=int,
-        default=round(Timeouts.stop),
-        metavar="S",
-        help="seconds for saving before the time limit (default: %(default)s)",
-    )
+    add_options(action, _OPTIONS, nodes=1, time="24:00:00", grace=round(Timeouts.stop))
 
 
 def text(options: argparse.Namespace) -> str:
     """Return the script.
 
     Raises:
-        UsageError: a number or a name is not valid, or there is no command.
+        UsageError: a number or a name is not valid.
     """
     _check(options)
-    body = _BODY.format(
-        grace=options.grace,
-        command=shlex.join([*restarts(options), *options.command]),
-        resumable=RESUMABLE,
-    )
-    return "\n".join(["#!/bin/bash", *_directives(options), body])
+    values = {
+        "name": options.job_name or re.sub(r"[^\w.-]", "_", script_name(options.command)),
+        "partition": options.partition and f"#SBATCH --partition={options.partition}",
+        "account": options.account and f"#SBATCH --account={options.account}",
+        "nodes": options.nodes,
+        "tasks": options.tasks_per_node or options.gpus_per_node or 1,
+        # Slurm ignores a line that begins with ##SBATCH.
+        "cpus": f"#SBATCH --cpus-per-task={options.cpus_per_task}"
+        if options.cpus_per_task
+        else "##SBATCH --cpus-per-task=8",
+        "gpus": f"#SBATCH --gpus-per-node={options.gpus_per_node}"
+        if options.gpus_per_node
+        else "##SBATCH --gpus-per-node=4",
+        "time": options.time,
+        "grace": options.grace,
+        "command": shlex.join([*restarts(options), *options.command]),
+        "resumable": RESUMABLE,
+    }
+    return fill("slurm.sh", values)
 
 
 def _check(options: argparse.Namespace) -> None:
-    check_command(options, "slurm --nodes 2")
     numbers = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "grace")
     check_numbers(options, dict.fromkeys(numbers, 1) | {"restarts": 0})
     if not _TIME.fullmatch(options.time):
@@ -104,70 +98,3 @@ def _seconds(time: str) -> int:
     numbers = [int(number) for number in rest.split(":")]
     units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(map(operator.mul, numbers, units))
-
-
-def _directives(options: argparse.Namespace) -> Iterator[str]:
-    name = options.job_name or re.sub(r"[^\w.-]", "_", script_name(options.command))
-    yield f"#SBATCH --job-name={name}"
-    if options.partition is not None:
-        yield f"#SBATCH --partition={options.partition}"
-    if options.account is not None:
-        yield f"#SBATCH --account={options.account}"
-    yield f"#SBATCH --nodes={options.nodes}"
-    yield "# A task is a rank: one per GPU where there are GPUs."
-    yield f"#SBATCH --ntasks-per-node={options.tasks_per_node or options.gpus_per_node or 1}"
-    yield "# Cores of each rank, for computing, data loading and communication. The default of 1 is"
-    yield "# rarely enough. OMP_NUM_THREADS is set to this number."
-    yield _directive("--cpus-per-task", options.cpus_per_task, 8)
-    yield "# Every rank sees all GPUs of its node; hvd.init() selects that of its local rank."
-    yield _directive("--gpus-per-node", options.gpus_per_node, 4)
-    yield f"#SBATCH --time={options.time}"
-    yield "# %x is the job's name, %j its number. A job that resumes appends to its file."
-    yield "#SBATCH --output=%x-%j.out"
-    yield "#SBATCH --open-mode=append"
-
-
-def _directive(option: str, given: int | None, example: int) -> str:
-    # Slurm ignores a line that begins with ##SBATCH.
-    return f"##SBATCH {option}={example}" if given is None else f"#SBATCH {option}={given}"
-
-
-_BODY = """\
-# Slurm may put the job back into the queue after a preemption or the failure of a node.
-#SBATCH --requeue
-# Slurm sends SIGUSR1 {grace} s (up to a minute more) before the time limit. With `B:`, it sends the
-# signal to this script only. The script forwards it to hvdkit, and hvdkit to the ranks' main
-# processes. Without `B:`, all processes get it, and helpers (data loaders) and mpirun may die.
-#SBATCH --signal=B:USR1@{grace}
-
-# sbatch forwards your environment. If hvdkit is in another environment:
-# source /path/to/env/bin/activate
-
-# hvdkit runs in the background, because a shell handles no signal before a foreground command has
-# ended. `scancel` and preemption send SIGTERM.
-trap 'again=yes; kill -USR1 "$!"' USR1
-trap 'again=yes; kill -TERM "$!"' TERM
-hvdkit run --stop-grace {grace} {command} &
-again=yes
-status=127
-while [ -n "$again" ]; do
-    again=
-    wait "$!"
-    found=$?
-    # 127: hvdkit had ended before this wait, because a signal came at the very end.
-    [ "$found" -eq 127 ] || status=$found
-done
-
-# {resumable}: the job has saved, or has lost a node. The same command resumes, if your script does
-# so (with --resume or the like).
-# A cancelled job is not RUNNING, and is not requeued. In a job array, SLURM_JOB_ID of one task is
-# also the number of the whole array.
-job=${{SLURM_ARRAY_TASK_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
-job=${{job:-$SLURM_JOB_ID}}
-if [ "$status" -eq {resumable} ] &&
-    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
-    echo "requeueing (restart $((${{SLURM_RESTART_COUNT:-0}} + 1)))"
-    scontrol requeue "$job"
-fi
-exit "$status"
-"""

@@ -16,6 +16,8 @@ the folder of HVDKIT_RECORD_DIR, as torchelastic's error files are
               "refused" (Horovod does not run any more, or does not know the process set) or
               "connection" (some other connection); "" without an error
     chained   whether the exception has another one as its cause
+    status    the exit status of an orderly end (`hvdkit.core.script_end`), already reported before
+              Python waits for threads; null for others
 
 A process that a signal, `os._exit` or a crash ends leaves no report. After a crash, `faulthandler`
 leaves the stack in a second file. If the command of the rank starts another Python, the report of
@@ -39,9 +41,9 @@ _ENGINE = (
     "horovod.common.exceptions.HorovodInternalError",
     "tensorflow.python.framework.errors_impl.OpError",
 )
-# One class has all errors of the engine. These are the engine's words, and those of the libraries
+#: One class has all errors of the engine. These are the engine's words, and those of the libraries
 # that it uses, for another rank that has ended or does not answer.
-_LOST_PEER = (
+LOST_PEER = (
     *("Horovod has been shut down", "collective in shared memory", "collective over the network"),
     *("gloo/transport/", "by peer", "Broken pipe", "ncclRemoteError", "remote process exited"),
 )
@@ -62,7 +64,8 @@ class _Reporter:
         # The last exception that the running program has only printed.
         self._printed: Any = None
         self._before, self._exit = sys.excepthook, sys.exit
-        self._crash: Any = None  # stays open: faulthandler keeps only the descriptor
+        # The status of an orderly end.
+        self._status: Any = None
 
     def install(self, crash_file: str) -> None:
         sys.excepthook = self._on_exception
@@ -73,10 +76,26 @@ class _Reporter:
             import faulthandler
 
             if not faulthandler.is_enabled():
-                self._crash = open(crash_file, "wb", buffering=0)  # noqa: SIM115
-                faulthandler.enable(self._crash)
+                # faulthandler keeps the file open.
+                faulthandler.enable(open(crash_file, "wb", buffering=0))  # noqa: SIM115
         except (ImportError, OSError, ValueError):
             pass
+
+    def note_end_with(self, status: int) -> None:
+        import contextlib
+        import threading
+
+        is_registered, self._status = self._status is not None, status
+        # Unlike functions of `atexit`, these run before Python waits for threads. Each runs before
+        # those that were registered earlier, such as the one that waits for ThreadPoolExecutor.
+        register = getattr(threading, "_register_atexit", None)
+        if register is not None and not is_registered:
+            with contextlib.suppress(RuntimeError):  # the script has already ended
+                register(self._on_script_end)
+
+    def _on_script_end(self) -> None:
+        if _last() is None:
+            self._write("end", None)
 
     def _on_exception(self, kind: Any, error: Any, traceback: Any) -> None:
         # Not if the program calls this function for an exception that it has handled.
@@ -87,6 +106,11 @@ class _Reporter:
             elif not isinstance(error, KeyboardInterrupt):
                 self._write("exception", error)
         self._before(kind, error, traceback)
+        if _lacks_input(error):
+            sys.stderr.write(
+                f"The standard input of a rank is empty. `hvdkit run --debug-rank {self._rank}` "
+                f"connects rank {self._rank} to the terminal\n"
+            )
 
     def _on_exit(self, status: Any = None, /) -> None:
         self._handled = sys.exc_info()[1]
@@ -115,6 +139,7 @@ class _Reporter:
             import time
 
             content = {"rank": self._rank, "time": time.monotonic(), "how": how}
+            content["status"] = None if how == "exception" else self._status
             try:
                 content.update(_described(error, with_traceback=how == "exception"))
             except BaseException:  # no memory, or an exception that cannot be printed
@@ -130,6 +155,14 @@ class _Reporter:
 def _last() -> Any:
     """Return the last exception that was not handled, which Python notes first; None for none."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def _lacks_input(error: Any) -> bool:
+    """Return whether `breakpoint()` or `input()` has failed because there is no terminal."""
+    name, text = type(error).__name__, str(error)
+    if name != "BdbQuit" and (name, text) != ("EOFError", "EOF when reading a line"):
+        return False
+    return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def _script_runs() -> bool:
@@ -204,7 +237,7 @@ def _own_kind(error: Any) -> str:
     if any(name in names for name in _ENGINE):
         # Not each of them is about a peer: Horovod wraps any RuntimeError of a wait, also one of a
         # handler of a signal.
-        return "peer" if any(words in text for words in _LOST_PEER) else "own"
+        return "peer" if any(words in text for words in LOST_PEER) else "own"
     if any(name.startswith(_PEER_MODULES) for name in names):
         return "peer"
     module, function = _place(error)
@@ -226,6 +259,16 @@ def _place(error: Any) -> tuple:
     return str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
 
 
+# The reporter of this process, if it is a rank of `hvdkit run`.
+_reporter: Any = None
+
+
+def note_end_with(status: int) -> None:
+    """Report an exit status when the script ends, see `hvdkit.core.script_end`."""
+    if _reporter is not None:
+        _reporter.note_end_with(status)
+
+
 def install() -> None:
     """Let this process report its end, if it is a rank of `hvdkit run`."""
     folder, rank = os.environ.get("HVDKIT_RECORD_DIR"), os.environ.get("HVDKIT_REPORT_RANK")
@@ -237,5 +280,6 @@ def install() -> None:
                     os.unlink(os.path.join(folder, name))
         except OSError:
             pass
-        crash = os.path.join(folder, f"crash-{rank}-{os.getpid()}")
-        _Reporter(folder, int(rank)).install(crash)
+        global _reporter
+        _reporter = _Reporter(folder, int(rank))
+        _reporter.install(os.path.join(folder, f"crash-{rank}-{os.getpid()}"))

@@ -22,8 +22,8 @@ from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch import open_files
-from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.connection import Connection, SocketConnection
+from hvdkit.launch.gloo import Gloo
 from hvdkit.launch.hosts import Host, own_addresses
 from hvdkit.launch.listener import BACKLOG, Listener
 from hvdkit.launch.nodes.handshake import (
@@ -38,7 +38,9 @@ from hvdkit.launch.nodes.handshake import (
 from hvdkit.launch.nodes.joining import QUIET_SECONDS, connect_to_any, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.outcome import Outcome
-from hvdkit.launch.ssh import HOST_SECONDS, Ssh
+from hvdkit.launch.plan import Plan
+from hvdkit.launch.settings import Settings
+from hvdkit.launch.ssh import Ssh
 from hvdkit.plain_files import read_text
 from hvdkit.signals import begin_to_note, status_before_start
 from hvdkit.whole_files import beside, create
@@ -46,31 +48,36 @@ from hvdkit.whole_files import beside, create
 _SHOWN_NODES = 8
 
 
-class GatheredNodes:
-    """All nodes of a job, connected. A context manager, on node 0.
+class Nodes(Gloo):
+    """Start ranks over Gloo on nodes where users have started the agents, on node 0.
+
+    On entry, the context waits for all nodes.
 
     Args:
-        settings: node 0's.
+        node: node 0's options.
+        settings: the settings of the job.
         say: prints a message for the user.
-        silence: the seconds without an answer after which a node is lost.
-
-    Attributes:
-        agents: an agent on each node, in the order of nodes.
-        hosts: the nodes as the job's hosts.
     """
 
-    def __init__(
-        self, settings: NodeSettings, say: Callable[[str], None], silence: float = HOST_SECONDS
-    ) -> None:
-        self._settings = settings
+    # A node cannot join a running job again.
+    hosts_return = False
+
+    def __init__(self, node: NodeSettings, settings: Settings, say: Callable[[str], None]) -> None:
+        super().__init__(settings)
+        self._node = node
         self._say = say
-        self._silence = silence
-        self.agents = AgentPool(silence)
-        self.hosts: list[Host] = []
+        # The nodes as the job's hosts, in the order of nodes.
+        self._hosts: list[Host] = []
+
+    def hosts(self, size: int | None) -> Sequence[Host]:  # noqa: ARG002
+        return self._hosts
+
+    def next_hosts(self, plan: Plan) -> Sequence[Host]:  # noqa: ARG002
+        return [c.host for c in self.agents.every if c.idle and not c.ended]
 
     def __enter__(self) -> Self:
         # Before the nodes connect, because each connection needs a descriptor.
-        settings = self._settings
+        settings = self._node
         open_files.raise_limit(open_files.needed_by_launcher(settings.size or 0, settings.nodes))
         self.agents.__enter__()
         try:
@@ -82,8 +89,8 @@ class GatheredNodes:
         self._make_hosts(connected)
         return self
 
-    def __exit__(self, _type: object, exc: BaseException | None, _traceback: object) -> None:
-        self.close(_outcome_of(exc))
+    def __exit__(self, *exc: object) -> None:
+        self.close(_outcome_of(exc[1]))
 
     def send_outcome(self, outcome: Outcome) -> None:
         """Send the job's outcome to the other nodes. A node keeps the first outcome it gets."""
@@ -98,10 +105,12 @@ class GatheredNodes:
         self.agents.__exit__(None, None, None)
 
     def _gather(self, server: socket.socket, key: bytes) -> dict[int, tuple[NodeInfo, Connection]]:
-        settings = self._settings
+        settings = self._node
         connected: dict[int, tuple[NodeInfo, Connection]] = {}
         authenticator = Authenticator(settings, key)
-        listener = Listener(server, settings.nodes, authenticator.authenticate, self._silence)
+        listener = Listener(
+            server, settings.nodes, authenticator.authenticate, self.settings.ssh.silence
+        )
         try:
             deadline = time.monotonic() + settings.timeout
             said = ""
@@ -125,8 +134,7 @@ class GatheredNodes:
                     if event.connection in self.agents.connections:
                         # The node has disconnected, and may connect again.
                         (number,) = (n for n in connected if connected[n][1] is event.connection)
-                        self.agents.connections.remove(event.connection)
-                        event.connection.close(timeout=1)
+                        self.agents.drop([event.connection])
                         del connected[number]
                         authenticator.forget(number)
         finally:
@@ -134,13 +142,13 @@ class GatheredNodes:
         return connected
 
     def _missing(self, connected: Collection[int]) -> str:
-        missing = [node for node in range(1, self._settings.nodes) if node not in connected]
+        missing = [node for node in range(1, self._node.nodes) if node not in connected]
         shown = ", ".join(map(str, missing[:_SHOWN_NODES]))
         more = f" and {len(missing) - _SHOWN_NODES} more" if len(missing) > _SHOWN_NODES else ""
-        return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._settings.nodes}"
+        return f"node{'s' if len(missing) > 1 else ''} {shown}{more} of {self._node.nodes}"
 
     def _fail(self, connected: Collection[int], refused: Sequence[str], own: str) -> NoReturn:
-        settings = self._settings
+        settings = self._node
         lines = "".join(f"\n  refused: {each}" for each in refused[:_SHOWN_NODES])
         if own:
             lines += f"\n  this machine has closed connections: {own}"
@@ -152,22 +160,22 @@ class GatheredNodes:
 
     def _make_hosts(self, connected: Mapping[int, tuple[NodeInfo, Connection]]) -> None:
         """Make the hosts, start this node's agent, and sort the connections by node."""
-        own = describe_node(self._settings)
+        own = describe_node(self._node)
         nodes = [own, *(connected[node][0] for node in sorted(connected))]
         count = Counter(node.hostname for node in nodes)
         for node in nodes:
             unique = count[node.hostname] == 1
             name = node.hostname if unique else f"{node.hostname}-{node.number}"
-            self.hosts.append(Host(name, node.slots, node.machine == own.machine))
+            self._hosts.append(Host(name, node.slots, node.machine == own.machine))
         for number, (_, connection) in connected.items():
-            connection.host = self.hosts[number]
+            connection.host = self._hosts[number]
         others = [connected[number][1] for number in sorted(connected)]
         self.agents.connections = []
-        self.agents.start({self.hosts[0]: True}, Ssh(), sys.executable)
+        self.agents.start({self._hosts[0]: True}, Ssh(), sys.executable)
         self.agents.connections += others
 
 
-def _outcome_of(exc: BaseException | None) -> Outcome:
+def _outcome_of(exc: object) -> Outcome:
     """Return what the other nodes get if node 0 ends before the job has an outcome."""
     if isinstance(exc, KeyboardInterrupt) and exc.args:
         number = signal.Signals(exc.args[0])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.agent import Agent
 from hvdkit.launch.hosts import own_addresses
 from hvdkit.launch.nodes.handshake import WrongKey, authenticate_to_node_0, machine
+from hvdkit.launch.nodes.node_agent import NodeAgent
 from hvdkit.launch.nodes.settings import NodeSettings
 from hvdkit.launch.output import Output
 from hvdkit.plain_files import open_regular, parse_json
@@ -54,7 +54,7 @@ def join(
         def make_output(size: int, out: IO[bytes], errors: IO[bytes]) -> Output:
             return Output(size, range(size), stdout=out, stderr=errors, say=say, progress=False)
 
-        agent = Agent(connection, connection, overrides=overrides, make_output=make_output)
+        agent = NodeAgent(connection, connection, overrides, make_output)
         agent.run()
     if agent.outcome is None:
         say("lost node 0; see its output for the reason")

@@ -16,7 +16,7 @@ import psutil
 
 from hvdkit.core.loaded_modules import MODULES, file_name, read_by_imports
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.keeper import KeptGroup
+from hvdkit.launch.keeper import KeptGroup, wait_for
 from hvdkit.launch.spares.command import recognise
 from hvdkit.launch.spares.spare import Spare
 from hvdkit.plain_files import read_json
@@ -28,6 +28,7 @@ _SETTLE_SECONDS = 5.0
 _IMPORT_SECONDS = 600.0
 #: Seconds for all spares to begin with their commands.
 _START_SECONDS = 2.0
+_WAIT_SECONDS = 0.2
 #: Bytes that must be available for each spare that is started.
 _MEMORY = 1_000_000_000
 #: The priority of a spare. Where ranks use all processors, it gets about a tenth of one: with the
@@ -50,162 +51,158 @@ class Slot:
     cpus: Sequence[int]
 
 
+@dataclass(frozen=True)
+class _Report:
+    """The imports of a rank.
+
+    Attributes:
+        groups: the groups of `hvdkit.core.loaded_modules`.
+        at: when this was read (`time.monotonic`).
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    at: float
+
+
 class SparePool:
-    """The spares of one host, for the next start of its ranks."""
+    """The spares of the ranks of one start on a host. They can become ranks of the next start.
 
-    def __init__(self) -> None:
-        self._group = KeptGroup()
+    Args:
+        command: the command of the ranks.
+        directory: their working directory.
+        slots: the ranks that get spares, once they have reported their modules.
+
+    Attributes:
+        group: the group for all ranks of the next start.
+    """
+
+    def __init__(
+        self, command: Sequence[str] = (), directory: str = "/", slots: Sequence[Slot] = ()
+    ) -> None:
+        self.group = KeptGroup()
+        self._command, self._directory = command, directory
+        self._slots = {slot.rank: slot for slot in slots}
         self._spares: dict[int, Spare] = {}
-        self._slots: list[Slot] = []
-        # For each rank, the groups of `hvdkit.core.loaded_modules`.
-        self._reports: dict[int, list[Mapping[str, Any]]] = {}
-        self._changed_at = float("inf")
-        self._command: Sequence[str] = ()
-        self._directory = "/"
-
-    def watch(self, command: Sequence[str], directory: str, slots: Sequence[Slot]) -> None:
-        """Make a spare for each of these ranks, once they have reported their modules.
-
-        Args:
-            command: their command.
-            directory: their working directory.
-            slots: the ranks.
-        """
-        self._command, self._directory, self._slots = command, directory, list(slots)
-        self._reports, self._changed_at = {}, float("inf")
+        self._reports: dict[int, _Report] = {}
 
     def step(self, folder: Path) -> None:
         """Read the reports in `folder`, and start or update at most one spare."""
         now = time.monotonic()
         self._read_reports(folder, now)
         for rank, spare in list(self._spares.items()):
-            spare.poll()
-            late = not spare.ready and now > spare.loading_since + _IMPORT_SECONDS
+            late = not spare.ready and now > spare.loads[-1] + _IMPORT_SECONDS
             if spare.process.poll() is not None or late:
-                self._give_up(rank)
+                self._spares.pop(rank).kill()
+                del self._slots[rank]
         # One after another, so that they take little from the ranks.
-        if now < self._changed_at + _SETTLE_SECONDS or not all(
-            spare.ready for spare in self._spares.values()
-        ):
+        newest = max((report.at for report in self._reports.values()), default=now)
+        if now < newest + _SETTLE_SECONDS or not all(s.ready for s in self._spares.values()):
             return
-        for slot in self._slots:
-            groups = self._reports.get(slot.rank)
-            if not groups:
+        for rank, report in sorted(self._reports.items()):
+            if (slot := self._slots.get(rank)) is None:
                 continue
-            if slot.rank not in self._spares:
-                self._start(slot, groups[0])
-                return
-            spare = self._spares[slot.rank]
-            if spare.loads < len(groups):
-                self._load(spare, slot, groups[spare.loads])
+            done = len(self._spares[rank].loads) if rank in self._spares else 0
+            if done < len(report.groups):
+                self._load(slot, report.groups[done])
                 return
 
     def claim(
         self, wanted: Sequence[Slot], waiting: Callable[[], None] = lambda: None
-    ) -> tuple[KeptGroup, dict[int, StartedProcess]]:
+    ) -> dict[int, StartedProcess]:
         """Start ranks with the spares that fit and are ready, and end the other spares.
 
         Args:
             wanted: the ranks of this start.
             waiting: called several times per second while spares begin with their commands.
 
-        Returns the group for all ranks of this start, and rank -> its process, which was a spare.
-        The caller starts the other ranks without spares.
+        Returns rank -> its process, which was a spare. The caller starts the other ranks.
         """
-        started: dict[int, Spare] = {}
-        for slot in wanted:
-            if self._usable(slot, slot.rank):
-                started[slot.rank] = self._spares.pop(slot.rank)
+        candidates = [(slot, [slot.rank]) for slot in wanted]
         if self._are_alike():
-            for slot in wanted:
-                if slot.rank not in started:
-                    found = next((n for n in self._spares if self._usable(slot, n)), None)
-                    if found is not None:
-                        started[slot.rank] = self._spares.pop(found)
-        for slot in wanted:
-            if slot.rank in started:
-                started[slot.rank].start(slot.environment)
+            candidates += [(slot, list(self._spares)) for slot in wanted]
+        chosen: dict[int, Spare] = {}
+        for slot, numbers in candidates:
+            left = [number for number in numbers if number in self._spares]
+            fitting = [n for n in left if self._spares[n].fits(slot.environment, slot.cpus)]
+            if fitting and slot.rank not in chosen:
+                chosen[slot.rank] = self._spares.pop(fitting[0])
+                chosen[slot.rank].start(slot.environment)
         deadline = time.monotonic() + _START_SECONDS
-        for rank, spare in list(started.items()):
-            if spare.wait_for_start(deadline - time.monotonic(), waiting):
+        while (seconds := deadline - time.monotonic()) > 0 and (
+            pending := [
+                spare.socket.fileno()
+                for spare in chosen.values()
+                if not spare.started and spare.process.poll() is None
+            ]
+        ):
+            wait_for(pending, min(seconds, _WAIT_SECONDS))
+            waiting()
+        self.end()
+        started: dict[int, StartedProcess] = {}
+        for rank, spare in chosen.items():
+            if spare.started:
                 spare.close()
+                started[rank] = spare.process
             else:
                 spare.kill()
-                del started[rank]
-        group = self._group
-        self.end()
-        self._group = KeptGroup()
-        return group, {rank: spare.process for rank, spare in started.items()}
+        return started
 
     def end(self) -> None:
         """End all spares."""
         for spare in self._spares.values():
             spare.kill()
         self._spares.clear()
-        self._slots = []
+        self._slots.clear()
 
     def _are_alike(self) -> bool:
         """Return whether a rank may get the spare of another one.
 
         The script may import other modules on each rank, or set other variables before.
         """
-        reports = list(self._reports.values())
+        reports = [report.groups for report in self._reports.values()]
         if len(reports) > 1:
             return all(report == reports[0] for report in reports)
         # A host with one rank: the script may have set variables to a value of this rank.
         return not any(
             group["variables"] != {n: v for n, v in slot.environment.items() if read_by_imports(n)}
-            for slot in self._slots
-            for group in self._reports.get(slot.rank, ())
+            for rank, report in self._reports.items()
+            for group in report.groups
+            if (slot := self._slots.get(rank)) is not None
         )
 
-    def _usable(self, slot: Slot, number: int) -> bool:
-        """Return whether the spare of rank `number` can become the rank of `slot`."""
-        spare = self._spares.get(number)
-        if spare is None:
-            return False
-        spare.poll()
-        return spare.ready and spare.fits(slot.environment, slot.cpus)
-
     def _read_reports(self, folder: Path, now: float) -> None:
-        for slot in self._slots:
+        for rank in self._slots:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found = read_json(folder / file_name(slot.rank))
+                found = read_json(folder / file_name(rank))
                 # A script can write anything to this file, so accept only these modules.
                 groups: list[Mapping[str, Any]] = [
                     {name: dict(group[name]) for name in ("modules", "variables")}
                     for group in found["imports"]
                 ]
                 known = all(set(group["modules"]) <= set(MODULES) for group in groups)
-                if known and groups != self._reports.get(slot.rank):
-                    self._reports[slot.rank] = groups
-                    self._changed_at = now
+                before = self._reports.get(rank)
+                if known and (before is None or groups != before.groups):
+                    self._reports[rank] = _Report(groups, now)
 
-    def _start(self, slot: Slot, group: Mapping[str, Any]) -> None:
-        python = recognise(self._command, self._directory, slot.environment)
-        if python is None or psutil.virtual_memory().available < _MEMORY:
-            self._slots = [each for each in self._slots if each is not slot]
-            return
-        try:
-            spare = Spare(
-                self._group, self._command, python, self._directory, slot.environment, slot.cpus
-            )
-        except (HvdkitError, OSError):
-            self._slots = [each for each in self._slots if each is not slot]
-            return
-        self._spares[slot.rank] = spare
-        self._load(spare, slot, group)
-
-    def _load(self, spare: Spare, slot: Slot, group: Mapping[str, Any]) -> None:
+    def _load(self, slot: Slot, group: Mapping[str, Any]) -> None:
+        """Let the spare of a rank import modules. Start it first if there is none."""
+        if slot.rank not in self._spares:
+            python = recognise(self._command, self._directory, slot.environment)
+            if python is None or psutil.virtual_memory().available < _MEMORY:
+                del self._slots[slot.rank]
+                return
+            try:
+                self._spares[slot.rank] = Spare(
+                    self.group, self._command, python, self._directory, slot.environment, slot.cpus
+                )
+            except (HvdkitError, OSError):
+                del self._slots[slot.rank]
+                return
         # The script may also have deleted variables of the rank.
         others = {n: value for n, value in slot.environment.items() if not read_by_imports(n)}
-        environment = others | group["variables"]
-        spare.load(group["modules"], environment, _NICE if _can_undo_nice() else None)
-
-    def _give_up(self, rank: int) -> None:
-        """End a spare, and make no other one for this rank until the next start."""
-        self._spares.pop(rank).kill()
-        self._slots = [slot for slot in self._slots if slot.rank != rank]
+        self._spares[slot.rank].load(
+            group["modules"], others | group["variables"], _NICE if _can_undo_nice() else None
+        )
 
 
 @functools.cache

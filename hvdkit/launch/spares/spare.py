@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from hvdkit.processes import ProcessGroup, wait_for_killed, without_rank_variabl
 HOOK = Path(__file__).parents[1] / "hook"
 _VARIABLE = "HVDKIT_SPARE"
 _SEND_SECONDS = 1.0
-_WAIT_SECONDS = 0.2
 
 
 def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
@@ -41,9 +40,9 @@ class Spare:
         cpus: the CPUs that the rank is bound to.
 
     Attributes:
-        ready: whether the spare has imported the modules of all calls of `load`.
-        loads: the number of calls of `load`.
-        loading_since: the time of the last call of `load` (`time.monotonic`).
+        process: the process.
+        socket: the connection to it, which does not block.
+        loads: the times of the calls of `load` (`time.monotonic`).
     """
 
     def __init__(
@@ -55,17 +54,16 @@ class Spare:
         environment: Mapping[str, str],
         cpus: Sequence[int],
     ) -> None:
-        self.ready = False
-        self.loads = 0
-        self.loading_since = time.monotonic()
+        self.loads: list[float] = []
         self._python = python
         self._environment = dict(environment)
         self._cpus = list(cpus)
         self._directory = directory
-        self._received = b""
-        ours, theirs = socket.socketpair()
+        self._answers = b""
+        self._group = group
+        self.socket, theirs = socket.socketpair()
         with contextlib.ExitStack() as unless_started, theirs:
-            unless_started.callback(ours.close)
+            unless_started.callback(self.socket.close)
             descriptor = theirs.fileno()
             self.process = group.start(
                 command,
@@ -78,9 +76,7 @@ class Spare:
                 pass_fds=[descriptor],
             )
             unless_started.pop_all()
-        ours.setblocking(False)
-        self._socket = ours
-        self._group = group
+        self.socket.setblocking(False)
 
     def load(
         self, modules: Mapping[str, str | None], environment: Mapping[str, str], nice: int | None
@@ -92,9 +88,7 @@ class Spare:
             environment: the environment during the imports, as the script has changed it.
             nice: the priority of the spare until it is started; None to leave it.
         """
-        self.ready = False
-        self.loads += 1
-        self.loading_since = time.monotonic()
+        self.loads.append(time.monotonic())
         self._send(
             "load",
             environment=dict(environment),
@@ -105,69 +99,51 @@ class Spare:
         )
 
     def fits(self, environment: Mapping[str, str], cpus: Sequence[int]) -> bool:
-        """Return whether the spare can run a rank with this environment."""
-        return list(cpus) == self._cpus and same_for_imports(environment, self._environment)
+        """Return whether the spare is ready to run a rank with this environment."""
+        same = list(cpus) == self._cpus and same_for_imports(environment, self._environment)
+        return same and self.ready
 
-    def poll(self) -> None:
-        """Update `ready`."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            self._received += self._socket.recv(4096)
-        if self._received.endswith(b"ready\n"):
-            self._received, self.ready = b"", True
+    @property
+    def ready(self) -> bool:
+        """Whether the spare has imported the modules of all calls of `load`."""
+        return self._read().count(b"ready\n") == len(self.loads)
+
+    @property
+    def started(self) -> bool:
+        """Whether the spare has begun to run its command."""
+        return self._read().endswith(b"started\n")
+
+    def _read(self) -> bytes:
+        """Return all that the spare has answered."""
+        with contextlib.suppress(OSError):  # nothing new, or the spare has ended
+            self._answers += self.socket.recv(4096)
+        return self._answers
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Let the spare run its command as a rank with this environment."""
         # The folder may have been replaced since the spare was started.
         self._send("start", environment=dict(environment), directory=self._directory)
 
-    def wait_for_start(self, timeout: float, waiting: Callable[[], None] = lambda: None) -> bool:
-        """Return whether the spare has begun to run its command within `timeout` seconds.
-
-        Args:
-            timeout: the seconds.
-            waiting: called several times per second while this method waits.
-        """
-        deadline = time.monotonic() + timeout
-        while not self._received.endswith(b"started\n"):
-            left = deadline - time.monotonic()
-            self._socket.settimeout(min(max(left, 0.001), _WAIT_SECONDS))
-            try:
-                data = self._socket.recv(4096)
-            except TimeoutError:
-                if left <= 0:
-                    return False
-                waiting()
-                continue
-            except OSError:
-                return False
-            if not data:
-                return False
-            self._received += data
-        return True
-
     def close(self) -> None:
         """Close the connection. The process ends, unless `start` was called before."""
-        self._socket.close()
+        self.socket.close()
 
     def kill(self) -> None:
         """End the process."""
         self.close()
         self.process.kill()
         wait_for_killed(self.process)
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for pipe in filter(None, (self.process.stdout, self.process.stderr)):
+            pipe.close()
         self._group.forget(self.process)
 
     def _send(self, kind: str, **fields: Any) -> None:
         # A spare that is stopped does not read.
-        self._socket.settimeout(_SEND_SECONDS)
-        try:
-            self._socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
-        except OSError:
-            pass  # the spare has ended, which `SparePool.step` notices
-        finally:
-            self._socket.setblocking(False)
+        self.socket.settimeout(_SEND_SECONDS)
+        # Errors: the spare has ended, which `SparePool.step` notices.
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+        self.socket.setblocking(False)
 
 
 def same_for_imports(first: Mapping[str, str], second: Mapping[str, str]) -> bool:

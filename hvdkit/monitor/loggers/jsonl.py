@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.metrics import METRICS
 from hvdkit.monitor.records import Record, Run, Statistic
+from hvdkit.whole_files import open_to_write
 
 #: The version of the file. Readers refuse a newer one.
 VERSION = 1
+
+# The type `flock` of fcntl(2), and a lock of an open file for writing. Unlike flock(2), it needs a
+# descriptor for writing.
+_LAYOUT = struct.Struct("hhqqi4x")
+_LOCK = _LAYOUT.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 # In larger jobs, records do not have the values of each rank.
 _MANY_RANKS = 64
@@ -41,11 +48,11 @@ class JSONLLogger(Logger):
         """Open the file, and lock it against a second job.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: it cannot be written, or is a link or a pipe of another user.
             HvdkitError: another job writes to it.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = open_to_write(self._path, os.O_RDWR | os.O_APPEND)
         try:
             self._lock(file)
             size = os.fstat(file).st_size
@@ -56,15 +63,17 @@ class JSONLLogger(Logger):
         self._file = file
 
     def _lock(self, file: int) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise HvdkitError(
-                f"another job, or another Monitor, writes to {self._path}. Choose another file, or "
-                f"close the other Monitor first"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        # A process that may only read the file can lock it for reading, which means no writer.
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.fcntl(file, fcntl.F_OFD_SETLK, _LOCK)
+            except BlockingIOError:
+                kind = _LAYOUT.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, _LOCK))[0]
+                if kind == fcntl.F_WRLCK:
+                    raise HvdkitError(
+                        f"another job, or another Monitor, writes to {self._path}. Choose another "
+                        f"file, or close the other Monitor first"
+                    ) from None
 
     def begin(self, run: Run) -> None:
         """Write a line of type "start"."""

@@ -21,7 +21,6 @@ from horovod.torch.elastic.state import (
 from torch.utils.data import DataLoader, Sampler
 
 from hvdkit.core.elastic.state import CommittedState
-from hvdkit.core.replaced_state import restore_positions
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import on_own_gpu
 from hvdkit.torch.digests import digests
@@ -118,10 +117,8 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
         """Read what `write_saved` has written, for the next `restore`."""
         # The file contains arbitrary objects, and belongs to the user of this process.
         saved = torch.load(str(path), map_location=on_own_gpu, weights_only=False, mmap=True)
-        self._saved_state = saved["objects"]
         self._load_handlers(saved["handlers"])
-        self._saved_items = saved.get("items", {})
-        restore_positions(saved.get("positions", {}))
+        self._set_saved(saved["objects"], saved.get("items", {}), saved.get("positions", {}))
 
     def _saved_handlers(self) -> Mapping[str, Any]:
         return {}
@@ -216,9 +213,9 @@ class TorchState(ObjectState, horovod_state.TorchState):
 
     def _open_windows(self) -> Set[Hashable]:
         return {
-            (each.number, each.steps + each.skipped_steps)
+            (each.reducer.number, each.hvdkit_steps + each.hvdkit_skipped_steps)
             for each in self._wrapped_optimizers()
-            if each.accumulated
+            if each.reducer.accumulated
         }
 
     def _discard_gradients(self) -> None:

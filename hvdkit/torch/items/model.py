@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,21 @@ from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, memory, overlaps
 from hvdkit.torch.items.trees import at, on_host, with_tensors, without_tensors
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """A planned restore.
+
+    Attributes:
+        names: name in the restored tree -> name in the module's `state_dict`.
+        to_load: the tensors that `restore` loads with `load_state_dict`.
+        restored: the addresses of the parameters that a partial restore restores.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    to_load: Collection[str] = ()
+    restored: Collection[int] = ()
+
+
 class ModelItem:
     """A `StatefulItem`: the `state_dict` of a module.
 
@@ -24,33 +40,33 @@ class ModelItem:
     def __init__(self, model: torch.nn.Module, subject: str = "model") -> None:
         self._model = model
         self._subject = subject
-        # The tensors that `restore` loads with `load_state_dict`.
-        self._to_load: list[str] = []
-        # The addresses of the parameters that the planned partial restore restores.
-        self._restored: set[int] = set()
-        #: Name in the restored tree -> name in the module's `state_dict`.
-        self._names: dict[str, str] = {}
+        self._plan = _Plan()
 
-    def _state(self, saved: Collection[str] = ()) -> dict[str, Any]:
-        """Return the module's `state_dict`, with names that are equal in every process.
+    def _state(self) -> dict[str, Any]:
+        """Return the module's `state_dict`, with names that are equal in every process."""
+        state = self._model.state_dict()
+        return {known: state[name] for known, name in self._names(state).items()}
+
+    def _names(self, state: Mapping[str, Any], saved: Collection[str] = ()) -> dict[str, str]:
+        """Return name that is equal in every process -> name in `state`, the `state_dict`.
 
         Args:
+            state: the `state_dict`.
             saved: the names in the restored tree. Earlier versions of hvdkit saved names with
                 prefixes of `torch.compile`, and with Keras's numbers of layers.
         """
-        state = self._model.state_dict()
         plain = compiled.without_prefixes(self._model)
         earlier = {
             compiled.PREFIX.sub("", name): name for name in saved if compiled.PREFIX.search(name)
         }
-        self._names = {}
+        names: dict[str, str] = {}
         for name in state:
             known = plain(name)
             if known not in saved:
                 known = earlier.get(known, name if name in saved else known)
             # If another tensor has this name already, keep the tensor's full name.
-            self._names[name if known in self._names else known] = name
-        return {known: state[name] for known, name in self._names.items()}
+            names[name if known in names else known] = name
+        return names
 
     def save(self) -> Tree:
         """Return name -> tensor, and the extra state of modules."""
@@ -87,27 +103,29 @@ class ModelItem:
         Raises:
             UsageError: names, shapes or dtypes differ; the message has the first differences.
         """
-        own, lines = self._compared(tree)
+        own, lines, names = self._compared(tree)
         lines += [line for _, line in self._separate_in_checkpoint(tree, own)]
         if lines:
             raise does_not_fit(self._subject, lines)
+        self._plan = _Plan(names, self._copies(tree, own))
         return self._destinations(tree, own)
 
     def plan_partial_restore(self, tree: Tree) -> tuple[Tree, list[str]]:
         """Plan the restore of the tensors that have the same name, shape and dtype."""
-        own, lines = self._compared(tree)
+        own, lines, names = self._compared(tree)
         for name, line in self._separate_in_checkpoint(tree, own):
             del own[name]
             lines.append(line)
         plain = compiled.without_prefixes(self._model)
-        fitting = {self._names[name] for name in own}
-        self._restored = {
+        fitting = {names[name] for name in own}
+        restored = {
             parameter.data_ptr()
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
             # If nothing differs, all parameters are restored, even if the module's `state_dict`
             # names them differently than `named_parameters`.
             if not lines or name in fitting or plain(name) in own
         }
+        self._plan = _Plan(names, self._copies(tree, own), restored)
         return self._destinations(tree, own), lines
 
     def names(self) -> dict[int, str]:
@@ -121,7 +139,7 @@ class ModelItem:
 
     def restores(self, parameter: torch.Tensor) -> bool:
         """Return whether the last `plan_partial_restore` restores a parameter of the model."""
-        return parameter.data_ptr() in self._restored
+        return parameter.data_ptr() in self._plan.restored
 
     def _separate_in_checkpoint(
         self, tree: Tree, own: Mapping[str, torch.Tensor]
@@ -139,11 +157,15 @@ class ModelItem:
                 )
         return found
 
-    def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Return the tensors that match the saved state, and a text for each that does not."""
+    def _compared(self, tree: Tree) -> tuple[dict[str, torch.Tensor], list[str], Mapping[str, str]]:
+        """Return the tensors that match the saved state, and a text for each that does not.
+
+        Also return the result of `_names`.
+        """
+        state = self._model.state_dict()
         # Compare all names, because the first of several names may have changed.
-        names = {*tree, *tree.get(TIED, {})}
-        own = {n: v for n, v in self._state(names).items() if isinstance(v, torch.Tensor)}
+        names = self._names(state, {*tree, *tree.get(TIED, {})})
+        own = {k: state[n] for k, n in names.items() if isinstance(state[n], torch.Tensor)}
         saved = {name: spec for name, spec in tree.items() if isinstance(spec, TensorSpec)}
         named = saved | {name: saved[holder] for name, holder in tree.get(TIED, {}).items()}
         lines = [f"the checkpoint has no {name}" for name in own if name not in named]
@@ -159,7 +181,24 @@ class ModelItem:
                 lines.append(
                     f"{name} is {_text(here)} here and {_text(named[name])} in the checkpoint"
                 )
-        return alike, lines
+        return alike, lines, names
+
+    def _copies(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the tensors to load with `load_state_dict`.
+
+        These are copies of the model's memory, and tensors that were tied in the saved model only.
+        """
+        tied = tree.get(TIED, {})
+        live = {
+            t.untyped_storage().data_ptr()
+            for t in itertools.chain(self._model.parameters(), self._model.buffers())
+        }
+        return [
+            name
+            for name in own
+            if own[name].untyped_storage().data_ptr() not in live
+            or (name in tied and not _share_memory(own[name], own.get(tied[name])))
+        ]
 
     def _destinations(self, tree: Tree, own: Mapping[str, torch.Tensor]) -> Tree:
         """Return the tree with the memory of `own` in place of the tensors.
@@ -169,26 +208,15 @@ class ModelItem:
             own: name -> tensor of the model to restore.
         """
         tied = tree.get(TIED, {})
-        live = {
-            t.untyped_storage().data_ptr()
-            for t in itertools.chain(self._model.parameters(), self._model.buffers())
-        }
         prepared = dict(tree)
-        # `load_state_dict` is needed for tensors that are copies of the model's memory, and for
-        # tensors that were tied in the saved model only.
-        self._to_load = [
-            name
-            for name in own
-            if own[name].untyped_storage().data_ptr() not in live
-            or (name in tied and not _share_memory(own[name], own.get(tied[name])))
-        ]
-        loaded = {tied.get(name, name) for name in self._to_load}
+        to_load = self._plan.to_load
+        loaded = {tied.get(name, name) for name in to_load}
         for name, spec in tree.items():
             if not isinstance(spec, TensorSpec):
                 if name != TIED:
                     prepared[name] = on_host(spec)
                 continue
-            if name in own and name not in self._to_load:
+            if name in own and name not in to_load:
                 prepared[name] = TorchTensor(own[name])
             elif name in loaded:
                 prepared[name] = TorchTensor(empty(spec, own[name].device if name in own else CPU))
@@ -203,13 +231,14 @@ class ModelItem:
         values from those that they have loaded.
         """
         tied = tree.get(TIED, {})
-        loaded = {name: tree[tied.get(name, name)].tensor for name in self._to_load}
+        loaded = {name: tree[tied.get(name, name)].tensor for name in self._plan.to_load}
         extra = {
             name: without_tensors(value)
             for name, value in tree.items()
             if not isinstance(value, TorchTensor | Discarded) and name != TIED
         }
-        state = {self._names.get(n, n): value for n, value in {**loaded, **extra}.items()}
+        names = self._plan.names
+        state = {names.get(n, n): value for n, value in {**loaded, **extra}.items()}
         if state:
             self._model.load_state_dict(state, strict=False)
             return

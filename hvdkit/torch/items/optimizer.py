@@ -65,9 +65,9 @@ class OptimizerItem:
     def _window(self) -> Tree:
         """Return the position in an accumulation window; empty outside of a window."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, WrappedOptimizer) or not optimizer.passes:
+        if not isinstance(optimizer, WrappedOptimizer) or not optimizer.reducer.window.begun:
             return {}
-        return {"window": [optimizer.passes, optimizer.passes_per_step]}
+        return {"window": [optimizer.reducer.window.begun, optimizer.reducer.window.size]}
 
     def _check_entries(self, state: Mapping[str, Any]) -> None:
         own = sorted(str(key) for key in state.keys() - {"state", "param_groups"})
@@ -274,4 +274,4 @@ class OptimizerItem:
         if isinstance(optimizer, WrappedOptimizer):
             optimizer.discard_accumulated()
             # Steps without an open window, and of earlier versions, have no position.
-            optimizer.resume_window(*tree.get("window", (0, 1)))
+            optimizer.reducer.resume_window(*tree.get("window", (0, 1)))

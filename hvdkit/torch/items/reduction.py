@@ -34,7 +34,7 @@ class ReductionItem:
                     "channels": [list(numbers) for numbers in state.codecs],
                     **_tuned(optimizer),
                 }
-                for state in optimizer.reduction_states()
+                for state in optimizer.reducer.reduction_states()
             ]
             for name, optimizer in self._optimizers.items()
         }
@@ -47,9 +47,9 @@ class ReductionItem:
         """Restore the states. Optimizers ignore incompatible state."""
         for name, optimizer in self._optimizers.items():
             tuned = [state for state in tree.get(name, []) if state and "tuned" in state]
-            if tuned and optimizer.tuner is not None:
-                _use(optimizer.tuner, tuned[0])
-            optimizer.resume_reduction(
+            if tuned and optimizer.hvdkit_tuner is not None:
+                _use(optimizer.hvdkit_tuner, tuned[0])
+            optimizer.reducer.resume_reduction(
                 [
                     state
                     and ReductionState(
@@ -64,7 +64,7 @@ class ReductionItem:
 
 def _tuned(optimizer: WrappedOptimizer) -> Tree:
     """Return the choice of `hvd.autotune`; empty if it has chosen nothing."""
-    tuner = optimizer.tuner
+    tuner = optimizer.hvdkit_tuner
     if tuner is None or not tuner.tuned:
         return {}
     return {"tuned": tuner.bucket_bytes, "tuned_format": tuner.wire_format}

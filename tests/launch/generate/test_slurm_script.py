@@ -1,19 +1,12 @@
-import subprocess
-import sys
+import signal
 
 import pytest
 
-from hvdkit.launch.generate import KINDS
+from tests.launch.commands import execute, hvdkit, started_command
 
 
 def generate(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "hvdkit", "generate", "slurm", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return hvdkit("generate", "slurm", *arguments)
 
 
 def directives(script):
@@ -41,16 +34,13 @@ def test_directives_of_all_options():
     assert "\nhvdkit run --stop-grace 300 --restarts 5 python 'my train.py' --resume &\n" in script
 
 
-def test_missing_options_are_commented_directives():
+def test_missing_options_are_commented_directives_before_the_first_command():
     script = generate("--", "python", "train.py").stdout
     assert "##SBATCH --gpus-per-node=4" in script
     assert "#SBATCH --ntasks-per-node=1" in directives(script)
     assert "#SBATCH --job-name=train" in directives(script)
-
-
-def test_directives_come_before_the_first_command():
     # sbatch reads directives only before the first command.
-    lines = generate("python", "train.py").stdout.splitlines()
+    lines = script.splitlines()
     last = max(n for n, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert all(line.startswith("#") for line in lines[:last] if line)
 
@@ -74,14 +64,8 @@ def run_quickly(folder, status, state, **env):
     script = generate("python", "train.py").stdout
     quick = FAKE_COMMANDS.format(status=status, state=state).replace("seq 100", "seq 1")
     (folder / "job.sh").write_text(quick + script)
-    return subprocess.run(
-        ["bash", folder / "job.sh"],
-        env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin", **env},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    own = {"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin", **env}
+    return execute(["bash", folder / "job.sh"], env=own)
 
 
 @pytest.mark.parametrize(
@@ -105,21 +89,13 @@ def test_one_task_of_an_array_is_requeued_alone(tmp_path):
 def test_a_signal_reaches_hvdkit_and_the_script_waits_for_it(tmp_path):
     script = generate("python", "train.py").stdout
     (tmp_path / "job.sh").write_text(FAKE_COMMANDS.format(status=0, state="RUNNING") + script)
-    job = subprocess.Popen(
-        ["bash", tmp_path / "job.sh"],
-        env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    env = {"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"}
+    with started_command("bash", tmp_path / "job.sh", env=env) as job:
         assert job.stdout.readline() == "up\n"
-        job.send_signal(10)
-        out, _ = job.communicate(timeout=30)
-        assert job.returncode == 75
-        assert "scontrol requeue 12" in out
-    finally:
-        job.kill()
-        job.wait(timeout=10)
+        job.send_signal(signal.SIGUSR1)
+        out, _ = job.communicate(timeout=600)
+    assert job.returncode == 75
+    assert "scontrol requeue 12" in out
 
 
 @pytest.mark.parametrize(
@@ -157,13 +133,6 @@ def test_a_file_is_not_overwritten(tmp_path):
     assert path.read_text() == "edited"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["kubernetes", "slurm"])
 def test_every_kind_has_help_with_an_example(kind):
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "generate", kind, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert f"example:\n  hvdkit generate {kind}" in done.stdout
+    assert f"example:\n  hvdkit generate {kind}" in hvdkit("generate", kind, "--help").stdout

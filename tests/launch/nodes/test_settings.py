@@ -1,15 +1,12 @@
 """The options of `--nodes`. `tests/cluster/test_nodes.py` runs jobs with them."""
 
-import subprocess
-import sys
-
 import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.nodes import settings
+from tests.launch.commands import run
 
 KEY = "0123456789abcdef"
-NODE_0 = ("--nodes", "2", "--node-rank", "0", "--rdzv", "localhost:29400")
 
 
 @pytest.mark.parametrize(
@@ -71,54 +68,7 @@ def test_the_key(tmp_path):
         settings.read_key(None, {}, optional=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--node-rank", "0", "true"], "--node-rank needs --nodes N"),
-        (["--nodes", "0", "true"], "--nodes is 0; expected at least 1"),
-        (["--nodes", "2", "true"], "give --rdzv or --rdzv-file"),
-        ([*NODE_0, "-H", "a,b", "true"], "-H cannot be combined with --nodes"),
-        ([*NODE_0, "--launcher", "mpi", "true"], "--launcher cannot be combined with --nodes"),
-        ([*NODE_0, "-np", "3", "true"], "expected a multiple of 2"),
-        ([*NODE_0, "--rdzv-file", "x", "true"], "not allowed with"),
-        ([*NODE_0], "there is no command to run"),
-        ([*NODE_0, "true"], "the job has no key"),
-        (["--nodes", "1", "--node-rank", "0", "--rdzv-file", "/nonexistent/x", "true"], "No such"),
-    ],
-)
-def test_invalid_arguments(arguments, words):
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "run", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_dry_run_starts_nothing(tmp_path):
-    file = tmp_path / "job"
-    options = ("--nodes", "2", "--node-rank", "1", "--rdzv-file", str(file))
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "run", *options, "-np", "4", "--dry-run", "true"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert done.stdout.startswith(f"node 1 of 2: joins node 0 at --rdzv-file {file}\n")
-    assert "then runs 2 ranks" in done.stdout
-
-
 def test_a_single_node(tmp_path):
-    options = ("--nodes", "1", "--node-rank", "0", "--rdzv-file", str(tmp_path / "job"))
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdkit", "run", *options, "-np", "2", "sh", "-c", "echo $RANK"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
+    options = ("--nodes", "1", "--node-rank", "0", "--rdzv-file", tmp_path / "job")
+    done = run(*options, "-np", "2", "sh", "-c", "echo $RANK")
     assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1"]

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,6 +15,7 @@ from hvdkit.core import loaded_modules
 from hvdkit.launch.keeper import KeptProcess
 from hvdkit.launch.spares import pool as pool_module
 from hvdkit.launch.spares.pool import Slot, SparePool
+from tests.launch.commands import execute, wait_until
 from tests.launch.spares.test_spare import SECONDS, environment
 
 GROUP = {"modules": {"numpy": numpy.__spec__.origin}, "variables": {}}
@@ -22,28 +23,30 @@ REPORT = {"imports": [GROUP]}
 
 
 @pytest.fixture
-def pool(monkeypatch, tmp_path):
-    """A pool that does not wait for the ranks to train."""
+def new_pool(monkeypatch, tmp_path):
+    """Return a function that makes a pool, which does not wait for the ranks to train."""
     monkeypatch.setattr(pool_module, "_SETTLE_SECONDS", 0.0)
     (tmp_path / "script.py").write_text(
         "import os, sys; print(os.environ['HOROVOD_RANK'], 'numpy' in sys.modules)"
     )
-    made = SparePool()
-    groups = []
-    claim = made.claim
+    made = []
 
-    def claim_and_note(*arguments):
-        group, started = claim(*arguments)
-        groups.append(group)
-        return group, started
+    def make(slots):
+        made.append(SparePool([sys.executable, "script.py"], str(tmp_path), slots))
+        return made[-1]
 
-    monkeypatch.setattr(made, "claim", claim_and_note)
-    yield made
-    made.end()
-    for group in groups:
-        for _ in group.terminate(0.0):
+    yield make
+    for each in made:
+        each.end()
+        for _ in each.group.terminate(0.0):
             time.sleep(0.01)
-        group.close()
+        each.group.close()
+
+
+@pytest.fixture
+def pool(new_pool):
+    """Return a pool for the ranks of `slots`."""
+    return new_pool(slots())
 
 
 def output_of(process):
@@ -63,32 +66,40 @@ def children():
     return [child for child in alive if "HVDKIT_SPARE" in child.environ()]
 
 
-def prepare(pool, tmp_path, report=REPORT, ranks=(0, 1)):
-    """Report the modules of ranks, and wait until their spares are ready or given up."""
-    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
+def report(tmp_path, rank, text=REPORT):
+    text = text if isinstance(text, str) else json.dumps(text)
+    (tmp_path / loaded_modules.file_name(rank)).write_text(text)
+
+
+def watch(pool, tmp_path, text=REPORT, ranks=(0,)):
+    """Let a pool look at the reports of ranks once, before their spares can be ready."""
     for rank in ranks:
-        (tmp_path / loaded_modules.file_name(rank)).write_text(json.dumps(report))
+        report(tmp_path, rank, text)
+    pool.step(tmp_path)
+
+
+def prepare(pool, tmp_path, ranks=(0, 1)):
+    """Report the modules of ranks, and wait until their spares are ready or given up."""
+    watch(pool, tmp_path, ranks=ranks)
     wait_until_ready(pool, tmp_path, ranks)
 
 
-def wait_until_ready(pool, tmp_path, ranks):
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
+def wait_until_ready(pool, tmp_path, ranks, loads=1):
+    def are_ready():
         pool.step(tmp_path)
-        waiting = [slot for slot in pool._slots if slot.rank in ranks]
-        ready = [spare for spare in pool._spares.values() if spare.ready]
-        if len(ready) == len(waiting):
-            return
-        time.sleep(0.05)
-    raise AssertionError("the spares are not ready")
+        waiting = [rank for rank in pool._slots if rank in ranks]
+        ready = [s for s in pool._spares.values() if s.ready and len(s.loads) >= loads]
+        return len(ready) == len(waiting)
+
+    wait_until(are_ready, SECONDS)
 
 
 def test_each_rank_gets_a_spare(pool, tmp_path):
     prepare(pool, tmp_path)
-    group, started = pool.claim(slots(HOROVOD_GLOO_RENDEZVOUS_PORT="1", NCCL_SOCKET_IFNAME="=x"))
+    started = pool.claim(slots(HOROVOD_GLOO_RENDEZVOUS_PORT="1", NCCL_SOCKET_IFNAME="=x"))
     outputs = [output_of(started[rank]) for rank in range(2)]
     assert outputs == [b"0 True\n", b"1 True\n"]
-    assert set(group.started) == set(started.values())
+    assert set(pool.group.started) == set(started.values())
 
 
 def kill_first_spare(pool):
@@ -100,56 +111,59 @@ def test_a_rank_gets_the_spare_of_another_one_if_their_reports_are_equal(pool, t
     prepare(pool, tmp_path)
     kill_first_spare(pool)
     pool.step(tmp_path)
-    _, started = pool.claim(slots()[:1])
+    started = pool.claim(slots()[:1])
     assert output_of(started[0]) == b"0 True\n"
 
 
 def test_a_rank_gets_no_spare_that_has_read_the_variables_of_another_one(pool, tmp_path):
     """The script sets a variable to a value of the rank before it imports modules."""
-    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
     for rank in range(2):
         group = GROUP | {"variables": {"TMPDIR": f"/tmp/{rank}"}}
-        report = json.dumps({"imports": [group]})
-        (tmp_path / loaded_modules.file_name(rank)).write_text(report)
+        report(tmp_path, rank, {"imports": [group]})
+    watch(pool, tmp_path, ranks=())
     wait_until_ready(pool, tmp_path, [0, 1])
     kill_first_spare(pool)
     pool.step(tmp_path)
-    _, started = pool.claim(slots())
+    started = pool.claim(slots())
     assert list(started) == [1]
     assert output_of(started[1]) == b"1 True\n"
 
 
 @pytest.mark.parametrize("variables", [{}, {"TMPDIR": "/tmp/1"}])
-def test_the_only_spare_of_a_host_for_another_rank(pool, tmp_path, variables):
+def test_the_only_spare_of_a_host_for_another_rank(new_pool, tmp_path, variables):
     """The script may have set a variable to a value of the rank."""
-    pool.watch([sys.executable, "script.py"], str(tmp_path), slots()[1:])
+    pool = new_pool(slots()[1:])
     given = {n: v for n, v in slots()[1].environment.items() if loaded_modules.read_by_imports(n)}
     group = GROUP | {"variables": given | variables}
-    report = json.dumps({"imports": [group]})
-    (tmp_path / loaded_modules.file_name(1)).write_text(report)
+    watch(pool, tmp_path, {"imports": [group]}, [1])
     wait_until_ready(pool, tmp_path, [1])
-    _, started = pool.claim(slots()[:1])
+    started = pool.claim(slots()[:1])
     assert list(started) == ([] if variables else [0])
     for process in started.values():
         assert output_of(process) == b"0 True\n"
 
 
+UNKNOWN = {"imports": [{"modules": {"antigravity": None}, "variables": {}}]}
+
+
 @pytest.mark.parametrize(
-    "report", [json.dumps({"imports": [{"modules": {}}]}), "[" * 100_000, '{"imports": 5}']
+    "text", [{"imports": [{"modules": {}}]}, "[" * 100_000, {"imports": 5}, UNKNOWN]
 )
-def test_a_malformed_report_is_ignored(pool, tmp_path, report):
-    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
-    (tmp_path / loaded_modules.file_name(0)).write_text(report)
-    pool.step(tmp_path)
+def test_a_report_that_is_malformed_or_has_other_modules_is_ignored(pool, tmp_path, text):
+    watch(pool, tmp_path, text)
     assert children() == []
 
 
-def test_a_spare_that_cannot_be_bound_to_cpus_is_not_started(pool, tmp_path):
-    """The CPUs that the agent may use have changed since the start of the rank."""
-    slot = Slot(0, environment(HOROVOD_RANK="0"), [900])
-    pool.watch([sys.executable, "script.py"], str(tmp_path), [slot])
-    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps(REPORT))
-    pool.step(tmp_path)
+def test_spares_that_are_not_started(new_pool, pool, tmp_path, monkeypatch):
+    # No rank has reported.
+    watch(pool, tmp_path, ranks=())
+    assert children() == []
+    # The CPUs that the agent may use have changed since the start of the rank.
+    watch(new_pool([Slot(0, environment(HOROVOD_RANK="0"), [900])]), tmp_path)
+    assert children() == []
+    # Little memory is left to the ranks.
+    monkeypatch.setattr(pool_module, "_MEMORY", 1 << 60)
+    watch(pool, tmp_path, ranks=(0, 1))
     assert children() == []
 
 
@@ -160,48 +174,40 @@ def test_a_system_that_permits_no_thread(pool, tmp_path, monkeypatch):
     pool_module._can_undo_nice.cache_clear()
     monkeypatch.setattr(pool_module.threading.Thread, "start", start)
     prepare(pool, tmp_path)
-    assert sorted(pool.claim(slots())[1]) == [0, 1]
+    assert sorted(pool.claim(slots())) == [0, 1]
     pool_module._can_undo_nice.cache_clear()
 
 
 def test_a_rank_with_another_environment_gets_none(pool, tmp_path):
     prepare(pool, tmp_path)
-    group, started = pool.claim(slots(OMP_NUM_THREADS="7"))
-    assert (started, group.started, children()) == ({}, [], [])
+    started = pool.claim(slots(OMP_NUM_THREADS="7"))
+    assert (started, pool.group.started, children()) == ({}, [], [])
 
 
-def test_a_spare_that_dies_is_not_used(pool, tmp_path):
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_spare_that_dies_is_neither_used_nor_replaced(pool, tmp_path, steps):
     prepare(pool, tmp_path)
     for child in children():
         child.kill()
         child.wait(SECONDS)
-    assert pool.claim(slots())[1] == {}
-
-
-def test_a_spare_that_dies_is_not_replaced(pool, tmp_path):
-    prepare(pool, tmp_path)
-    for child in children():
-        child.kill()
-        child.wait(SECONDS)
-    for _ in range(3):
+    for _ in range(steps):
         pool.step(tmp_path)
     assert children() == []
+    assert pool.claim(slots()) == {}
 
 
 def test_a_spare_that_is_not_ready_is_not_used(pool, tmp_path):
-    pool.watch([sys.executable, "script.py"], str(tmp_path), slots())
-    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps(REPORT))
-    pool.step(tmp_path)
-    assert pool.claim(slots())[1] == {}
+    watch(pool, tmp_path)
+    assert pool.claim(slots()) == {}
     assert children() == []
 
 
 def test_a_spare_that_is_stopped_does_not_block(pool, tmp_path):
     prepare(pool, tmp_path)
     for spare in pool._spares.values():
-        spare.process.send_signal(signal.SIGSTOP)
+        os.kill(spare.process.pid, signal.SIGSTOP)
     calls = []
-    _, started = pool.claim(slots(), lambda: calls.append(time.monotonic()))
+    started = pool.claim(slots(), lambda: calls.append(time.monotonic()))
     assert started == {}
     assert len(calls) >= 4  # in two seconds
     assert not children()
@@ -224,11 +230,6 @@ def test_a_spare_that_sigkill_does_not_end_does_not_block(pool, tmp_path, monkey
         child.wait(SECONDS)
 
 
-def test_ranks_that_report_nothing_have_no_spares(pool, tmp_path):
-    prepare(pool, tmp_path, ranks=())
-    assert children() == []
-
-
 def test_a_module_that_the_script_has_blocked_is_not_reported(monkeypatch, tmp_path):
     """`sys.modules[name] = None` makes an import fail, as scripts do for an optional dependency."""
     monkeypatch.setitem(sys.modules, "h5py", None)
@@ -239,35 +240,15 @@ def test_a_module_that_the_script_has_blocked_is_not_reported(monkeypatch, tmp_p
     assert "h5py" not in group["modules"]
 
 
-def test_only_known_modules_are_imported(pool, tmp_path):
-    report = {"imports": [{"modules": {"antigravity": None}, "variables": {}}]}
-    prepare(pool, tmp_path, report=report, ranks=())
-    (tmp_path / loaded_modules.file_name(0)).write_text(json.dumps(report))
-    pool.step(tmp_path)
-    assert children() == []
-
-
 def test_a_spare_imports_modules_that_are_loaded_later(pool, tmp_path):
     first = {"modules": {}, "variables": {}}
-    prepare(pool, tmp_path, report={"imports": [first]})
+    watch(pool, tmp_path, {"imports": [first]}, (0, 1))
+    wait_until_ready(pool, tmp_path, (0, 1))
     for rank in range(2):
-        (tmp_path / loaded_modules.file_name(rank)).write_text(
-            json.dumps({"imports": [first, GROUP]})
-        )
-    deadline = time.monotonic() + SECONDS
-    while not all(s.loads == 2 and s.ready for s in pool._spares.values()):
-        assert time.monotonic() < deadline
-        pool.step(tmp_path)
-        time.sleep(0.05)
-    _, started = pool.claim(slots())
-    outputs = [output_of(started[rank]) for rank in range(2)]
-    assert outputs == [b"0 True\n", b"1 True\n"]
-
-
-def test_little_memory_is_left_to_the_ranks(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "_MEMORY", 1 << 60)
-    prepare(pool, tmp_path)
-    assert children() == []
+        report(tmp_path, rank, {"imports": [first, GROUP]})
+    wait_until_ready(pool, tmp_path, (0, 1), loads=2)
+    started = pool.claim(slots())
+    assert [output_of(started[rank]) for rank in range(2)] == [b"0 True\n", b"1 True\n"]
 
 
 def test_a_rank_reports_modules_and_variables(tmp_path):
@@ -278,7 +259,7 @@ def test_a_rank_reports_modules_and_variables(tmp_path):
     assert group["variables"] == {"OMP_NUM_THREADS": "3"}
 
 
-def test_modules_are_imported_with_the_variables_of_their_time(pool, tmp_path):
+def test_modules_are_imported_with_the_variables_of_their_time(new_pool, tmp_path):
     """A variable that the script changes after an import has no effect on the module."""
     for name in ("h5py", "scipy"):
         (tmp_path / f"{name}.py").write_text("import os; THREADS = os.getenv('OMP_NUM_THREADS')")
@@ -296,25 +277,16 @@ print(h5py.THREADS, scipy.THREADS)
     )
     command = [sys.executable, "script.py"]
     own = slots(HVDKIT_RECORD_DIR=str(tmp_path))[:1]
-    before = subprocess.run(
-        command, env=own[0].environment, cwd=tmp_path, capture_output=True, check=True
-    )
-    assert before.stdout == b"None 7\n"
-    pool.watch(command, str(tmp_path), own)
-    deadline = time.monotonic() + SECONDS
-    while not any(s.loads == 2 and s.ready for s in pool._spares.values()):
-        assert time.monotonic() < deadline
-        pool.step(tmp_path)
-        time.sleep(0.05)
-    _, started = pool.claim(own)
-    assert output_of(started[0]) == before.stdout
+    before = execute(command, env=own[0].environment, cwd=tmp_path, text=False).stdout
+    assert before == b"None 7\n"
+    pool = new_pool(own)
+    wait_until_ready(pool, tmp_path, [0], loads=2)
+    started = pool.claim(own)
+    assert output_of(started[0]) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["TORCHINDUCTOR_USE_FAST_MATH", "TMPDIR", "TQDM_DISABLE", "NPY_DISABLE_CPU_FEATURES"],
-)
-def test_variables_that_imports_read_are_reported(name):
+def test_variables_that_imports_read_are_reported():
+    names = ["TORCHINDUCTOR_USE_FAST_MATH", "TMPDIR", "TQDM_DISABLE", "NPY_DISABLE_CPU_FEATURES"]
     imports = loaded_modules.ImportGroups()
-    imports.note({name: "1"})
-    assert imports.groups[0]["variables"] == {name: "1"}
+    imports.note(dict.fromkeys(names, "1"))
+    assert imports.groups[0]["variables"] == dict.fromkeys(names, "1")

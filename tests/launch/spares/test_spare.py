@@ -14,6 +14,7 @@ import pytest
 from hvdkit.launch.spares.command import PythonCommand, recognise
 from hvdkit.launch.spares.spare import Spare
 from hvdkit.processes import GROUP_VARIABLE, ProcessGroup
+from tests.launch.commands import execute
 
 SECONDS = 60
 NUMPY = {"numpy": numpy.__spec__.origin}
@@ -62,7 +63,8 @@ def group():
 def environment(**others):
     # A spare has imported NumPy, which would start threads.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return {n: v for n, v in os.environ.items() if n != GROUP_VARIABLE} | threads | others
+    left_out = (GROUP_VARIABLE, "PYTEST_CURRENT_TEST")
+    return {n: v for n, v in os.environ.items() if n not in left_out} | threads | others
 
 
 def spare_of(group, command, folder, env, modules=NUMPY, variables=None):
@@ -73,32 +75,30 @@ def spare_of(group, command, folder, env, modules=NUMPY, variables=None):
     spare.load(modules, env | (variables or {}), nice=10)
     deadline = time.monotonic() + SECONDS
     while not spare.ready and spare.process.poll() is None and time.monotonic() < deadline:
-        select.select([spare._socket], [], [], 0.1)
-        spare.poll()
+        select.select([spare.socket], [], [], 0.1)
     return spare
+
+
+def has_started(spare, seconds):
+    """Return whether the spare begins to run its command within some seconds."""
+    deadline = time.monotonic() + seconds
+    while not spare.started and time.monotonic() < deadline:
+        select.select([spare.socket], [], [], 0.1)
+    return spare.started
 
 
 def run_spare(spare, env):
     """Let the spare run. Return its status, output and errors."""
     assert spare.ready
     spare.start(env)
-    assert spare.wait_for_start(SECONDS)
+    assert has_started(spare, SECONDS)
     spare.close()
     output, errors = spare.process.communicate(timeout=SECONDS)
     return spare.process.returncode, output.decode(), errors.decode()
 
 
 def run_python(command, folder, env):
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    done = execute(command, cwd=folder, env=env, stdin=subprocess.DEVNULL)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -177,16 +177,25 @@ def test_the_users_sitecustomize_runs(group, folder):
     assert run_spare(spare, env) == (0, "True\n", "")
 
 
+def assert_gives_up(spare):
+    assert not spare.ready
+    assert spare.process.wait(SECONDS) == 1
+    spare.kill()
+
+
 def test_a_spare_ends_if_the_environment_depends_on_the_rank(group, folder):
     """The next start may give the spare another rank."""
     (folder / "libraries" / "sitecustomize.py").write_text(
         "import os; os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['HOROVOD_RANK']"
     )
     env = environment(PYTHONPATH=str(folder / "libraries"), HOROVOD_RANK="1")
-    spare = spare_of(group, [sys.executable, "script.py"], folder, env)
-    assert not spare.ready
-    assert spare.process.wait(SECONDS) == 1
-    spare.kill()
+    assert_gives_up(spare_of(group, [sys.executable, "script.py"], folder, env))
+
+
+@pytest.mark.parametrize("modules", [{"numpy": "/other/numpy.py"}, {"no_module": None}])
+def test_a_spare_ends_if_it_finds_other_modules(group, folder, modules):
+    command = [sys.executable, "script.py"]
+    assert_gives_up(spare_of(group, command, folder, environment(), modules))
 
 
 def test_a_spare_that_cannot_start_does_not_run_the_command(group, folder):
@@ -199,17 +208,9 @@ def test_a_spare_that_cannot_start_does_not_run_the_command(group, folder):
     assert spare.ready
     work.rmdir()
     spare.start(environment())
-    assert not spare.wait_for_start(SECONDS)
     assert spare.process.wait(SECONDS) == 1
+    assert not spare.started
     assert not (folder / "script.py.run").exists()
-    spare.kill()
-
-
-@pytest.mark.parametrize("modules", [{"numpy": "/other/numpy.py"}, {"no_module": None}])
-def test_a_spare_ends_if_it_finds_other_modules(group, folder, modules):
-    spare = spare_of(group, [sys.executable, "script.py"], folder, environment(), modules)
-    assert not spare.ready
-    assert spare.process.wait(SECONDS) == 1
     spare.kill()
 
 
@@ -222,35 +223,21 @@ def test_a_spare_ends_with_its_agent(group, folder):
 
 def test_a_stopped_spare_does_not_start(group, folder):
     spare = spare_of(group, [sys.executable, "script.py"], folder, environment())
-    spare.process.send_signal(signal.SIGSTOP)
+    os.kill(spare.process.pid, signal.SIGSTOP)
     spare.start(environment())
-    assert not spare.wait_for_start(0.2)
+    assert not has_started(spare, 0.2)
     spare.kill()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["bash", "run.sh"],
-        ["python"],
-        ["python", "-"],
-        ["python", "-c", "1"],
-        ["python", "-E", "script.py"],
-        ["python", "-uI", "script.py"],
-        ["python", "-i", "script.py"],
-        ["python", "-m"],
-        ["python", "package"],
-        ["python", "missing.py"],
-        ["python", "--version"],
-        ["./python", "script.py"],
-    ],
-)
-def test_other_commands_have_no_spare(folder, command):
+def test_other_commands_have_no_spare(folder):
     (folder / "python").write_text("#!/bin/sh\n")
     (folder / "python").chmod(0o755)
-    if command[0] == "./python":
-        command = [str(folder / "python"), *command[1:]]
-    assert recognise(command, str(folder), environment()) is None
+    for line in (
+        *("bash run.sh", "python", "python -", "python -c 1", "python -E script.py"),
+        *("python -uI script.py", "python -i script.py", "python -m", "python package"),
+        *("python missing.py", "python --version", f"{folder}/python script.py"),
+    ):
+        assert recognise(line.split(), str(folder), environment()) is None, line
 
 
 def test_commands_of_python(folder):

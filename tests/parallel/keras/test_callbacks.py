@@ -339,6 +339,7 @@ def test_callbacks_with_collectives_in_a_local_fit(hvd, name, tmp_path):
     same_everywhere("the other ranks did not wait")
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_local_fit_does_not_count_in_a_trial(hvd):
     """`hvdkit tune` must not end this rank's own `fit`."""
     from hvdkit.core.trial import VARIABLE, TrialPlan
@@ -384,6 +385,7 @@ def test_a_model_that_is_built_on_one_rank_only(hvd, name, tmp_path):
     same_everywhere("no rank waits")
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_distributed_optimizer_in_a_local_fit(hvd):
     from hvdkit.errors import UsageError
 

@@ -39,7 +39,9 @@ def made(hvd, **options):
     return model, hvd.elastic.KerasState(model, step=0)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "passes", [pytest.param(1, marks=pytest.mark.long_with("keras-tensorflow")), 2]
+)
 def test_a_commit_contains_the_scales_of_fp16(hvd, passes):
     """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
     model, state = made(hvd, accumulation_steps=passes)
@@ -64,6 +66,7 @@ def digests(steps):
     return [[weight.hex() for weight in weights] for weights in steps]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_restore_to_the_beginning_forgets_the_scales(hvd):
     model, state = made(hvd)
     expected = digests(train(hvd, model, state, 3))
@@ -71,6 +74,7 @@ def test_a_restore_to_the_beginning_forgets_the_scales(hvd):
     assert digests(train(hvd, model, state, 3)) == expected
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_commit_without_a_reduction_is_read(hvd):
     """A commit of a model whose optimizer was not wrapped, or of an earlier version."""
     import pickle
@@ -98,6 +102,7 @@ def test_a_commit_without_a_reduction_is_read(hvd):
             train(hvd, model, state, 6)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_commit_waits_for_the_end_of_the_accumulation_window(hvd):
     commits = []
 
@@ -124,6 +129,7 @@ def test_a_commit_waits_for_the_end_of_the_accumulation_window(hvd):
     assert state.batch == 0
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_commit_has_the_callback_states_of_rank_0_on_each_host(hvd):
     """Only rank 0 has a `ModelCheckpoint`. After a loss of its host, another host has rank 0."""
     import keras

@@ -224,6 +224,27 @@ def test_ranks_are_bit_identical(hvd, eagerly):
     assert oracle.same_everywhere(hvd, [v.numpy() for v in optimizer.variables])
 
 
+@pytest.mark.parametrize("scaled", [True, pytest.param(False, marks=SLOW)])
+def test_accumulated_gradients_of_a_local_layer_are_means(hvd, scaled):
+    """An incomplete window at the end of the epoch, too."""
+    plain = {"use_bias": False, "kernel_initializer": "zeros"}
+    local, shared = keras.layers.Dense(1, **plain), keras.layers.Dense(1, **plain)
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Add()([local(inputs), shared(inputs)]))
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(1.0),
+        local_layers=local,
+        scale_local_gradients=scaled,
+        accumulation_steps=2,
+    )
+    model.compile(optimizer, loss=lambda _, outputs: outputs)
+    # The gradient of each batch is 1. Three batches are two updates.
+    model.fit(np.ones((12, 2)), np.zeros((12, 1)), batch_size=4, verbose=0)
+    assert shared.get_weights()[0].ravel().tolist() == [-2.0, -2.0]
+    expected = -2.0 / (hvd.size() if scaled else 1)
+    assert local.get_weights()[0].ravel().tolist() == [expected, expected]
+
+
 def test_local_layers_are_not_reduced(hvd):
     model = oracle.dense_model()
     local, shared = model.layers

@@ -55,6 +55,35 @@ def gan(hvd, rank=0, **options):
     return model
 
 
+def trainer(hvd, rank=0, **options):
+    """Return a model that trains with the optimizer of a nested model."""
+    import keras
+
+    class Trainer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = network(1)
+
+        def call(self, x):
+            return self.net(x)
+
+        def train_step(self, data):
+            x, y = data
+
+            def loss():
+                return keras.ops.mean((self.net(x) - y) ** 2)
+
+            return {"loss": update(self.net.optimizer, loss, self.net.trainable_weights)}
+
+    keras.utils.set_random_seed(3 + rank)
+    model = Trainer()
+    model.build((None, 3))
+    adam = keras.optimizers.Adam(0.05)
+    model.net.compile(hvd.DistributedOptimizer(adam, bucket_bytes=64, **options))
+    model.compile()
+    return model
+
+
 def update(optimizer, compute, weights):
     """Apply the gradients of a loss, with any backend."""
     import keras
@@ -84,8 +113,9 @@ def content(model):
     """Return the weights and the states of the optimizers of this rank."""
     import keras
 
-    optimizers = model.optimizer_d.variables, model.others["g"].variables
-    variables = [*model.weights, *optimizers[0], *optimizers[1]]
+    nested = hasattr(model, "net")
+    optimizers = [model.net.optimizer] if nested else [model.optimizer_d, model.others["g"]]
+    variables = [*model.weights, *(v for each in optimizers for v in each.variables)]
     return [keras.ops.convert_to_numpy(variable).tobytes().hex() for variable in variables]
 
 
@@ -98,18 +128,25 @@ def fit(hvd, model, callbacks, interrupted_after=None, epochs=EPOCHS):
     return content(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "fp16", "accumulation_steps": 2}])
-def test_a_resumed_fit_is_bit_identical(hvd, options):
-    expected = same_everywhere(fit(hvd, gan(hvd, hvd.rank(), **options), []))
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (gan, {"compression": "fp16", "accumulation_steps": 2}),
+        pytest.param(trainer, {}, marks=pytest.mark.long_with("keras-tensorflow")),
+    ],
+)
+def test_a_resumed_fit_is_bit_identical(hvd, make, options):
+    expected = same_everywhere(fit(hvd, make(hvd, hvd.rank(), **options), []))
     with common_folder(hvd) as folder:
         checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
         with pytest.raises(Interrupted):
-            fit(hvd, gan(hvd, hvd.rank(), **options), [checkpoint], BATCHES + 3)
+            fit(hvd, make(hvd, hvd.rank(), **options), [checkpoint], BATCHES + 3)
         checkpoint._manager.close()
-        resumed = fit(hvd, gan(hvd, 9, **options), [hvd.callbacks.Checkpoint(folder)])
+        resumed = fit(hvd, make(hvd, 9, **options), [hvd.callbacks.Checkpoint(folder)])
     assert resumed == expected
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
     import keras
 
@@ -126,9 +163,10 @@ def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
     assert not texts[0]
     assert len(texts[1]) == (hvd.rank() == 0)
     weight = model.generator.weights[0].path
-    assert all(f"ranks have different values of {weight!r}" in text for text in texts[1])
+    assert all(f"after the first epoch: {weight!r} on rank 1" in text for text in texts[1])
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_other_variables_beside_a_wrapped_optimizer_log_a_warning(hvd):
     import keras
 
@@ -159,10 +197,71 @@ def test_a_broadcast_builds_the_optimizers(hvd):
     assert int(model.others["g"].iterations) == 7
 
 
-def test_a_commit_contains_the_optimizers(hvd):
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_nested_model_that_one_rank_has_loaded(hvd):
+    """Its optimizer is not used, so the broadcast and `fit` do not need it on the other ranks."""
+    import keras
+
+    base = network(2)
+    if hvd.rank() == 0:
+        base.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+        base.optimizer.build(base.trainable_weights)
+    model = keras.Sequential([keras.Input((3,)), base, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    hvd.broadcast_model(model, 0)
+    model.fit(*data(hvd), batch_size=BATCH, verbose=0)
+    same_everywhere([weight.tolist() for weight in model.get_weights()])
+
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("make", [gan, trainer])
+def test_a_broadcast_over_the_ranks_that_the_optimizers_reduce_over(hvd, make):
+    first = hvd.add_process_set([0])
+    try:
+        if hvd.rank() == 0:
+            fit(hvd, make(hvd, process_set=first), [], epochs=1)
+    finally:
+        hvd.remove_process_set(first)
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_frozen_model_is_trained_later(hvd):
+    """As the discriminator in the combined model of a GAN."""
+    import keras
+
+    model = network(1)
+    keras.utils.set_random_seed(hvd.rank())
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    model.trainable = False
+    hvd.broadcast_model(model, 0)
+    hvd.elastic.KerasState(model).sync()
+    model.trainable = True
+    model.train_on_batch(*data(hvd))
+    same_everywhere([weight.tolist() for weight in model.get_weights()])
+
+
+def test_a_broadcast_builds_the_optimizer_as_on_a_rank_that_has_trained(hvd):
+    import keras
+
+    model = network(1)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    last = hvd.size() - 1
+    if hvd.rank() == last:
+        # Of some weights only, as when layers are frozen.
+        model.optimizer.build(model.layers[1].trainable_weights)
+        model.optimizer.iterations.assign(7)
+    hvd.broadcast_model(model, last)
+    state = [np.array(keras.ops.convert_to_numpy(v)).tolist() for v in model.optimizer.variables]
+    assert len(same_everywhere(state)) == 2 + 2 * 2
+    assert int(model.optimizer.iterations) == 7
+
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("make", [gan, trainer])
+def test_a_commit_contains_the_optimizers(hvd, make):
     """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
     options = {"compression": "fp16"}
-    model = gan(hvd, **options)
+    model = make(hvd, **options)
     state = hvd.elastic.KerasState(model)
     fit(hvd, model, [], epochs=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +270,7 @@ def test_a_commit_contains_the_optimizers(hvd):
         with commit.open("wb") as file:
             state.write_saved(file)
         expected = same_everywhere(fit(hvd, model, [], epochs=1))
-        restarted = gan(hvd, 9, **options)
+        restarted = make(hvd, 9, **options)
         restarted_state = hvd.elastic.KerasState(restarted)
         if hvd.rank() < hvd.size() - 1:
             restarted_state.read_saved(commit)
@@ -183,6 +282,7 @@ def test_a_commit_contains_the_optimizers(hvd):
     assert fit(hvd, model, [], epochs=1) == expected
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_the_optimizer_of_compile_trains_nothing(hvd):
     from hvdkit.errors import UsageError
     from hvdkit.monitor import metrics
@@ -197,6 +297,7 @@ def test_the_optimizer_of_compile_trains_nothing(hvd):
         assert metrics.COMMUNICATION in kept.records[0].metrics
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_an_optimizer_that_is_missing_is_named(hvd):
     with common_folder(hvd) as folder:
         fit(hvd, gan(hvd), [hvd.callbacks.Checkpoint(folder)], epochs=1)

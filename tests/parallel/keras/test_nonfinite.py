@@ -70,6 +70,7 @@ def test_the_rank_and_the_variable_are_named(hvd):
     same_everywhere(weights_of(model))
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_loop_continues_after_the_error(hvd):
     """The next accumulation window does not contain the gradients that are not finite."""
     model = model_of(hvd, on_nonfinite="raise", accumulation_steps=2)

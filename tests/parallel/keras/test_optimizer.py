@@ -209,6 +209,29 @@ def test_a_variable_without_a_gradient_is_unchanged(hvd):
         np.testing.assert_allclose(weight, old - mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_apply_leaves_other_gradients_of_a_parameter(hvd, passes):
+    """The `grad` of a parameter changes only if it is what the optimizer was given."""
+    if keras.backend.backend() != "torch":
+        pytest.skip("only PyTorch keeps gradients in parameters")
+    import torch
+
+    variable = keras.Variable(np.ones(3, "float32"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), accumulation_steps=passes)
+    for _ in range(passes):
+        loss = torch.sum(variable.value) * (hvd.rank() + 1.0)
+        optimizer.apply(list(torch.autograd.grad(loss, [variable.value])), [variable])
+    assert variable.value.grad is None
+    torch.sum(variable.value).backward()
+    own = variable.value.grad
+    for _ in range(passes):
+        optimizer.apply([own.clone()], [variable])
+    assert variable.value.grad is own
+    assert own.tolist() == [1, 1, 1]
+    expected = 1 - (hvd.size() + 1) / 2 - 1
+    assert variable.numpy().tolist() == [expected] * 3
+
+
 @pytest.mark.long_with("keras-tensorflow")
 def test_two_optimizers_at_once(hvd):
     first, second = oracle.dense_model(), oracle.dense_model()
@@ -351,8 +374,15 @@ def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
     assert int(optimizer.iterations) == int(plain.iterations) == data.steps // passes
 
 
-@pytest.mark.parametrize("where", ["eager", "graph", "graph and eager", "two graphs"])
-@pytest.mark.parametrize("op", ["Sum", "Average"])
+@pytest.mark.parametrize(
+    ("where", "op"),
+    [
+        ("eager", "Sum"),
+        ("graph", "Average"),
+        ("graph and eager", "Average"),
+        ("two graphs", "Sum"),
+    ],
+)
 def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     """A second sum is an error on every rank. A second mean is a warning."""
     if keras.backend.backend() == "torch":

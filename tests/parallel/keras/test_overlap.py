@@ -109,7 +109,7 @@ def test_a_backward_pass_that_raises(hvd, who):
     skip_on_tensorflow()
     import keras
 
-    from hvdkit.core.coordination import BackwardFailed
+    from hvdkit.core.step_errors import BackwardFailed
 
     keras.utils.set_random_seed(1)
     trap = Trap()

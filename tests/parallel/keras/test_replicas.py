@@ -72,11 +72,22 @@ def test_a_changed_variable_is_named(hvd, tmp_path, kind):
     with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError) as caught:
         fit(hvd, model, change)
     assert "after step 3: " in str(caught.value)
-    assert ("different learning rates" in str(caught.value)) == (kind == "learning rate")
+    assert ("different options" in str(caught.value)) == (kind == "learning rate")
     assert re.search(name[kind], str(caught.value))
     assert f"on rank {hvd.size() - 1} (host " in str(caught.value)
     saves = hvd.rank() in (0, hvd.size() - 1)
     assert (tmp_path / FOLDER / f"step-3-rank-{hvd.rank()}.npz").exists() == saves
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_an_optimizer_state_that_was_not_broadcast(hvd):
+    model = model_of(hvd)
+    model.optimizer.build(model.trainable_variables)
+    if hvd.rank() == 1:
+        times_two(model.optimizer._learning_rate)
+    match = r"at the first comparison: '\w+/learning_rate' on rank 1"
+    with pytest.raises(RankMismatchError, match=match):
+        fit(hvd, model, batches=2)
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -224,6 +235,7 @@ def test_an_option_of_the_optimizer_on_one_rank(hvd):
         fit(hvd, model)
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd, tmp_path):
     """`BackupAndRestore` deletes its files in `on_train_end`."""
     import keras

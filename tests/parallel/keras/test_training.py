@@ -213,6 +213,7 @@ def test_other_logs_are_averaged(hvd):
     assert history["last"] == history["name"] == [pytest.approx(last)]
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_results_that_are_arrays(hvd):
     """An array that is not the result of a metric stays that of each rank, with one warning."""
     import keras
@@ -221,11 +222,15 @@ def test_results_that_are_arrays(hvd):
         def train_step(self, *arguments):
             return {**super().train_step(*arguments), "other": keras.ops.arange(2) + hvd.rank()}
 
+    class OneElement(keras.metrics.MeanAbsoluteError):
+        def result(self):
+            return keras.ops.reshape(super().result(), (1,))
+
     def compiled(kind, optimizer):
         keras.utils.set_random_seed(1)
         model = kind([keras.Input((3,)), keras.layers.Dense(2, "sigmoid")])
         metric = keras.metrics.F1Score(average=None, threshold=0.5, name="f1")
-        model.compile(optimizer, loss="mse", metrics=["mae", metric])
+        model.compile(optimizer, loss="mse", metrics=["mae", metric, OneElement(name="one")])
         return model
 
     def data(x, y):
@@ -257,6 +262,25 @@ def test_results_that_are_arrays(hvd):
     lines = [record.getMessage() for record in log]
     assert len(lines) == (hvd.rank() == 0)
     assert all("'other' is an array of shape [2] and not" in line for line in lines)
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_a_result_under_another_name_warns(hvd):
+    import keras
+
+    class Renaming(keras.Sequential):
+        def train_step(self, *arguments):
+            logs = super().train_step(*arguments)
+            return {"loss": logs["loss"], "deviation": logs["mae"], "rank": hvd.rank() * 1.0}
+
+    keras.utils.set_random_seed(1)
+    model = Renaming([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(distributed(hvd), loss="mse", metrics=["mae"])
+    with recorded("hvdkit.keras") as log:
+        fit(hvd, model, epochs=2)
+    lines = [record.getMessage() for record in log]
+    assert len(lines) == (hvd.rank() == 0)
+    assert all("'deviation' is averaged" in line and "'mae'" in line for line in lines)
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -336,6 +360,59 @@ def test_only_rank_0_writes_files(hvd):
 
 
 @pytest.mark.long_with("keras-tensorflow")
+def test_a_class_of_the_script_runs_on_every_rank_and_writes_on_rank_0(hvd):
+    import keras
+
+    class Best(keras.callbacks.ModelCheckpoint):
+        scores = ()
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.scores += (float(hvd.allreduce(float(hvd.rank()), name="score")),)
+            self.model.optimizer.learning_rate = 0.5 * float(self.model.optimizer.learning_rate)
+            super().on_epoch_end(epoch, logs)
+
+    class Log(keras.callbacks.CSVLogger):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.csv_file.write("end of epoch\n")
+
+    class Backup(keras.callbacks.BackupAndRestore):
+        def on_train_begin(self, logs=None):
+            super().on_train_begin(logs)
+            self.begins = float(hvd.allreduce(1.0, name="begins"))
+
+    class Bar(keras.callbacks.ProgbarLogger):
+        def on_epoch_begin(self, epoch, logs=None):
+            super().on_epoch_begin(epoch, logs)
+            hvd.allreduce(1.0, name="bar")
+
+    with common_folder(hvd) as folder, recorded("hvdkit.keras") as records:
+        own = os.path.join(folder, str(hvd.rank()))
+        os.mkdir(own)
+        best = Best(os.path.join(own, "sub", "best.keras"), monitor="loss", save_best_only=True)
+        log = Log(os.path.join(own, "log.csv"))
+        backup = Backup(os.path.join(own, "backup"), delete_checkpoint=False)
+        model = classifier(distributed(hvd, 0.1))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            fit(hvd, model, epochs=2, callbacks=[best, log, backup, Bar()], verbose=1)
+        found = of_every_rank(sorted(os.listdir(own)))
+        assert found == [["backup", "log.csv", "sub"]] + [[]] * (hvd.size() - 1)
+        assert bool(printed.getvalue()) == (hvd.rank() == 0)
+        assert same_everywhere(list(best.scores)) == [pytest.approx((hvd.size() - 1) / 2)] * 2
+        assert same_everywhere(float(model.optimizer.learning_rate)) == pytest.approx(0.025)
+        assert same_everywhere(best.best) is not None
+        assert (type(best).__name__, backup.begins) == ("Best", 1.0)
+        texts = [each.getMessage() for each in records if "class of the script" in each.msg]
+        assert len(texts) == 4 * (hvd.rank() == 1)
+        # Each rank may write in a `fit` of its own.
+        with hvd.local_fit():
+            fit(hvd, classifier("sgd"), callbacks=[best, log])
+        assert type(best) is Best
+        assert {"log.csv", "sub"} <= set(os.listdir(own))
+
+
+@pytest.mark.long_with("keras-tensorflow")
 def test_only_rank_0_prints_the_progress_bar(hvd):
     for verbose in (1, 2):
         printed = io.StringIO()
@@ -369,6 +446,7 @@ def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
     assert same_everywhere(int(model.optimizer.iterations)) == 2
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
     import keras
 
@@ -562,6 +640,7 @@ def test_a_metric_average_callback_reduces_with_a_plain_optimizer(hvd):
     assert len({values["loss"] for values in own}) == hvd.size()
 
 
+@pytest.mark.long_with("keras-tensorflow")
 def test_metrics_of_a_set_of_one_rank_are_its_own(hvd):
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     try:

@@ -321,7 +321,7 @@ def test_different_initial_values_raise(hvd, broadcast):
     )
     model = classifier(optimizer, seed=hvd.rank())
     if broadcast == "forgotten":
-        with pytest.raises(RankMismatchError, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
+        with pytest.raises(RankMismatchError, match=r"'sequential[_0-9]*/dense[_0-9]*/kernel' on"):
             fit(model, hvd.rank())
         hvd.broadcast_model(model, root_rank=0)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
@@ -343,7 +343,7 @@ def test_a_different_frozen_layer_raises(hvd):
     model.compile(model.optimizer, loss="mse")
     if hvd.rank() == hvd.size() - 1:
         base.set_weights([weights + 1 for weights in base.get_weights()])
-    with pytest.raises(RankMismatchError, match=r"of 'sequential[_0-9]*/dense[_0-9]*/kernel'"):
+    with pytest.raises(RankMismatchError, match=r"'sequential[_0-9]*/dense[_0-9]*/kernel' on"):
         fit(model, hvd.rank())
     hvd.broadcast_model(model, root_rank=0)
     fit(model, hvd.rank())
@@ -369,7 +369,7 @@ def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
     root = hvd.size() - 1
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(root)]
     if broadcast == "forgotten":
-        with pytest.raises(RankMismatchError, match=r"different values of 'normalization.*mean'"):
+        with pytest.raises(RankMismatchError, match=r"first comparison: 'normalization.*mean'"):
             model.fit(x, y, batch_size=4, verbose=0)
     else:
         # Trace functions with the old constants.
@@ -391,7 +391,12 @@ def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
 
 
 @pytest.mark.parametrize(
-    "kind", ["StringLookup", "TextVectorization", "Discretization", "vocabulary of the constructor"]
+    "kind",
+    [
+        "TextVectorization",
+        pytest.param("Discretization", marks=pytest.mark.long_with("keras-tensorflow")),
+        "vocabulary of the constructor",
+    ],
 )
 def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
     """Its vocabulary or its bins are not variables, so no broadcast makes them equal."""
@@ -414,7 +419,7 @@ def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
         if kind == "TextVectorization":
             layer = keras.layers.TextVectorization(output_sequence_length=1)
         else:
-            layer = keras.layers.StringLookup(vocabulary=words if "of" in kind else None)
+            layer = keras.layers.StringLookup(vocabulary=words)
     if "of" not in kind:
         layer.adapt(data)
     keras.utils.set_random_seed(1)
@@ -688,38 +693,6 @@ def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
     )
     mean = keras.ops.convert_to_numpy(layer.moving_mean)
     np.testing.assert_allclose(mean, 0.5 * (1.0 + hvd.rank()))
-
-
-def test_check_values_allows_rounding(hvd):
-    """Different processors may round differently."""
-    import keras
-
-    from hvdkit.core.consistency import RankMismatchError
-    from hvdkit.keras import backend
-    from hvdkit.keras.value_check import check_values
-
-    random = np.random.default_rng(1)
-    values = random.normal(size=(7, 5)).astype("float32")
-    near = values + hvd.rank() * 1e-6 * random.normal(size=values.shape)
-    few = values.copy()
-    few[0] += hvd.rank()
-    broken = values.copy()
-    broken[0, 0] = np.nan if hvd.rank() else np.inf
-    lost = values.copy()
-    lost[0, 0] = np.nan if hvd.rank() else 1.0
-    group = backend.collectives()
-    empty = keras.Variable(np.zeros((0, 3)))
-    cases = ((values, True), (near, True), (few, False), (broken, True), (lost, False))
-    for value, equal in cases:
-        variables = [keras.Variable(values), empty, keras.Variable(value)]
-        digests = backend.digests(variables)
-        if equal:
-            check_values(group, variables, digests)
-            continue
-        with pytest.raises(
-            RankMismatchError, match=r"rank 0: [-.\d]+, [-.\d]+, [-.\d]+, \.\.\.; ranks? 1"
-        ):
-            check_values(group, variables, digests)
 
 
 @pytest.mark.long_with("keras-tensorflow")

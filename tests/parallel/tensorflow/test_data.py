@@ -27,7 +27,7 @@ def steps_labels_and_weights(dataset):
     return [len(batch[1]) for batch in batches], labels, weights
 
 
-@pytest.mark.parametrize("count", [8, 13, 23])
+@pytest.mark.parametrize("count", [8, 13])
 def test_pad_uses_every_element_once_in_equal_steps(hvd, count):
     share = hvd.shard(numbered(count), batch_size=3, shuffle=True, tail="pad")
     for epoch in range(2):
@@ -42,7 +42,7 @@ def test_pad_uses_every_element_once_in_equal_steps(hvd, count):
         assert set(all_weights) <= {0, 1}
 
 
-@pytest.mark.parametrize("count", [8, 13, 23])
+@pytest.mark.parametrize("count", [8, 13])
 def test_drop_uses_each_element_at_most_once_in_equal_steps(hvd, count):
     share = hvd.shard(numbered(count), batch_size=3, shuffle=4)
     steps, labels, weights = steps_labels_and_weights(share)

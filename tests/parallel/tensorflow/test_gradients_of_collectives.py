@@ -171,7 +171,7 @@ def search(hvd, seeds, graph):
         hvd.remove_process_set(each)
 
 
-@pytest.mark.parametrize(("graph", "draws"), [(False, 60), (True, 25)])
+@pytest.mark.parametrize(("graph", "draws"), [(False, 30), (True, 10)])
 def test_drawn_calls(hvd, graph, draws):
     search(hvd, range(draws), graph)
 

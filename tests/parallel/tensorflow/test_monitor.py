@@ -16,10 +16,6 @@ from tests.parallel.tensorflow.test_tape import data_of, loss_of, variables_of
     [
         ("none", 8.0, "eager"),
         ("fp16", 2.0, "graph"),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in [("none", 8.0, "graph"), ("fp16", 2.0, "eager")]
-        ),
     ],
 )
 def test_records_of_a_loop(hvd, where, compression, size):

@@ -43,20 +43,16 @@ def reducer(wire_format=None, **settings):
     return lambda gradients: reduce(gradients, variables)
 
 
-#: Of float16, whose graphs take long to trace.
-FEW = [(1, False), (4000, True), (25_000_000, False)]
-
-
 @pytest.mark.parametrize(
     ("name", "bucket_bytes", "traced"),
     [
-        pytest.param(
-            *(name, bucket_bytes, traced),
-            marks=pytest.mark.long if name == "fp16" and (bucket_bytes, traced) not in FEW else (),
-        )
-        for name in FORMATS
-        for bucket_bytes in (1, 4000, 25_000_000)
-        for traced in (False, True)
+        ("none", 1, True),
+        ("none", 4000, False),
+        ("none", 25_000_000, True),
+        ("fp16", 1, False),
+        ("fp16", 4000, True),
+        ("fp16", 25_000_000, False),
+        ("bf16", 4000, True),
     ],
 )
 def test_means(hvd, name, bucket_bytes, traced):
@@ -109,8 +105,10 @@ def test_float16_repeats_buckets_after_an_overflow(hvd, name):
             assert (np.abs(result.numpy() - mean) <= bound).all(), f"step {step}"
 
 
-@pytest.mark.parametrize("poison", [math.inf, math.nan])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "poison"),
+    [("none", math.nan), ("fp16", math.inf), ("fp16", math.nan), ("bf16", math.inf)],
+)
 def test_infinity_and_nan_reach_every_rank(hvd, name, poison):
     import tensorflow as tf
 
@@ -146,9 +144,7 @@ def test_the_float16_state_equals_that_of_the_simulation(hvd):
         assert tuple(state) == simulated.codecs[0].state, f"step {step}"
 
 
-@pytest.mark.parametrize(
-    "saved_after", [3, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 5))]
-)
+@pytest.mark.parametrize("saved_after", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_after):
     """`fit` reduces in a graph, and eagerly if `flush` closes an accumulation window."""
     import tensorflow as tf
@@ -234,8 +230,7 @@ def test_sparse_gradients(hvd, as_dense):
     np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("shape", [(None, 4), None])
+@pytest.mark.parametrize(("shape", "sparse"), [((None, 4), True), (None, False)])
 def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
     import tensorflow as tf
 

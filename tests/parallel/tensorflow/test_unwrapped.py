@@ -85,8 +85,9 @@ def test_a_tape_that_is_not_wrapped(hvd, tmp_path, in_graph):
         checkpointer.save(STEPS)
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("how", ["tape", "allreduce", "grouped allreduce"])
+@pytest.mark.parametrize(
+    ("how", "in_graph"), [("tape", True), ("allreduce", False), ("grouped allreduce", True)]
+)
 def test_gradients_that_are_reduced(hvd, how, in_graph):
     reduce = {
         "allreduce": lambda gradients: [hvd.allreduce(g) for g in gradients],
@@ -101,8 +102,9 @@ def test_gradients_that_are_reduced(hvd, how, in_graph):
         checkpointer.save(STEPS)
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("alike", ["all", "the first two", "none"])
+@pytest.mark.parametrize(
+    ("alike", "in_graph"), [("all", False), ("all", True), ("the first two", True), ("none", False)]
+)
 def test_ranks_that_train_the_same_data(hvd, in_graph, alike):
     """Two ranks with equal data in three steps are named; a single equal batch is chance."""
     import tensorflow as tf

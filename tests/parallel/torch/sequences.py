@@ -10,10 +10,12 @@ Add an action: write a function and decorate it with `action`.
 """
 
 import copy
+import gc
 import itertools
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +24,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdkit.core.accumulation import PassesDiffer
-from hvdkit.core.coordination import BackwardFailed, GradientsChanged
+from hvdkit.core.step_errors import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError
+from tests.parallel.torch.held_gradients import Momentum
 from tests.parallel.torch.oracle import Fails
 
 #: Relative error of one rounding on the wire; of int8, relative to the largest number.
@@ -64,16 +67,18 @@ class Setting:
     Attributes:
         compression: the wire format.
         average: `Average`, else `Sum`.
-        kind: "sgd" or "adamw".
+        kind: "sgd", "adamw", or "momentum", whose momentum is at first the gradient itself.
         bucket_bytes: small, so that there are several buckets.
         compiled: pass the model through torch.compile with this backend, if any.
         unused: find_unused_parameters.
         window: "mean" for accumulation_steps=3, "sum" for backward_passes_per_step=3. Sequences
             then consist of `WINDOW_ACTIONS`.
-        members: reduce over a process set without rank 1. Sequences are then
-            without `GLOBAL_ACTIONS`.
+        members: "" for all ranks. "some": reduce over a process set without rank 1. "halves": of 4
+            or more ranks, those with even and those with odd numbers have a process set each, and
+            make the same actions in opposite orders. Sequences are then without `GLOBAL_ACTIONS`.
         several: an optimizer for each part of the model. Sequences without a window then consist
             of `SEVERAL_ACTIONS`.
+        max_grad_norm: the argument. Sequences then consist of `CLIPPED_ACTIONS`.
     """
 
     compression: str = "none"
@@ -83,8 +88,9 @@ class Setting:
     compiled: str = ""
     unused: bool = False
     window: str = ""
-    members: bool = False
+    members: str = ""
     several: bool = False
+    max_grad_norm: float | None = None
 
 
 class Several:
@@ -116,15 +122,27 @@ class World:
     reference: Model = field(init=False)
     plain: Any = field(init=False)
     process_set: Any = field(init=False)
+    #: The model that all ranks of the job train together, beside those of their process sets.
+    shared: "World | None" = None
+    steps: int = 0
     #: The batches of the window, and whether a rank has left out a pass of it.
     passes: int = 0
     gaps: bool = False
+    #: With `max_grad_norm`: whether the reference's gradients are not clipped, and what they were
+    #: before they were clipped, until a step uses them. A further pass adds to the latter.
+    unclipped: bool = False
+    before_clipping: list[torch.Tensor | None] = field(default_factory=list)
     #: The ranks' largest gradients since the last comparison, added up.
     largest: float = 0.0
 
     def __post_init__(self) -> None:
         self.process_set = self.hvd.global_process_set
-        if self.ranks != list(range(self.hvd.size())):
+        everyone = list(range(self.hvd.size()))
+        if self.halves:
+            sets = [set_of(self.hvd, everyone[k::2]) for k in (0, 1)]
+            self.process_set = sets[self.hvd.rank() % 2]
+            self.shared = World(self.hvd, Setting())
+        elif self.ranks != everyone:
             self.process_set = set_of(self.hvd, self.ranks)
         torch.manual_seed(0)
         self.model = Model().double()
@@ -141,6 +159,8 @@ class World:
         return self.make_one(list(model.parameters()))
 
     def make_one(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.setting.kind == "momentum":
+            return Momentum(parameters)
         if self.setting.kind == "sgd":
             return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         return torch.optim.AdamW(parameters, lr=0.01)
@@ -167,6 +187,7 @@ class World:
             process_set=self.process_set,
             # Compare after every step: the ranks' parameters must never differ.
             check_interval=1,
+            max_grad_norm=self.setting.max_grad_norm,
         )
 
     @property
@@ -177,9 +198,16 @@ class World:
         return self.hvd.Int8(as_bf16=lambda name, shape: not shape)
 
     @property
+    def halves(self) -> bool:
+        """Whether there are two process sets, of at least two ranks each."""
+        return self.setting.members == "halves" and self.hvd.size() > 3
+
+    @property
     def ranks(self) -> list[int]:
         """The ranks of the process set."""
         everyone = list(range(self.hvd.size()))
+        if self.halves:
+            return everyone[self.hvd.rank() % 2 :: 2]
         some = self.setting.members and len(everyone) > 2
         return [rank for rank in everyone if rank != 1] if some else everyone
 
@@ -209,8 +237,18 @@ class World:
         only: Any = None,
         factor: float = 1.0,
         parts: list[str] | None = None,
+        local: bool = False,
     ) -> None:
-        """Make a pass on the ranks in `only` (default: all), and the same in the reference."""
+        """Make a pass on the ranks in `only` (default: all), and the same in the reference.
+
+        Args:
+            number: the source of all random choices.
+            differ: whether ranks may use different parts of the model.
+            only: the ranks that make the pass.
+            factor: for the reference's gradients.
+            parts: the part of the model that each rank uses.
+            local: whether the pass is under no_sync.
+        """
         parts = self.parts(number, differ) if parts is None else parts
         ranks = self.ranks if only is None else only
         if self.hvd.rank() in ranks:
@@ -220,6 +258,16 @@ class World:
             # A checkpoint computes the same, and torch.autograd.grad refuses it.
             part = "all" if parts[rank] == "checkpoint" else parts[rank]
             self.add_to_reference(self.loss(self.reference, number, rank, part), factor)
+        if only is None and not local:
+            self.clip_reference()
+
+    def clip_reference(self) -> None:
+        """Clip the gradients by `max_grad_norm`, as each reduction does."""
+        if self.setting.max_grad_norm is not None and self.unclipped:
+            parameters = list(self.reference.parameters())
+            self.before_clipping = [None if q.grad is None else q.grad.clone() for q in parameters]
+            nn.utils.clip_grad_norm_(parameters, self.setting.max_grad_norm)
+        self.unclipped = False
 
     def add_to_reference(self, loss: torch.Tensor, factor: float = 1.0) -> None:
         """Add one rank's gradients to the reference's."""
@@ -227,9 +275,14 @@ class World:
         share = factor / (len(self.ranks) if self.setting.average else 1)
         found = torch.autograd.grad(loss, used, allow_unused=True)
         self.largest += max((float(g.abs().max()) for g in found if g is not None), default=0.0)
+        self.unclipped = True
+        for q, before in zip(self.reference.parameters(), self.before_clipping, strict=False):
+            q.grad = before
+        self.before_clipping = []
         for q, g in zip(used, found, strict=True):
             if g is not None:
-                q.grad = share * g if q.grad is None else q.grad + share * g
+                # In place, as in a backward pass: an optimizer may hold the gradient.
+                q.grad = share * g if q.grad is None else q.grad.add_(share * g)
 
     def pairs(self):
         return zip(self.model.named_parameters(), self.reference.parameters(), strict=True)
@@ -246,6 +299,7 @@ class World:
         Args:
             of: a wrapped optimizer whose parameters are compared; None for all parameters.
         """
+        self.clip_reference()
         pairs = list(self.pairs())
         if of is not None:
             own = {id(p) for group in of.param_groups for p in group["params"]}
@@ -264,7 +318,12 @@ class World:
             expected = torch.zeros_like(q) if q.grad is None else q.grad
             worst = float((own - expected).abs().max())
             assert worst <= bound, f"gradient of {name} is off by {worst}, bound {bound}"
-            q.grad = None if p.grad is None else own.clone()
+            if p.grad is None:
+                q.grad = None
+            elif q.grad is None:
+                q.grad = own.clone()
+            else:
+                q.grad.copy_(own)
 
     def check_parameters(self) -> None:
         self.check_same_bits(lambda p: p)
@@ -292,12 +351,18 @@ class World:
 
     def step(self) -> None:
         self.optimizer.step()
+        self.step_of_one_process()
+
+    def step_of_one_process(self) -> None:
+        """Step after the ranks have stepped, and compare the parameters."""
         self.plain.step()
+        self.before_clipping = []
         self.check_parameters()
 
     def zero(self) -> None:
         self.optimizer.zero_grad()
         self.plain.zero_grad()
+        self.unclipped, self.before_clipping = False, []
 
     def adopt_rank(self, rank: int) -> None:
         """Make all ranks, and the reference, equal to one rank."""
@@ -322,6 +387,8 @@ SEVERAL_ACTIONS = (
     "backward",
     "step",
     "step_with_some",
+    "alternating_tasks",
+    "another_model",
     "zero_grad",
     "zero_grad_in_place",
     "zero_grad_of_the_model",
@@ -336,13 +403,45 @@ SEVERAL_ACTIONS = (
     "idle_rank",
     "idle_rank_at_step",
     "double_and_back",
+    "other_data",
+    "swap_on_conversion",
+    "swap_tensors",
     "freeze",
     "failing_backward",
     "wrap_again",
 )
+#: With `max_grad_norm`.
+CLIPPED_ACTIONS = (
+    "plain_step",
+    "backward",
+    "step",
+    "another_model",
+    "zero_grad",
+    "zero_grad_in_place",
+    "clip_with_hvd",
+    "accumulate_without_sync",
+    "accumulate_and_step",
+    "forget_what_was_accumulated",
+    "two_losses",
+    "grad_of_parameters",
+    "idle_rank",
+    "idle_rank_at_step",
+    "double_and_back",
+    "other_data",
+    "new_parameters",
+    "freeze",
+    "failing_backward",
+    "closure",
+    "reload",
+    "joined_epoch",
+    "wrap_again",
+    "add_parameters",
+)
 WINDOW_ACTIONS = (
     "window_passes",
     "window_passes_of_some_ranks",
+    "grad_in_full_window",
+    "another_model",
     "alternating_optimizers",
     "dropped_pass_in_window",
     "flush",
@@ -351,6 +450,8 @@ WINDOW_ACTIONS = (
 )
 #: Actions that all ranks of the job must take.
 GLOBAL_ACTIONS = ("joined_epoch", "load_on_one_rank", "pass_too_few", "wait_for_all")
+#: Actions that need several optimizers.
+OF_SEVERAL = ("step_with_some", "alternating_tasks")
 _sets: dict[tuple[int, ...], Any] = {}
 
 
@@ -368,7 +469,10 @@ def actions_for(setting: Setting) -> list[str]:
         return list(WINDOW_ACTIONS)
     if setting.several:
         return list(SEVERAL_ACTIONS)
-    left_out = {"step_with_some", *WINDOW_ACTIONS, *(GLOBAL_ACTIONS if setting.members else ())}
+    if setting.max_grad_norm is not None:
+        return list(CLIPPED_ACTIONS)
+    left_out = {*OF_SEVERAL, *(set(WINDOW_ACTIONS) - {"another_model"})}
+    left_out |= set(GLOBAL_ACTIONS if setting.members else ())
     return sorted(set(ACTIONS) - left_out)
 
 
@@ -390,6 +494,8 @@ def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> 
     world = World(hvd, setting)
     if hvd.rank() in world.ranks:
         names = actions_for(setting)
+        if world.halves and hvd.rank() % 2:
+            actions = actions[::-1]
         for name, number in actions:
             ACTIONS[name if name in names else names[number % len(names)]](world, number)
         if setting.window:
@@ -448,6 +554,40 @@ def step_with_some(world: World, number: int) -> None:
 
 
 @action
+def alternating_tasks(world: World, number: int) -> None:
+    """Make passes of alternating tasks. Each one steps only the optimizers that it reaches."""
+    reached = {"all": (0, 1, 2), "branch": (0, 2, 3), "unscaled": (0, 1)}
+    draw = random.Random(number)
+    for k in range(2 + number % 3):
+        task = draw.choice(list(reached))
+        if k == 0 or draw.random() < 0.7:
+            world.zero()
+        world.backward(number + k, parts=[task] * world.hvd.size())
+        for each in reached[task]:
+            own, plain = world.each()[each]
+            own.step()
+            world.check_gradients(own)
+            plain.step()
+        world.check_parameters()
+    world.zero()
+
+
+@action
+def another_model(world: World, number: int) -> None:
+    """Train a model of all ranks of the job beside the sequence's, in turns in another thread."""
+    if world.shared is None:
+        if world.setting.members and not world.halves:
+            return  # other ranks take no part
+        world.shared = World(world.hvd, Setting())
+    world.shared.steps += 1
+    if world.shared.steps % 2:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(plain_step, world.shared, world.shared.steps).result()
+    else:
+        plain_step(world.shared, world.shared.steps)
+
+
+@action
 def zero_grad(world: World, number: int) -> None:
     world.zero()
 
@@ -456,6 +596,7 @@ def zero_grad(world: World, number: int) -> None:
 def zero_grad_in_place(world: World, number: int) -> None:
     world.optimizer.zero_grad(set_to_none=False)
     world.plain.zero_grad(set_to_none=False)
+    world.before_clipping = []
 
 
 @action
@@ -482,8 +623,12 @@ def clip_value(world: World, number: int) -> None:
 
 @action
 def clip_with_hvd(world: World, number: int) -> None:
-    world.hvd.clip_grad_norm_(world.optimizer, 0.1)
-    nn.utils.clip_grad_norm_(world.reference.parameters(), 0.1)
+    norm = world.hvd.clip_grad_norm_(world.optimizer, 0.1)
+    world.clip_reference()
+    world.before_clipping = []
+    expected = nn.utils.clip_grad_norm_(world.reference.parameters(), 0.1)
+    if world.setting.compression == "none":
+        torch.testing.assert_close(float(norm), float(expected), rtol=1e-9, atol=1e-12)
     world.check_gradients()
 
 
@@ -511,7 +656,7 @@ def accumulate_without_sync(world: World, number: int) -> None:
     with ExitStack() as stack:
         for each in world.optimizer if world.setting.several else [world.optimizer]:
             stack.enter_context(world.hvd.no_sync(each))
-        world.backward(number)
+        world.backward(number, local=True)
     world.backward(number + 1)
     if world.setting.several:
         # Reduce the gradients that the second pass has not reached on any rank.
@@ -523,8 +668,8 @@ def accumulate_without_sync(world: World, number: int) -> None:
 def accumulate_and_step(world: World, number: int) -> None:
     """Make passes under no_sync only, so that the step reduces."""
     with world.hvd.no_sync(world.optimizer):
-        world.backward(number)
-        world.backward(number + 1)
+        world.backward(number, local=True)
+        world.backward(number + 1, local=True)
     world.optimizer.synchronize()
     world.check_gradients()
     world.step()
@@ -532,8 +677,10 @@ def accumulate_and_step(world: World, number: int) -> None:
 
 @action
 def forget_what_was_accumulated(world: World, number: int) -> None:
+    # Otherwise, a pass of one process would change a gradient that the optimizer holds.
+    world.zero()
     with world.hvd.no_sync(world.optimizer):
-        world.backward(number)
+        world.backward(number, local=True)
     world.zero()
 
 
@@ -569,13 +716,16 @@ def grad_of_parameters(world: World, number: int) -> None:
 
 @action
 def idle_rank(world: World, number: int) -> None:
-    """One rank makes no backward pass in a step; all synchronize before gradients are used."""
+    """One rank makes no backward pass in a step; all synchronize or clip before the step."""
     step(world, number)
     world.zero()
     idle = world.chosen_rank(number)
     world.backward(number, only=[rank for rank in world.ranks if rank != idle])
-    world.optimizer.synchronize()
-    world.check_gradients()
+    if number % 2:
+        clip_with_hvd(world, number)
+    else:
+        world.optimizer.synchronize()
+        world.check_gradients()
 
 
 @action
@@ -589,8 +739,7 @@ def idle_rank_at_step(world: World, number: int) -> None:
     world.optimizer.step()
     # A rounded wire is compared with what the optimizer used.
     world.check_gradients()
-    world.plain.step()
-    world.check_parameters()
+    world.step_of_one_process()
 
 
 @action
@@ -639,6 +788,78 @@ def double_and_back(world: World, number: int) -> None:
                 p.copy_(q)
                 if p.grad is not None and q.grad is not None:
                     p.grad.copy_(q.grad)
+
+
+@action
+def other_data(world: World, number: int) -> None:
+    """Assign `p.data`: other memory on one rank, or smaller numbers on all ranks."""
+    if number % 2:
+        for model in (world.model, world.reference):
+            for p in model.parameters():
+                p.data = 0.9 * p.data
+    elif world.hvd.rank() == world.chosen_rank(number):
+        for p in world.model.parameters():
+            p.data = p.data.clone()
+
+
+def pass_without_hooks(world: World, number: int) -> None:
+    """Make the first pass after PyTorch has lost the hooks: nothing reduces it before the step."""
+    if number % 3 == 2:
+        accumulate_without_sync(world, number)
+        return
+    idle = world.chosen_rank(number) if number % 3 else None
+    world.backward(number, only=[rank for rank in world.ranks if rank != idle])
+    world.optimizer.synchronize()
+    world.clip_reference()
+    world.check_gradients()
+
+
+@action
+def swap_on_conversion(world: World, number: int) -> None:
+    """Convert the model on all ranks. PyTorch then swaps the contents of the parameters.
+
+    A sum of reduced gradients must be reset before, because PyTorch loses the hooks.
+    """
+    if not world.setting.average or world.setting.max_grad_norm or number % 2:
+        world.zero()
+    gc.collect()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    # PyTorch refuses it while the graph of a pass that raised refers to the parameter.
+    with suppress(RuntimeError):
+        world.model.float()
+        world.model.double()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    world.model.double()
+    world.reference.float().double().load_state_dict(world.model.state_dict())
+    pass_without_hooks(world, number)
+
+
+@action
+def swap_tensors(world: World, number: int) -> None:
+    """Swap parameters with tensors that have no gradients."""
+    world.zero()
+    gc.collect()
+    for p in world.model.parameters():
+        # PyTorch refuses it while the graph of a pass that raised refers to the parameter.
+        with suppress(RuntimeError):
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone(), p.requires_grad))
+    pass_without_hooks(world, number)
+
+
+@action
+def new_parameters(world: World, number: int) -> None:
+    """Replace the parameters of a layer by others, in the model and in the optimizer."""
+    world.zero()
+    name = ["first", "second", "branch"][number % 3]
+    for model, optimizer in ((world.model, world.optimizer), (world.reference, world.plain)):
+        layer = getattr(model, name)
+        for key in ("weight", "bias"):
+            old = getattr(layer, key)
+            new = nn.Parameter(0.5 * old.detach(), old.requires_grad)
+            setattr(layer, key, new)
+            optimizer.state.pop(old, None)  # `state_dict()` does not accept state of others
+            for group in optimizer.param_groups:
+                group["params"][:] = [new if p is old else p for p in group["params"]]
 
 
 @action
@@ -728,20 +949,17 @@ def create_graph(world: World, number: int) -> None:
 
 @action
 def closure(world: World, number: int) -> None:
-    def passes(own: bool) -> Callable[[], Any]:
-        def closure() -> Any:
-            world.zero()
-            world.backward(number)
-            for model in (world.model, world.reference):
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            world.check_gradients()
-            return torch.zeros(())
+    """Step with a closure of one or two passes, which clips with PyTorch or with hvdkit."""
 
-        return closure
+    def run() -> Any:
+        world.zero()
+        for k in range(1 + number % 2):
+            world.backward(number + k)
+        (clip_with_hvd if number % 4 > 1 else clip_norm)(world, number)
+        return torch.zeros(())
 
-    world.optimizer.step(passes(True))
-    world.plain.step()
-    world.check_parameters()
+    world.optimizer.step(run)
+    world.step_of_one_process()
 
 
 @action
@@ -849,7 +1067,17 @@ def window_passes_of_some_ranks(world: World, number: int) -> None:
         window_pass(world, number + k, [rank for rank in world.ranks if draw.random() < 0.6])
 
 
-def window_pass(world: World, number: int, ranks: list[int]) -> None:
+@action
+def grad_in_full_window(world: World, number: int) -> None:
+    """Call torch.autograd.grad between the last pass of a window and its step."""
+    while world.passes < PASSES - 1:
+        window_pass(world, number + world.passes, world.ranks)
+    window_pass(world, number, world.ranks, lambda: grad_of_parameters(world, number))
+
+
+def window_pass(
+    world: World, number: int, ranks: list[int], before_step: Callable[[], None] | None = None
+) -> None:
     mean = world.setting.window == "mean"
     world.backward(number, only=ranks, factor=1 / PASSES if mean else 1)
     world.passes += 1
@@ -860,6 +1088,8 @@ def window_pass(world: World, number: int, ranks: list[int]) -> None:
             assert not any(own.stepped for own, _ in world.each())
             world.optimizer.zero_grad()
         return
+    if before_step is not None:
+        before_step()
     if world.setting.several or world.gaps:
         world.optimizer.synchronize()
     world.check_gradients()
@@ -921,6 +1151,9 @@ def dropped_pass_in_window(world: World, number: int) -> None:
             world.optimizer.zero_grad()
     world.plain.zero_grad()
     world.passes, world.gaps = 0, False
+    if world.setting.window == "mean" and not number % 2:
+        # A call of step() before the next pass of any rank would be that of the dropped pass.
+        window_pass(world, number, world.ranks)
 
 
 @action
@@ -940,7 +1173,6 @@ def flush(world: World, number: int) -> None:
             for q in group["params"]:
                 if q.grad is not None:
                     q.grad *= PASSES / world.passes
-        world.hvd.clip_grad_norm_(own, 1e9)
         world.check_gradients(own)
         own.step()
         plain.step()

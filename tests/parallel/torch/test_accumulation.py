@@ -1,6 +1,7 @@
 """Several backward passes for one step: accumulation_steps, no_sync, flush."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.coordination import BackwardFailed
+from hvdkit.core.step_errors import BackwardFailed, GradientsChanged
 from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.torch.oracle import (
     DEVICE,
     OPTIMIZERS,
+    Twins,
     adamw,
     assert_close,
     assert_raised_on_all_ranks,
@@ -23,11 +25,12 @@ from tests.parallel.torch.oracle import (
     loss_of,
     sgd,
     small_model,
-    trained,
     whole_batch,
 )
 
 pytestmark = pytest.mark.device
+
+KINDS = ["accumulation_steps", "backward_passes_per_step"]
 
 
 def wrapped(hvd, model, make=adamw, **options):
@@ -60,24 +63,18 @@ def backward(hvd, model, number, scale=lambda loss: loss):
     ],
 )
 def test_calls_after_every_pass(hvd, kind, clip, scaled):
-    model = small_model()
-    optimizer = wrapped(hvd, model, OPTIMIZERS[kind])
+    twins = Twins(hvd, OPTIMIZERS[kind], accumulation_steps=3)
     scaler = hvd.GradScaler(DEVICE.type, init_scale=2.0**8, enabled=scaled)
-    stepped = []
     for number in range(12):
-        backward(hvd, model, number, scaler.scale)
+        backward(hvd, twins.model, number, scaler.scale)
+        twins.backward_of_one_process(number)
         if clip is not None:
-            scaler.unscale_(optimizer)
-            norm = hvd.clip_grad_norm_(optimizer, clip)
-            assert (norm is None) == (number % 3 != 2)
-        scaler.step(optimizer)
-        stepped.append(optimizer.stepped)
+            scaler.unscale_(twins.optimizer)
+            twins.clip(clip)
+        twins.step(lambda own: scaler.step(own))
         scaler.update()
-        optimizer.zero_grad()
-    assert stepped == [False, False, True] * 4
-    _, reference = trained(hvd, OPTIMIZERS[kind], steps=4, passes=3, clip=clip)
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+        twins.zero_grad()
+    twins.check()
 
 
 def test_a_step_inside_a_window_changes_nothing(hvd):
@@ -103,65 +100,37 @@ def test_a_step_inside_a_window_changes_nothing(hvd):
 
 
 def test_a_schedule_follows_stepped(hvd):
-    model, reference = small_model(), small_model()
-    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    reference_schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    twins = Twins(hvd, accumulation_steps=3)
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (twins.optimizer, twins.plain[0])
+    ]
     for number in range(9):
-        backward(hvd, model, number)
-        optimizer.step()
-        if optimizer.stepped:
+        twins.train(number)
+        for schedule in schedules if twins.optimizer.stepped else []:
             schedule.step()
-        optimizer.zero_grad()
-        (loss_of(reference, whole_batch(hvd, number)) / 3).backward()
-        if number % 3 == 2:
-            plain.step()
-            reference_schedule.step()
-            plain.zero_grad()
-    assert schedule.get_last_lr() == reference_schedule.get_last_lr() == [0.05 * 0.5**3]
-    assert_close(model, reference)
+    assert twins.optimizer.param_groups[0]["lr"] == 0.05 * 0.5**3
+    twins.check()
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_two_losses_in_a_pass(hvd, passes):
-    model, reference = small_model(), small_model()
-    optimizer = wrapped(hvd, model, accumulation_steps=passes)
-    plain = adamw(reference.parameters())
-    for step in range(4):
-        for k in range(passes * step, passes * (step + 1)):
-            x = batch_of(hvd.rank(), k)
-            with hvd.no_sync(optimizer):
-                model(x).square().mean().backward()
-                (0.5 * model(x).abs().mean()).backward()
-            loss_of(model, x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            x = whole_batch(hvd, k)
-            loss = reference(x).square().mean() + 0.5 * reference(x).abs().mean()
-            ((loss + loss_of(reference, x)) / passes).backward()
-        plain.step()
-        plain.zero_grad()
-    assert_close(model, reference)
+    twins = Twins(hvd, adamw, accumulation_steps=passes)
+    for number in range(4 * passes):
+        with hvd.no_sync(twins.optimizer):
+            twins.backward(lambda m, rank, n=number: m(batch_of(rank, n)).square().mean())
+            twins.backward(lambda m, rank, n=number: 0.5 * m(batch_of(rank, n)).abs().mean())
+        twins.train(number)
+    twins.check()
 
 
 def test_losses_of_different_parts_of_the_model(hvd):
-    # Each loss reaches a part of the model.
-    model = nn.ModuleDict({"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)})
-    model.to(DEVICE, torch.float64)
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    plain = sgd(reference.parameters())
-    for step in range(3):
-        with hvd.no_sync(optimizer):
-            loss_of(model["a"], batch_of(hvd.rank(), step)).backward()
-        loss_of(model["b"], batch_of(hvd.rank(), step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for part in ("a", "b"):
-            loss_of(reference[part], whole_batch(hvd, step)).backward()
-        plain.step()
-        plain.zero_grad()
-    assert_close(model, reference)
+    model = nn.ModuleDict({"a": linear(5, 2), "b": linear(5, 2)})
+    twins = Twins(hvd, model=model)
+    for number in range(3):
+        with hvd.no_sync(twins.optimizer):
+            twins.backward(lambda m, rank, n=number: loss_of(m["a"], batch_of(rank, n)))
+        twins.train(lambda m, rank, n=number: loss_of(m["b"], batch_of(rank, n)))
+    twins.check()
 
 
 def test_no_sync_ends_with_an_exception(hvd):
@@ -231,35 +200,6 @@ def test_flush_without_passes_does_nothing(hvd):
     assert_close(model, before, 0)
 
 
-def constant(value):
-    """Return the input of a linear layer whose gradient has the three elements `value`."""
-    return torch.full((1, 3), float(value), device=DEVICE)
-
-
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_flush_takes_the_mean_of_the_passes_that_there_were(hvd, passes, compression):
-    model = nn.Linear(3, 1, bias=False).to(DEVICE)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), accumulation_steps=4, compression=compression
-    )
-    for window in range(2):
-        for k in range(passes):
-            model(constant(hvd.rank() + 1 + 4 * k)).sum().backward()
-            optimizer.step()
-        assert optimizer.flush(), window
-        assert optimizer.stepped
-        mean = (hvd.size() + 1) / 2 + 4 * (passes - 1) / 2
-        torch.testing.assert_close(model.weight.grad, constant(mean))
-        optimizer.zero_grad()
-    # The next window is a whole one again.
-    for k in range(4):
-        model(constant(hvd.rank() + 1 + 4 * k)).sum().backward()
-        optimizer.step()
-        assert optimizer.stepped == (k == 3)
-    torch.testing.assert_close(model.weight.grad, constant((hvd.size() + 1) / 2 + 6))
-
-
 @pytest.mark.device(ranks=2)
 def test_flush_on_ranks_with_different_numbers_of_passes(hvd):
     model = small_model()
@@ -288,8 +228,8 @@ def test_flush_if_some_ranks_have_no_passes(hvd):
 
 
 def test_flush_calls_the_given_step(hvd):
-    model, reference = small_model(), small_model()
-    optimizer, plain = wrapped(hvd, model), adamw(reference.parameters())
+    twins = Twins(hvd, adamw, accumulation_steps=3)
+    optimizer, (plain,) = twins.optimizer, twins.plain
     scaler = hvd.GradScaler(DEVICE.type, init_scale=64.0)
     norms = []
 
@@ -300,7 +240,7 @@ def test_flush_calls_the_given_step(hvd):
         scaler.update()
 
     for number in range(5):
-        backward(hvd, model, number, scaler.scale)
+        backward(hvd, twins.model, number, scaler.scale)
         step()
         optimizer.zero_grad()
     assert optimizer.flush(step)
@@ -308,9 +248,36 @@ def test_flush_calls_the_given_step(hvd):
     for window in ((0, 1, 2), (3, 4)):
         plain.zero_grad()
         for number in window:
-            (loss_of(reference, whole_batch(hvd, number)) / len(window)).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            twins.backward_of_one_process(number)
+        for p in twins.reference.parameters():
+            p.grad *= 3 / len(window)
+        nn.utils.clip_grad_norm_(twins.reference.parameters(), 0.1)
         plain.step()
+    twins.check()
+
+
+@pytest.mark.parametrize("setting", ["accumulation_steps", "backward_passes_per_step"])
+def test_gradients_are_final_when_flush_calls_the_given_step(hvd, setting):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), **{setting: 3}
+    )
+    plain = sgd(reference.parameters())
+    divisor = 2 if setting == "accumulation_steps" else 1
+
+    def step():
+        # With PyTorch's own function, as after the last pass of a whole window.
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    for number in range(2):
+        backward(hvd, model, number)
+        if setting == "accumulation_steps":
+            optimizer.step()
+        (loss_of(reference, whole_batch(hvd, number)) / divisor).backward()
+    assert optimizer.flush(step)
+    nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    plain.step()
     assert_close(model, reference)
 
 
@@ -333,30 +300,9 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_is_one_pass(hvd, use_reentrant, passes):
-    model, reference = trained(
-        hvd,
-        adamw,
-        model=Checkpointed(use_reentrant),
-        passes=passes,
-        steps=4,
-        clip=1.0,
-        bucket_bytes=400,
-    )
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_passes_are_counted_if_everything_is_checkpointed(hvd, use_reentrant):
-    model = Checkpointed(use_reentrant)
-    optimizer = wrapped(hvd, model)
-    stepped = []
-    for number in range(6):
-        backward(hvd, model, number)
-        optimizer.step()
-        stepped.append(optimizer.stepped)
-        optimizer.zero_grad()
-    assert stepped == [False, False, True] * 2
+    twins = Twins(hvd, adamw, Checkpointed(use_reentrant), accumulation_steps=passes)
+    twins.train(*range(4 * passes), clip=1.0)
+    twins.check()
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "2", True, None])
@@ -392,48 +338,19 @@ def test_different_windows_are_an_error_on_every_rank(hvd):
     optimizer.zero_grad()
 
 
-def one():
-    return torch.ones(1, device=DEVICE, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_horovods_passes_are_summed(hvd, op):
-    model = nn.Linear(1, 1, bias=False).to(DEVICE, torch.float64)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        backward_passes_per_step=3,
-        op=getattr(hvd, op),
-    )
-    for k in range(3):
-        (model(one()) * (hvd.rank() + 1 + k)).sum().backward()
-    optimizer.step()
-    total = sum(rank + 1 + k for rank in range(hvd.size()) for k in range(3))
-    assert model.weight.grad.item() == (total / hvd.size() if op == "Average" else total)
-
-
-def test_sum_over_the_ranks_is_still_a_mean_over_the_passes(hvd):
-    model = nn.Linear(1, 1, bias=False).to(DEVICE, torch.float64)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), accumulation_steps=2, op=hvd.Sum
-    )
-    for k in range(2):
-        (model(one()) * (hvd.rank() + 1 + 2 * k)).sum().backward()
-        optimizer.step()
-    assert model.weight.grad.item() == sum(rank + 2 for rank in range(hvd.size()))
-
-
 def test_a_window_with_groups_and_a_predivide_factor(hvd):
-    model, reference = trained(hvd, sgd, passes=3, steps=3, groups=2, gradient_predivide_factor=2.0)
-    assert_close(model, reference)
+    twins = Twins(hvd, accumulation_steps=3, groups=2, gradient_predivide_factor=2.0)
+    twins.train(*range(9))
+    twins.check()
 
 
 @pytest.mark.parametrize("where", ["window", "no_sync", "raised"])
 @pytest.mark.parametrize("loads", ["plain", "wrapped"])
 def test_loading_state_begins_a_new_window(hvd, loads, where):
     """The script calls `zero_grad()` only after a step."""
-    model, reference = small_model(), small_model()
-    own, plain = adamw(model.parameters()), adamw(reference.parameters())
-    optimizer = hvd.DistributedOptimizer(own, accumulation_steps=3, bucket_bytes=400)
+    own = []
+    twins = Twins(hvd, lambda ps: own.append(adamw(ps)) or own[-1], accumulation_steps=3)
+    model, optimizer = twins.model, twins.optimizer
     state = copy.deepcopy(optimizer.state_dict())
     if where == "no_sync":
         with hvd.no_sync(optimizer):
@@ -446,14 +363,11 @@ def test_loading_state_begins_a_new_window(hvd, loads, where):
     else:
         backward(hvd, model, 99)
         optimizer.step()
-    (own if loads == "plain" else optimizer).load_state_dict(state)
+    (own[0] if loads == "plain" else optimizer).load_state_dict(state)
     for number in range(3):
-        backward(hvd, model, number)
-        optimizer.step()
-        (loss_of(reference, whole_batch(hvd, number)) / 3).backward()
-    assert optimizer.stepped
-    plain.step()
-    assert_close(model, reference)
+        twins.backward(number)
+        twins.step()
+    twins.check()
 
 
 # Several optimizers
@@ -463,73 +377,18 @@ def linear(features, outputs):
     return nn.Linear(features, outputs).to(DEVICE, torch.float64)
 
 
-class Parts(nn.Module):
-    """An encoder and two heads, each with its own optimizer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.encoder, self.a, self.b = linear(5, 4), linear(4, 2), linear(4, 2)
-
-    def loss(self, x, task):
-        return (getattr(self, task)(self.encoder(x).tanh()) - x[:, :2].sin()).square().mean()
-
-    def optimizers(self, wrap=lambda optimizer: optimizer):
-        return [wrap(sgd(part.parameters())) for part in (self.encoder, self.a, self.b)]
-
-
-def task_of(rank, number, differ):
-    return "ab"[(number + (rank if differ else 0)) % 2]
-
-
-@pytest.mark.parametrize("differ", [False, True], ids=["same task", "other tasks"])
-@pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
-def test_a_window_does_not_depend_on_what_a_pass_reaches(hvd, kind, differ):
-    model, reference = Parts(), Parts()
-    optimizers = model.optimizers(lambda each: hvd.DistributedOptimizer(each, **{kind: 2}))
-    plain = reference.optimizers()
-    mean = kind == "accumulation_steps"
-    for number in range(8):
-        task = task_of(hvd.rank(), number, differ)
-        model.loss(batch_of(hvd.rank(), number), task).backward()
-        for rank in range(hvd.size()):
-            loss = reference.loss(batch_of(rank, number), task_of(rank, number, differ))
-            (loss / hvd.size() / (2 if mean else 1)).backward()
-        for optimizer in optimizers:
-            if mean or number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        for optimizer in plain:
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert [optimizer.steps for optimizer in optimizers] == [4, 4, 4]
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
-
-
 @pytest.mark.parametrize("passes", [2, 3])
 def test_a_pass_for_each_optimizer_before_the_steps(hvd, passes):
     """Actor and critic are an example."""
-    models = [linear(5, 2), linear(5, 2)]
-    references = copy.deepcopy(models)
-    optimizers = [
-        hvd.DistributedOptimizer(sgd(m.parameters()), accumulation_steps=passes) for m in models
-    ]
-    plain = [sgd(m.parameters()) for m in references]
+    models = nn.ModuleList([linear(5, 2), linear(5, 2)])
+    twins = Twins(hvd, model=models, parts=list, accumulation_steps=passes)
     with recorded("hvdkit.torch") as records:
         for number in range(2 * passes):
-            for model, reference in zip(models, references, strict=True):
-                loss_of(model, batch_of(hvd.rank(), number)).backward()
-                (loss_of(reference, whole_batch(hvd, number)) / passes).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            for optimizer in plain if number % passes == passes - 1 else []:
-                optimizer.step()
-                optimizer.zero_grad()
-    for model, reference in zip(models, references, strict=True):
-        assert_close(model, reference)
+            for k in (0, 1):
+                twins.backward(lambda m, rank, k=k, n=number: loss_of(m[k], batch_of(rank, n)))
+            twins.step()
+            twins.zero_grad()
+    twins.check()
     assert not records
 
 
@@ -538,96 +397,39 @@ def test_a_pass_for_each_optimizer_before_the_steps(hvd, passes):
 def test_a_gan(hvd, passes, freezes):
     """If the discriminator is not frozen, the generator's pass also adds to its gradients."""
     torch.manual_seed(0)
-    pair = [linear(5, 5), linear(5, 1)]
-    others = copy.deepcopy(pair)
-    optimizers = [
-        hvd.DistributedOptimizer(sgd(m.parameters()), accumulation_steps=passes) for m in pair
-    ]
-    plain = [sgd(m.parameters()) for m in others]
+    pair = nn.ModuleList([linear(5, 5), linear(5, 1)])
+    twins = Twins(hvd, model=pair, parts=list, accumulation_steps=passes)
 
-    def losses(generator, discriminator, x, share):
-        yield 1, (discriminator(x) - discriminator(generator(x).detach())).tanh().mean() * share
-        discriminator.requires_grad_(not freezes)
-        yield 0, discriminator(generator(x)).tanh().mean() * share
-        discriminator.requires_grad_(True)
+    def loss(which, number, model, rank):
+        generator, discriminator = model
+        x = batch_of(rank, number)
+        if which == 1:
+            return (discriminator(x) - discriminator(generator(x).detach())).tanh().mean()
+        return discriminator(generator(x)).tanh().mean()
 
     for number in range(3 * passes):
-        for which, loss in losses(*pair, batch_of(hvd.rank(), number), 1):
-            optimizers[which].zero_grad()
-            loss.backward()
-            optimizers[which].step()
-        for which, loss in losses(*others, whole_batch(hvd, number), 1 / passes):
+        for which in (1, 0):
+            twins.optimizers[which].zero_grad()
             if number % passes == 0:
-                plain[which].zero_grad()
-            loss.backward()
+                twins.plain[which].zero_grad()
+            for model, _ in twins.sides:
+                model[1].requires_grad_(which == 1 or not freezes)
+            twins.backward(partial(loss, which, number))
+            for model, _ in twins.sides:
+                model[1].requires_grad_(True)
+            twins.optimizers[which].step()
             if number % passes == passes - 1:
-                plain[which].step()
-    assert [optimizer.steps for optimizer in optimizers] == [3, 3]
-    for own, other in zip(pair, others, strict=True):
-        assert_close(own, other)
-
-
-@pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
-def test_autograd_grad_in_a_whole_window(hvd, kind):
-    model = small_model()
-    optimizer = wrapped(hvd, model, **{"accumulation_steps": 1, kind: 2})
-    for number in range(2):
-        backward(hvd, model, number)
-        if number == 0 and kind == "accumulation_steps":
-            optimizer.step()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    torch.autograd.grad(loss_of(model, batch_of(hvd.rank(), 2)), list(model.parameters()))
-    for p, gradient in zip(model.parameters(), gradients, strict=True):
-        assert torch.equal(p.grad, gradient)
-    optimizer.step()
-    assert optimizer.stepped
-
-
-@pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
-@pytest.mark.parametrize("missing", [0, 1, 2, 5])
-def test_a_batch_without_a_pass_on_one_rank(hvd, missing, kind):
-    """For example, no sample of the batch has a loss."""
-    model, reference = linear(5, 2), linear(5, 2)
-    reference.load_state_dict(model.state_dict())
-    optimizer = wrapped(hvd, model, sgd, **{"accumulation_steps": 1, kind: 3})
-    plain = sgd(reference.parameters())
-    mean = kind == "accumulation_steps"
-    for number in range(12):
-        for rank in range(hvd.size()):
-            if rank == hvd.size() - 1 and number == missing:
-                continue
-            if rank == hvd.rank():
-                loss_of(model, batch_of(rank, number)).backward()
-            loss = loss_of(reference, batch_of(rank, number)) / hvd.size()
-            (loss / 3 if mean else loss).backward()
-        last = number % 3 == 2
-        if mean or last:
-            optimizer.step()
-            assert optimizer.stepped == last
-            optimizer.zero_grad()
-        if last:
-            plain.step()
-            plain.zero_grad()
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+                twins.plain[which].step()
+    assert [optimizer.hvdkit_steps for optimizer in twins.optimizers] == [3, 3]
+    twins.check()
 
 
 def test_each_call_of_step_counts(hvd):
     """Also if no rank has a pass, and before the first one."""
-    model, reference = linear(5, 2), linear(5, 2)
-    reference.load_state_dict(model.state_dict())
-    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    twins = Twins(hvd, model=linear(5, 2), accumulation_steps=3)
     for number in range(9):
-        if number % 2:
-            backward(hvd, model, number)
-            (loss_of(reference, whole_batch(hvd, number)) / 3).backward()
-        optimizer.step()
-        assert optimizer.stepped == (number % 3 == 2)
-        optimizer.zero_grad()
-        if optimizer.stepped:
-            plain.step()
-            plain.zero_grad()
-    assert_close(model, reference)
+        twins.train(number, ranks=None if number % 2 else [])
+    twins.check()
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -641,7 +443,7 @@ def test_passes_without_calls_are_named(hvd, passes):
             if number % passes == passes - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert optimizer.steps == 2
+    assert optimizer.hvdkit_steps == 2
     expected = passes == 2 and hvd.rank() == 0
     texts = [record.getMessage() for record in records]
     assert len(texts) == expected
@@ -651,23 +453,13 @@ def test_passes_without_calls_are_named(hvd, passes):
 @pytest.mark.parametrize("window", [0, 1])
 def test_zero_grad_within_a_window(hvd, window):
     """It keeps the gradients of earlier batches, but not those before the first call of step()."""
-    model, reference = linear(5, 2), linear(5, 2)
-    reference.load_state_dict(model.state_dict())
-    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
-    for number in range(3 * window):
-        backward(hvd, model, number)
-        optimizer.step()
-    optimizer.zero_grad()
-    reference.load_state_dict(model.state_dict())
-    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twins = Twins(hvd, model=linear(5, 2), accumulation_steps=3)
+    twins.train(*range(3 * window))
     for number in range(3):
-        backward(hvd, model, 100 + number)
-        optimizer.zero_grad()
-        (loss_of(reference, whole_batch(hvd, 100 + number)) / 3 * (number > 0)).backward()
-        optimizer.step()
-    assert optimizer.stepped
-    plain.step()
-    assert_close(model, reference)
+        twins.backward(100 + number)
+        twins.zero_grad()
+        twins.step()
+    twins.check()
 
 
 @pytest.mark.parametrize("follows", ["", "step", "zero_grad step"])
@@ -697,50 +489,112 @@ def test_a_call_after_a_dropped_pass(hvd, follows):
 @pytest.mark.parametrize("falls_through", [False, True])
 def test_a_rank_without_a_pass_after_a_dropped_pass(hvd, falls_through):
     """All ranks count its call of step() alike, so all ranks step after the same batch."""
-    model, reference = small_model(), small_model()
-    reference.load_state_dict(model.state_dict())
-    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
-    for number in range(6):
+    twins = Twins(hvd, accumulation_steps=3)
+    optimizer = twins.optimizer
+    for number in range(3):
         dropped = False
         try:
             if number == 2 and hvd.rank() == 0:
                 raise BackwardFailed
-            if (hvd.rank(), number) != (1, 3):
-                backward(hvd, model, number)
+            backward(hvd, twins.model, number)
         except BackwardFailed:
             dropped = optimizer.drop_pass()
         assert dropped == (number == 2)
         if not dropped or falls_through:
             optimizer.step()
-            assert optimizer.stepped == (number == 5)
+            assert not optimizer.stepped
             optimizer.zero_grad()
-    for number in range(3, 6):
-        for rank in range(hvd.size()):
-            if (rank, number) != (1, 3):
-                (loss_of(reference, batch_of(rank, number)) / hvd.size() / 3).backward()
-    plain.step()
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+    twins.train(3, ranks=[rank for rank in range(hvd.size()) if rank != 1])
+    twins.train(4, 5)
+    twins.check()
 
 
 def test_removing_the_gradients_of_a_complete_window(hvd):
     """Also before a batch in which a rank has no pass: all ranks begin a new window."""
-    model, reference = linear(5, 2), linear(5, 2)
-    reference.load_state_dict(model.state_dict())
-    optimizer, plain = wrapped(hvd, model, sgd), sgd(reference.parameters())
+    twins = Twins(hvd, model=linear(5, 2), accumulation_steps=3)
     for number in range(3):
-        backward(hvd, model, number)
-        assert (hvd.clip_grad_norm_(optimizer, 1.0) is None) == (number < 2)
+        backward(hvd, twins.model, number)
+        assert (hvd.clip_grad_norm_(twins.optimizer, 1.0) is None) == (number < 2)
         if number < 2:
-            optimizer.step()
-    model.zero_grad()
+            twins.optimizer.step()
+    twins.model.zero_grad()
     for number in range(3):
-        for rank in range(hvd.size()):
-            if (rank, number) != (1, 0):
-                if rank == hvd.rank():
-                    backward(hvd, model, number)
-                (loss_of(reference, batch_of(rank, number)) / hvd.size() / 3).backward()
+        twins.backward(number, [rank for rank in range(hvd.size()) if (rank, number) != (1, 0)])
+        twins.step()
+    twins.check()
+
+
+REMOVALS = {
+    "model": lambda model: model.zero_grad(set_to_none=False),
+    "in place": lambda model: [p.grad.zero_() for p in model.parameters()],
+    "to None": lambda model: model.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_reduced_part_is_removed_with_the_rest_of_the_gradient(hvd, op, removal):
+    model = nn.Linear(3, 1, bias=False).to(DEVICE)
+    nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=getattr(hvd, op))
+
+    def add(value):
+        (model.weight * value).sum().backward()
+
+    add(100.0)
+    with hvd.no_sync(optimizer):
+        add(10.0)
+    REMOVALS[removal](model)
+    add(1.0 + hvd.rank())
+    ranks = range(hvd.size())
+    expected = sum(1.0 + rank for rank in ranks) / (1 if op == "Sum" else hvd.size())
+    assert model.weight.grad.tolist() == [[expected] * 3]
+
+
+@pytest.mark.parametrize("then", ["pass", "step"])
+def test_a_gradient_without_its_reduced_part_is_not_changed_unnoticed(hvd, then):
+    model = small_model().to(DEVICE)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    backward(hvd, model, 0)
+    with hvd.no_sync(optimizer):
+        backward(hvd, model, 1)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    with pytest.raises(GradientsChanged, match=r"gradients were changed .*call optimizer.synchro"):
+        backward(hvd, model, 2) if then == "pass" else optimizer.step()
+    optimizer.zero_grad()
+    backward(hvd, model, 3)
+    optimizer.step()
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_a_round_that_a_late_rank_enters_elsewhere_is_no_change_by_the_script(hvd):
+    models = [nn.Linear(3, 1, bias=False).to(DEVICE) for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(sgd(model.parameters())) for model in models]
+
+    def add(value):
+        sum((model.weight * value).sum() for model in models).backward()
+
+    add(100.0)
+    with hvd.no_sync(optimizers[0]), hvd.no_sync(optimizers[1]):
+        add(10.0)
+    if hvd.rank() == 0:
+        add(1.0)
+    for optimizer in reversed(optimizers):  # the first call also reduces the other optimizer
+        optimizer.synchronize()
+    for model in models:
+        gradient = torch.full((1, 3), 110 + 1 / hvd.size(), device=DEVICE)
+        torch.testing.assert_close(model.weight.grad, gradient)
+
+
+def test_a_step_of_the_plain_optimizer_in_a_window_raises(hvd):
+    model = small_model().to(DEVICE)
+    plain = sgd(model.parameters())
+    optimizer = hvd.DistributedOptimizer(plain, accumulation_steps=2)
+    backward(hvd, model, 0)
+    with pytest.raises(UsageError, match="call step.. of the wrapped optimizer"):
+        plain.step()
+    for number in (1, 2):
         optimizer.step()
-        assert optimizer.stepped == (number == 2)
-    plain.step()
-    assert_close(model, reference)
+        optimizer.zero_grad()
+        backward(hvd, model, number)
+    assert_same_on_all_ranks(hvd, model)

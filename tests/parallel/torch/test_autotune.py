@@ -8,8 +8,8 @@ import torch
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.tuning import Candidate
 from hvdkit.errors import UsageError
+from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import batch_of, loss_of, sgd, small_model
-from tests.parallel.torch.test_checkpoint import shared_folder
 
 # Bytes: the gradients of the small model have 800.
 SIZES = (80, 300, 2000)
@@ -32,7 +32,8 @@ def use(tuner, bucket_bytes, wire_format):
 
 def buckets_of(optimizer):
     """Return the number of buckets; 0 after a change, before the next pass."""
-    (synchronizer,) = optimizer._gradients.synchronizers
+    (part,) = optimizer.reducer.gradients.parts
+    synchronizer = part.synchronizer
     return len(synchronizer.plan.buckets) if synchronizer.plan else 0
 
 
@@ -65,7 +66,7 @@ def test_gradients_while_the_buckets_change(hvd, options):
     # All ranks have chosen alike, or the comparison of their settings would have raised.
     assert len({size for (size,) in hvd.allgather_object([tuner.bucket_bytes])}) == 1
     assert tuner.bucket_bytes in {*SIZES, 25_000_000}
-    assert optimizers[0].bucket_bytes == tuner.bucket_bytes
+    assert optimizers[0].reducer.gradients.bucket_bytes == tuner.bucket_bytes
 
 
 def test_a_result_is_used_again(hvd):
@@ -113,7 +114,7 @@ def test_a_checkpoint_restores_the_choice(hvd):
                 else:
                     assert checkpointer.restore().step == 4
                     assert tuner.done
-                    assert tuner.bucket_bytes == optimizer.bucket_bytes == 300
+                    assert tuner.bucket_bytes == optimizer.reducer.gradients.bucket_bytes == 300
                 for step in range(4, 8):
                     step_of(hvd, model, optimizer, step)
             assert buckets_of(optimizer) > 1
@@ -145,7 +146,7 @@ def test_wire_formats_take_turns(hvd):
     assert len({tuple(each) for each in hvd.allgather_object([str(tuner.candidate)])}) == 1
     if hvd.size() > 1:
         assert errors["bf16"] > 10 * errors["none"]
-    assert optimizers[0].wire_format.name == tuner.wire_format
+    assert optimizers[0].reducer.gradients.wire_format.name == tuner.wire_format
     with pytest.raises(UsageError, match="compression is 'fp17'"):
         hvd.autotune(optimizer_of(hvd, plain), wire_formats=["fp17"])
     with pytest.raises(UsageError, match="wire_formats is 'fp16': expected a list"):
@@ -177,7 +178,7 @@ def test_a_checkpoint_restores_a_wire_format(hvd):
                     assert not tuner.done
                     break
                 assert tuner.done
-                assert optimizer.wire_format.name == "fp16"
+                assert optimizer.reducer.gradients.wire_format.name == "fp16"
                 for step in range(4, 8):
                     step_of(hvd, model, optimizer, step)
             results.append([p.detach().clone() for p in model.parameters()])
@@ -192,7 +193,7 @@ def test_the_training_continues_after_an_error(hvd):
         hvd.autotune(optimizer, bucket_bytes=[80], steps=1 + hvd.rank())
     for step in range(5):
         step_of(hvd, model, optimizer, step)
-    assert optimizer.tuner is None
+    assert optimizer.hvdkit_tuner is None
 
 
 def test_a_call_after_the_restore(hvd):
@@ -225,7 +226,7 @@ def test_join_ends_the_measurement(hvd):
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
     assert tuner.done
     assert not tuner.tuned
-    assert optimizer.bucket_bytes == 25_000_000
+    assert optimizer.reducer.gradients.bucket_bytes == 25_000_000
     assert buckets_of(optimizer) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parallel.rank_pool import REPOSITORY
-from tests.parallel.torch.oracle import DEVICE, adamw, assert_close, on_all_ranks, trained
+from tests.parallel.torch.oracle import DEVICE, Twins, adamw, on_all_ranks
 
 pytestmark = pytest.mark.device
 
@@ -86,10 +86,9 @@ def test_gradients_out_of_range_are_sent_as_they_are(hvd, value):
 
 
 def test_a_training_equals_that_of_one_process(hvd):
-    model, reference = trained(
-        hvd, adamw, steps=5, passes=2, clip=1.0, compression=fixed_point(), bucket_bytes=400
-    )
-    assert_close(model, reference, 1e-6)
+    twins = Twins(hvd, adamw, accumulation_steps=2, compression=fixed_point())
+    twins.train(*range(10), clip=1.0)
+    twins.check(1e-6)
 
 
 def test_other_dtypes_are_sent_as_they_are(hvd):

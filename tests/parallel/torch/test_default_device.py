@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import assert_same_on_all_ranks
-from tests.parallel.torch.test_checkpoint import shared_folder
 
 
 def model_and_data(hvd):

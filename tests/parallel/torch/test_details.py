@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.coordination import BackwardFailed
+from hvdkit.core.step_errors import BackwardFailed
 from tests.parallel.torch.oracle import (
     DEVICE,
     Fails,
@@ -66,7 +66,7 @@ def test_values_of_all_parameter_groups_are_compared(hvd):
         with torch.no_grad():
             model[2].bias.add_(1)
     optimizer = hvd.DistributedOptimizer(two_groups(model), model.named_parameters())
-    with pytest.raises(RankMismatchError, match=r"'2\.bias' has a value"):
+    with pytest.raises(RankMismatchError, match=r"'2\.bias' on rank 1"):
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     assert optimizer is not None
 

@@ -6,17 +6,16 @@ import itertools
 import pytest
 
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.coordination import BackwardFailed
+from hvdkit.core.step_errors import BackwardFailed
 from tests.parallel.torch.oracle import (
     Fails,
-    assert_close,
+    Twins,
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
     batch_of,
     loss_of,
     sgd,
     small_model,
-    whole_batch,
 )
 
 #: The uses, with the passes of a step.
@@ -53,9 +52,8 @@ def test_all_ranks_drop_the_step(hvd, use):
     """Each second step fails on a rank: in each pass, and before the gradient of each layer."""
     passes = USES[use]
     options = {use: passes} if use in ("accumulation_steps", "backward_passes_per_step") else {}
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200, **options)
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd, **options)
+    optimizer = twins.optimizer
     failures = list(itertools.product(range(passes), PLACES))
     for step in range(2 * len(failures)):
         failing, place = failures[step // 2] if step % 2 == 0 else (None, "")
@@ -63,13 +61,13 @@ def test_all_ranks_drop_the_step(hvd, use):
         caught = []
         for k in range(passes):
             local = use == "no_sync" and k < passes - 1
-            within = hvd.no_sync(optimizer) if local else contextlib.nullcontext()
-            batch = batch_of(hvd.rank(), step * passes + k)
-            with within:
+            number = step * passes + k
+            with hvd.no_sync(optimizer) if local else contextlib.nullcontext():
                 try:
                     if k == failing and own:
-                        loss_that_fails(model, batch, place).backward()
-                    loss_of(model, batch).backward()
+                        batch = batch_of(hvd.rank(), number)
+                        loss_that_fails(twins.model, batch, place).backward()
+                    twins.own_loss(number).backward()
                 except (Failed, BackwardFailed) as error:
                     caught.append(type(error))
                     waits = use == "reductions of two losses" or k == passes - 1
@@ -79,42 +77,33 @@ def test_all_ranks_drop_the_step(hvd, use):
             if use == "accumulation_steps" or k == passes - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-            loss = loss_of(reference, whole_batch(hvd, step * passes + k))
-            (loss / passes if use == "accumulation_steps" else loss).backward()
+            twins.backward_of_one_process(number)
         if failing is None:
             assert not caught
-            plain.step()
+            twins.plain[0].step()
         elif own and use != "reductions of two losses" and failing < passes - 1:
             assert caught == [Failed, BackwardFailed]
         else:
             assert caught == [Failed if own else BackwardFailed]
-        plain.zero_grad()
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+        twins.plain[0].zero_grad()
+    twins.check()
 
 
 @pytest.mark.parametrize("end", ["flush", "join"])
 def test_the_data_end_after_a_dropped_pass(hvd, end):
     """No rank uses the window, and the next one is whole."""
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), accumulation_steps=3)
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd, accumulation_steps=3)
     if hvd.rank() == 1:
-        assert not optimizer.drop_pass()
+        assert not twins.optimizer.drop_pass()
     else:
-        loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    loss_of(model, batch_of(hvd.rank(), 1)).backward()
+        twins.own_loss(0).backward()
+    twins.own_loss(1).backward()
     if end == "flush":
-        assert not optimizer.flush()
+        assert not twins.optimizer.flush()
     else:
         hvd.join()
-    for k in range(3):
-        loss_of(model, batch_of(hvd.rank(), k)).backward()
-        (loss_of(reference, whole_batch(hvd, k)) / 3).backward()
-        optimizer.step()
-    plain.step()
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+    twins.train(0, 1, 2)
+    twins.check()
 
 
 def test_join_after_a_dropped_pass_under_no_sync(hvd):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.core import same_data
 from tests.logs import recorded
-from tests.parallel.torch.test_checkpoint import shared_folder
+from tests.parallel.torch.checkpoints import shared_folder
 
 SAMPLES = 96
 
@@ -90,7 +90,7 @@ FORGOTTEN = {
         LOADS_ON_RANK_0,
         LOADS_ON_RANK_0["broadcast state"],
         "",
-        r"call hvd\.broadcast_optimizer_state\(",
+        r"broadcast the optimizer's state of one rank \(hvd\.broadcast_optimizer_state",
     ),
     "sampler": (
         LOADS_ON_RANK_0,
@@ -174,7 +174,7 @@ def run(hvd, folder, saved, lines):
     """Run a script; return the final weights of all ranks, and what each rank was told."""
     from hvdkit.torch import unwrapped
 
-    unwrapped._warnings = 0
+    unwrapped._warned.clear()
     same_data.seeds.clear()
     opened = []
     space = {

@@ -146,9 +146,8 @@ def assert_equal_state(own, expected):
                 assert mine == value
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
-    "has_state", ["root only", "all but root", pytest.param("all", marks=pytest.mark.long)]
+    ("has_state", "wrapped"), [("root only", False), ("all but root", True), ("all", False)]
 )
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_broadcast_optimizer_state(hvd, kind, has_state, wrapped):

@@ -5,6 +5,8 @@ import torch
 
 from tests.parallel.collective_cases import Case, draw_case
 
+IN_PLACE = ("allreduce", "broadcast", "grouped_allreduce")
+
 
 class Scaled(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a factor."""
@@ -29,6 +31,9 @@ def call(hvd, case: Case, tensors, process_set):
             "postscale_factor": case.postscale,
         }
     function = getattr(hvd, case.collective)
+    if case.collective in IN_PLACE and case.seed % 3 == 0:
+        function = getattr(hvd, case.collective + "_")
+        tensors = [x + 0 for x in tensors]
     if case.collective.startswith("grouped_"):
         return list(function(tensors, **options))
     if case.collective == "broadcast":
@@ -158,6 +163,26 @@ def test_a_residual_beside_a_reducescatter(hvd):
         x = torch.ones(2 * hvd.size(), 3, requires_grad=True)
         ((u * 1 + scatter(x)) * 5).sum().backward()
         assert torch.equal(u.grad, torch.full((2, 3), 5.0))
+
+
+WRITERS = {
+    "allreduce_": lambda hvd, x: hvd.allreduce_(x, name="one"),
+    "allreduce_async_": lambda hvd, x: hvd.synchronize(hvd.allreduce_async_(x, name="one")),
+    "broadcast_": lambda hvd, x: hvd.broadcast_(x, 0, name="one"),
+    "grouped_allreduce_": lambda hvd, x: hvd.grouped_allreduce_([x], name="one"),
+    "broadcast_parameters": lambda hvd, x: hvd.broadcast_parameters([x], root_rank=0),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_tensor_that_the_forward_pass_has_saved_is_not_overwritten_unnoticed(hvd, writer):
+    for leaf in (False, True):
+        x = torch.full((2,), hvd.rank() + 1.0, requires_grad=True)
+        saved = x if leaf else x * 1
+        loss = (saved * saved).sum()
+        WRITERS[writer](hvd, saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_an_infinite_gradient_of_a_broadcast(hvd):

@@ -110,7 +110,8 @@ def test_a_process_set_reduces_by_alltoall(hvd):
 
 def formats(optimizer):
     """Return the names of each bucket's parameters and of its wire format."""
-    (synchronizer,) = optimizer._gradients.synchronizers
+    (part,) = optimizer.reducer.gradients.parts
+    synchronizer = part.synchronizer
     plan = synchronizer.plan
     return {
         frozenset(plan.specs[i].name for i in bucket.parameters): codec.name

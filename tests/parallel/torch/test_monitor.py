@@ -10,8 +10,8 @@ from hvdkit.core.counters import counters
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.monitor import JSONLLogger, metrics, read
 from tests.monitor.simulated import Kept
+from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import DEVICE, batch_of, loss_of, sgd, small_model
-from tests.parallel.torch.test_checkpoint import shared_folder
 
 # Seconds, much longer than a step on a busy machine.
 SLEEP = 0.1
@@ -91,8 +91,9 @@ def test_other_ranks_wait_for_the_slow_one_in_communication(hvd, section):
         assert min(waited.values()) > slow
 
 
-@pytest.mark.parametrize("place", ["before monitor.step", "after monitor.step"])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    ("place", "every"), [("before monitor.step", 3), ("after monitor.step", 1)]
+)
 def test_what_follows_a_step_is_not_the_forward_pass(hvd, place, every):
     """A validation or a sleep, for example."""
     kept = Kept()

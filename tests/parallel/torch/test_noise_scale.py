@@ -56,13 +56,13 @@ def test_only_some_steps_are_measured(hvd):
     watched = []
     for x, y in batches(hvd, 7):
         optimizer.zero_grad()
-        watched.append(bool(model.weight._post_accumulate_grad_hooks) and bool(noise._hooks))
+        watched.append(bool(model.weight._post_accumulate_grad_hooks) and bool(noise._reading))
         (0.5 * (model(x) - y).square().mean()).backward()
         optimizer.step()
     assert watched == [True, False, False, True, False, False, True]
     assert noise.measured == 3
     noise.close()
-    assert not noise._hooks
+    assert not noise._reading
 
 
 def test_a_step_with_two_passes_is_left_out(hvd):

@@ -37,8 +37,7 @@ def wrapped(hvd, model, policy, **options):
     )
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "compression"), [*enumerate(["none", "fp16", "int8", "none"])])
 def test_the_rank_and_the_parameter_are_named(hvd, seed, compression):
     draw = random.Random(seed)
     model = small_model(torch.float32)
@@ -149,8 +148,16 @@ def gradients_of(model, step, bad):
     return gradients
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("way", ["assign", "assign one", "write in place", "no_sync", "flush"])
+@pytest.mark.parametrize(
+    ("way", "alone"),
+    [
+        ("assign", False),
+        ("assign one", True),
+        ("write in place", False),
+        ("no_sync", True),
+        ("flush", False),
+    ],
+)
 def test_every_way_to_a_step(hvd, way, alone):
     with ranks_of(hvd, alone) as group:
         if group is None:
@@ -194,9 +201,17 @@ def test_every_way_to_a_step(hvd, way, alone):
         assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("mend", ["remove", "repair"])
-@pytest.mark.parametrize("then", ["pass", "pass of others", "step"])
+@pytest.mark.parametrize(
+    ("mend", "then", "alone"),
+    [
+        ("remove", "pass", False),
+        ("remove", "pass of others", True),
+        ("remove", "step", False),
+        ("repair", "pass", True),
+        ("repair", "pass of others", False),
+        ("repair", "step", False),
+    ],
+)
 def test_a_gradient_that_the_script_mends_raises_no_error(hvd, mend, then, alone):
     with ranks_of(hvd, alone) as group:
         if group is None:
@@ -219,8 +234,10 @@ def test_a_gradient_that_the_script_mends_raises_no_error(hvd, mend, then, alone
         assert all(p.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("drop", ["optimizer.zero_grad", "model.zero_grad", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("drop", "alone"),
+    [("optimizer.zero_grad", True), ("model.zero_grad", False), ("load_state_dict", False)],
+)
 def test_gradients_that_the_script_drops_skip_no_later_step(hvd, drop, alone):
     with ranks_of(hvd, alone) as group:
         if group is None:
@@ -237,7 +254,7 @@ def test_gradients_that_the_script_drops_skip_no_later_step(hvd, drop, alone):
         loss_of(model, batch_of(hvd.rank(), 1)).backward()
         optimizer.step()
         assert optimizer.stepped
-        assert optimizer.skipped_steps == 0
+        assert optimizer.hvdkit_skipped_steps == 0
         assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -259,7 +276,7 @@ def test_one_rank(hvd):
                     assert optimizer.stepped
                     optimizer.zero_grad()
                     continue
-                with pytest.raises(NonFiniteGradients, match="infinity: '0.bias'. Call"):
+                with pytest.raises(NonFiniteGradients, match="'0.bias'. Call"):
                     loss_of(model, batch_of(0, 0)).backward()
     finally:
         hvd.remove_process_set(own)

@@ -1,51 +1,40 @@
 """`DistributedOptimizer` on n ranks with a part of the batch each, compared with one process."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
     OPTIMIZERS,
+    Twins,
+    adamw,
     assert_close,
     assert_same_on_all_ranks,
     batch_of,
     loss_of,
+    sgd,
     small_model,
-    step_with_everyones_data,
-    whole_batch,
 )
 
 pytestmark = pytest.mark.device
 
 
-@pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_equals_one_process_with_the_whole_batch(hvd, kind, passes):
-    model = small_model()
-    reference = copy.deepcopy(model)
-    reference_optimizer = OPTIMIZERS[kind](reference.parameters())
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()),
-        model.named_parameters(),
-        backward_passes_per_step=passes,
-        bucket_bytes=400,
-    )
-    for step in range(20):
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        for k in range(passes):
-            loss_of(model, batch_of(hvd.rank(), passes * step + k)).backward()
-            loss_of(reference, whole_batch(hvd, passes * step + k)).backward()
-        optimizer.step()
-        reference_optimizer.step()
-    assert_close(model, reference)
-    assert_same_on_all_ranks(hvd, model)
+def test_equals_one_process_with_the_whole_batch(hvd, kind):
+    twins = Twins(hvd, OPTIMIZERS[kind], backward_passes_per_step=3)
+    for step in range(12):
+        for k in range(3):
+            twins.backward(3 * step + k)
+        twins.step()
+        twins.zero_grad()
+    twins.check()
 
 
 def constant(shape, value, dtype=torch.float32):
@@ -90,71 +79,40 @@ def test_a_rank_that_does_not_use_a_parameter_counts_as_zeros(hvd):
     assert gradients["c.weight"].tolist() == [[0, 0]]
 
 
-def test_frozen_parameters_are_left_alone_until_they_are_unfrozen(hvd):
-    model = small_model()
-    model[0].weight.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters()
-    )
-    reference_optimizer = OPTIMIZERS["adamw"](reference.parameters())
-    before = model[0].weight.clone()
-    for step in range(6):
-        if step == 3:
-            assert torch.equal(model[0].weight, before)
-            model[0].weight.requires_grad_(True)
-            reference[0].weight.requires_grad_(True)
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        optimizer.step()
-        reference_optimizer.step()
-    assert_close(model, reference)
-    assert not torch.equal(model[0].weight, before)
-
-
-def test_parameters_can_be_frozen_later(hvd):
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters()
-    )
-    for step in range(4):
-        if step == 2:
-            model[0].weight.requires_grad_(False)
-            frozen = model[0].weight.clone()
-        optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        optimizer.step()
-    # Neither weight decay nor momentum may move it.
-    assert torch.equal(model[0].weight, frozen)
-    assert_same_on_all_ranks(hvd, model)
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_frozen_parameters_are_left_alone(hvd, make):
+    """Neither weight decay nor momentum may move them."""
+    twins = Twins(hvd, make)
+    values = []
+    for step in range(8):
+        for model, _ in twins.sides:
+            model[0].weight.requires_grad_(step in (2, 3, 4))
+        twins.train(step)
+        values.append(twins.model[0].weight.clone())
+    twins.check()
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(values)]
+    assert moved == [False, True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("when", ["before the pass", "after the pass"])
 def test_a_parameter_group_can_be_added(hvd, when):
     """A group that is added after the pass has gradients of this rank already."""
-    model = small_model()
-    reference = copy.deepcopy(model)
+    twins = Twins(hvd, partial(torch.optim.SGD, lr=0.1), parts=lambda model: [model[4]])
 
     def add():
-        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
-        reference_optimizer.add_param_group({"params": list(reference[2].parameters()), "lr": 0.05})
+        for model, (optimizer,) in twins.sides:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
 
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[4].parameters(), lr=0.1))
-    reference_optimizer = torch.optim.SGD(reference[4].parameters(), lr=0.1)
     for step in range(4):
+        for model, _ in twins.sides:
+            model.zero_grad()
         if step == 2 and when == "before the pass":
             add()
-        model.zero_grad()
-        reference.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
+        twins.backward(step)
         if step == 2 and when == "after the pass":
             add()
-        optimizer.step()
-        reference_optimizer.step()
-    assert_close(model, reference)
+        twins.step()
+    twins.check()
 
 
 def test_tied_weights(hvd):
@@ -173,37 +131,6 @@ def test_tied_weights(hvd):
     torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
 
 
-def test_several_dtypes_in_one_model(hvd):
-    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
-    model = nn.ParameterList([nn.Parameter(constant((3,), 0, dtype)) for dtype in dtypes])
-    loss = sum(
-        ((hvd.rank() + 1) * p).real.float().sum() + (p.imag.sum() if p.is_complex() else 0)
-        for p in model
-    )
-    gradients = gradients_after_one_step(hvd, model, loss)
-    mean = (hvd.size() + 1) / 2
-    for dtype, gradient in zip(dtypes, gradients.values(), strict=True):
-        assert gradient.dtype == dtype
-        expected = mean + 1j if dtype.is_complex else mean
-        torch.testing.assert_close(gradient, constant((3,), expected, dtype))
-
-
-def test_gradients_that_are_not_contiguous(hvd):
-    torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 3).to(DEVICE, memory_format=torch.channels_last)
-    images = torch.randn(2, 3, 8, 8).to(DEVICE, memory_format=torch.channels_last)
-    reference = copy.deepcopy(model)
-    scale = sum(range(1, hvd.size() + 1)) / hvd.size()
-    (reference(images).square().sum() * scale).backward()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    (model(images).square().sum() * (hvd.rank() + 1)).backward()
-    strides = model.weight.grad.stride()
-    assert not model.weight.grad.is_contiguous()
-    optimizer.step()
-    assert model.weight.grad.stride() == strides
-    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
-
-
 def test_sparse_gradients_stay_sparse(hvd):
     model = nn.Embedding(10, 3, sparse=True).to(DEVICE)
     rows = torch.tensor([hvd.rank(), 9], device=DEVICE)
@@ -217,97 +144,63 @@ def test_sparse_gradients_stay_sparse(hvd):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_both_ways(hvd, set_to_none):
-    model = small_model()
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    reference_optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    twins = Twins(hvd)
     for step in range(3):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        reference_optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        optimizer.step()
-        reference_optimizer.step()
-    assert_close(model, reference)
-
-
-def test_zero_grad_between_backward_and_step_begins_anew(hvd):
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    plain = OPTIMIZERS["sgd"](reference.parameters())
-    loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    optimizer.zero_grad()
-    loss_of(model, batch_of(hvd.rank(), 1)).backward()
-    optimizer.step()
-    step_with_everyones_data(hvd, reference, plain, 1)
-    assert_close(model, reference)
+        twins.zero_grad(set_to_none=set_to_none)
+        twins.own_loss(100).backward()
+        twins.zero_grad(set_to_none=set_to_none)  # between backward and step: begins anew
+        twins.backward(step)
+        twins.step()
+    twins.check()
 
 
 def test_step_with_a_closure_uses_reduced_gradients(hvd):
-    model = small_model()
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    reference_optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    twins = Twins(hvd)
     for step in range(3):
 
         def closure(step=step):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch_of(hvd.rank(), step))
-            loss.backward()
-            return loss
+            twins.zero_grad()
+            twins.backward(step)
+            return twins.own_loss(step)
 
-        loss = optimizer.step(closure)
-        assert loss.item() > 0
-        reference_optimizer.zero_grad()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        reference_optimizer.step()
-    assert_close(model, reference)
+        assert twins.optimizer.step(closure).item() > 0
+        twins.plain[0].step()
+    twins.check()
 
 
 def test_clipping_between_synchronize_and_step(hvd):
-    model = small_model()
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    reference_optimizer = OPTIMIZERS["sgd"](reference.parameters())
+    twins = Twins(hvd)
     for step in range(4):
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        optimizer.synchronize()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        assert norm > 0.1
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        reference_optimizer.step()
-    assert_close(model, reference)
+        twins.backward(step)
+        twins.optimizer.synchronize()
+        for model, _ in twins.sides:
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        with twins.optimizer.skip_synchronize():
+            twins.step()
+        twins.zero_grad()
+    twins.check()
 
 
-@pytest.mark.parametrize("holds", ["plain", "wrapped"])
+@pytest.mark.parametrize("holds", ["plain before wrapping", "plain", "wrapped"])
 def test_lr_schedulers_may_hold_either_optimizer(hvd, holds):
-    model = small_model()
-    reference = copy.deepcopy(model)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    reference_schedule = torch.optim.lr_scheduler.ExponentialLR(reference_optimizer, 0.5)
-    if holds == "plain":
-        schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
-        optimizer = hvd.DistributedOptimizer(plain)
-    else:
-        optimizer = hvd.DistributedOptimizer(plain)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    schedules, own = [], []
+
+    def make(parameters):
+        own.append(torch.optim.SGD(parameters, lr=0.1))
+        if holds == "plain before wrapping" or len(own) == 2:
+            schedules.append(torch.optim.lr_scheduler.ExponentialLR(own[-1], 0.5))
+        return own[-1]
+
+    twins = Twins(hvd, make)
+    if holds != "plain before wrapping":
+        held = own[0] if holds == "plain" else twins.optimizer
+        schedules.append(torch.optim.lr_scheduler.ExponentialLR(held, 0.5))
     for step in range(4):
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        optimizer.step()
-        schedule.step()
-        reference_optimizer.step()
-        reference_schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
-    assert_close(model, reference)
+        twins.train(step)
+        for schedule in schedules:
+            schedule.step()
+    assert twins.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**4
+    twins.check()
 
 
 @pytest.mark.parametrize("loads", ["before wrapping", "plain", "wrapped"])
@@ -358,41 +251,15 @@ def test_step_hooks_run_once(hvd):
     assert calls == ["plain", "wrapped"]
 
 
-def test_a_model_can_be_wrapped_again(hvd):
-    model = small_model()
-    first = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    first.step()
-    second = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
-    for step in range(3):
-        second.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        second.step()
-    assert_same_on_all_ranks(hvd, model)
-
-
 def test_two_models_alike_may_be_in_flight_at_once(hvd):
-    models = [small_model(), small_model()]
-    optimizers = [
-        hvd.DistributedOptimizer(
-            OPTIMIZERS["sgd"](m.parameters()), m.named_parameters(), bucket_bytes=200
-        )
-        for m in models
-    ]
-    references = copy.deepcopy(models)
+    models = nn.ModuleList([small_model(), small_model()])
+    twins = Twins(hvd, model=models, parts=list)
     for step in range(3):
-        for i, m in enumerate(models):
-            loss_of(m, batch_of(hvd.rank(), 10 * i + step)).backward()
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-    for i, reference in enumerate(references):
-        optimizer = OPTIMIZERS["sgd"](reference.parameters())
-        for step in range(3):
-            loss_of(reference, whole_batch(hvd, 10 * i + step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_close(models[i], reference)
+        for i in (0, 1):
+            twins.backward(lambda m, rank, i=i, n=step: loss_of(m[i], batch_of(rank, 10 * i + n)))
+        twins.step()
+        twins.zero_grad()
+    twins.check()
 
 
 def test_one_pass_too_many_is_an_error(hvd):
@@ -417,50 +284,6 @@ def test_the_number_of_passes_can_be_changed(hvd):
         model(constant((1,), hvd.rank() + 1)).backward()
     optimizer.step()
     assert model.weight.grad.item() == hvd.size() + 1
-
-
-@pytest.mark.device(ranks=2)
-def test_different_models_are_the_same_clear_error_on_every_rank(hvd):
-    width = 8 if hvd.rank() == 1 else 7
-    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 2))
-    model.to(DEVICE, torch.float64)
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["sgd"](model.parameters()), model.named_parameters()
-    )
-    with pytest.raises(RankMismatchError) as caught:
-        loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    optimizer.zero_grad()
-    message = str(caught.value)
-    assert "'0.weight', float64 [8, 5]" in message
-    assert "'0.weight', float64 [7, 5]" in message
-    assert "rank 1:" in message
-    assert hvd.allgather_object(message) == [message] * hvd.size()
-
-
-@pytest.mark.device(ranks=2)
-def test_different_settings_are_an_error_on_every_rank(hvd):
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["sgd"](model.parameters()), op=hvd.Sum if hvd.rank() == 0 else hvd.Average
-    )
-    with pytest.raises(RankMismatchError, match=r"rank 0: op: sum; ranks? 1.*: op: average"):
-        loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    optimizer.zero_grad()
-
-
-@pytest.mark.device(ranks=2)
-def test_a_process_set_reduces_among_its_members(hvd):
-    members = [1] if hvd.size() == 2 else [1, 3]
-    process_set = hvd.add_process_set(members)
-    try:
-        model = nn.Linear(3, 1, bias=False).to(DEVICE)
-        loss = (hvd.rank() + 1) * model(torch.ones(1, 3, device=DEVICE)).sum()
-        gradients = gradients_after_one_step(hvd, model, loss, process_set=process_set)
-        inside = sum(rank + 1 for rank in members) / len(members)
-        expected = inside if hvd.rank() in members else hvd.rank() + 1
-        torch.testing.assert_close(gradients["weight"], constant((1, 3), expected))
-    finally:
-        hvd.remove_process_set(process_set)
 
 
 @pytest.mark.device(ranks=2)

@@ -11,8 +11,8 @@ import torch
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.profiling import clocks, trace_file
+from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import batch_of, loss_of, sgd, small_model
-from tests.parallel.torch.test_checkpoint import shared_folder
 from tests.parallel.traces import check
 
 #: Nanoseconds by which the clock of rank 1 is wrong in some tests.

@@ -266,7 +266,7 @@ def test_a_lost_rank_leads_to_records(tmp_path):
     done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, 2)
     assert done.returncode == 137
     text = why(tmp_path / "runs")
-    assert text.startswith("Rank 1 on localhost failed first: SIGKILL.")
+    assert text.startswith("The job failed: rank 1 on localhost failed: killed by signal 9")
     assert "Rank 0 on" in text
     assert " failed: " in text
 

@@ -11,9 +11,10 @@ import torch
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.replicas import FOLDER, ReplicaCheck, _compare
+from hvdkit.core.replicas import FOLDER, _compare
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import (
     adamw,
     assert_close,
@@ -25,7 +26,6 @@ from tests.parallel.torch.oracle import (
     small_model,
     whole_batch,
 )
-from tests.parallel.torch.test_checkpoint import shared_folder
 
 INTERVAL = 3
 WIDTHS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -81,11 +81,10 @@ def test_an_optimizer_without_defaults(hvd, tmp_path):
         train(hvd, model, optimizer, INTERVAL)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-def test_a_flipped_bit_is_found_and_named(hvd, tmp_path, seed, dtype):
+def test_a_flipped_bit_is_found_and_named(hvd, tmp_path, dtype):
     with contextlib.chdir(tmp_path):
-        draw = random.Random(f"{seed} {dtype}")
+        draw = random.Random(f"0 {dtype}")
         model = small_model(dtype)
         optimizer = wrapped(hvd, model, adamw)
         name, parameter = draw.choice(list(model.named_parameters()))
@@ -132,12 +131,11 @@ def test_a_difference_is_found_in_steps_that_reduce_nothing(hvd, tmp_path):
             optimizer.step()
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
-def test_both_versions_are_saved(hvd, tmp_path, make):
+def test_both_versions_are_saved(hvd, tmp_path):
     folder = hvd.broadcast_object(tmp_path, root_rank=0, name="folder")
     with contextlib.chdir(folder):
         model = small_model()
-        optimizer = wrapped(hvd, model, make)
+        optimizer = wrapped(hvd, model, adamw)
         last = hvd.size() - 1
 
         def before(step):
@@ -150,10 +148,11 @@ def test_both_versions_are_saved(hvd, tmp_path, make):
         assert "after step 3: '2.weight'" in message
         assert re.search(r"differs in 1 of 42 elements from rank 0: element 5 is -?0", message)
         hvd.barrier()
-        own = torch.load(f"{FOLDER}/step-3-rank-{last}.pt")
-        first = torch.load(f"{FOLDER}/step-3-rank-0.pt")
+        own = np.load(f"{FOLDER}/step-3-rank-{last}.npz")
+        first = np.load(f"{FOLDER}/step-3-rank-0.npz")
         assert own.keys() == first.keys()
-        assert not torch.equal(own["'2.weight'"], first["'2.weight'"])
+        difference = own["'2.weight'"] != first["'2.weight'"]
+        assert np.flatnonzero(difference).tolist() == [5]
         # The training can go on after a broadcast.
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -201,26 +200,19 @@ def test_a_version_that_cannot_be_saved_changes_nothing(hvd, tmp_path):
     assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
-    [
-        ("lr", 0.5, "lr of parameter group 0 is 0.5"),
-        ("weight_decay", 0.1, "weight_decay of parameter group 0 is 0.1"),
-    ],
-)
-def test_an_option_that_one_rank_has_changed(hvd, option, value, text):
+def test_an_option_that_one_rank_has_changed(hvd):
     model = small_model()
     optimizer = wrapped(hvd, model, sgd)
 
     def before(step):
         if step == 2 and hvd.rank() == 1:
-            optimizer.param_groups[0][option] = value
+            optimizer.param_groups[0]["weight_decay"] = 0.1
 
     with pytest.raises(RankMismatchError) as caught:
         train(hvd, model, optimizer, 8, before)
     message = assert_raised_on_all_ranks(hvd, caught)
     assert "rank 1: " in message
-    assert text in message
+    assert "weight_decay of parameter group 0 is 0.1" in message
 
 
 def test_keys_of_the_script_may_differ(hvd):
@@ -270,8 +262,9 @@ def test_optimizer_states_are_compared_after_each_join(hvd, tmp_path):
         with pytest.raises(RankMismatchError) as caught:
             train(hvd, model, optimizer, 1)
         message = assert_raised_on_all_ranks(hvd, caught)
-        assert "Ranks have different values after step 5: momentum_buffer of '0.weight'" in message
-        assert "called hvd.join()" in message
+        where = "momentum_buffer of '0.weight'"
+        assert f"Ranks have different values at the first comparison: {where}" in message
+        assert "After hvd.join()" in message
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
         train(hvd, model, optimizer, 4)
         assert_same_on_all_ranks(hvd, model)
@@ -334,10 +327,6 @@ def saving(hvd, folder, **options):
         (0, "parameter"),
         (1, "exp_avg"),
         (1, "lr"),
-        *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in [(0, "exp_avg"), (0, "lr"), (1, "parameter")]
-        ),
     ],
 )
 def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank, kind):
@@ -423,7 +412,7 @@ def test_a_save_after_join_needs_a_broadcast(hvd, tmp_path):
         model, optimizer, checkpointer, _ = saving(hvd, folder)
         train(hvd, model, optimizer, 5 if hvd.rank() == 0 else 3)
         last = hvd.join()
-        with pytest.raises(RankMismatchError, match=r"called hvd.join\(\) or .* Step 5 was not"):
+        with pytest.raises(RankMismatchError, match=r"After hvd.join\(\) or .* Step 5 was not"):
             checkpointer.save(5)
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
@@ -432,20 +421,39 @@ def test_a_save_after_join_needs_a_broadcast(hvd, tmp_path):
         checkpointer.close()
 
 
-def test_values_are_compared_once_for_each_step(hvd):
-    with shared_folder(hvd) as folder, pytest.MonkeyPatch.context() as patch:
-        model, optimizer, checkpointer, _ = saving(hvd, folder)
-        compared = []
-        own = ReplicaCheck._compare
-        patch.setattr(
-            ReplicaCheck, "_compare", lambda *args: (compared.append(args[1]), own(*args))
-        )
+def test_a_save_before_the_first_step_needs_no_broadcast(hvd):
+    """The checkpoint is that of rank 0."""
+    with shared_folder(hvd) as folder:
+        model, _, checkpointer, until = saving(hvd, folder)
+        if hvd.rank() == 1:
+            flip(model[0].weight, 3, 62)
         checkpointer.save(0)
-        train(hvd, model, optimizer, 1)
-        checkpointer.save(1)
-        checkpointer.save(1)
-        assert compared == [1]
+        assert checkpointer.latest() == 0
+        with pytest.raises(RankMismatchError, match="at the first comparison: '0.weight'"):
+            until(1)
         checkpointer.close()
+
+
+@pytest.mark.parametrize("interval", [0, 100])
+def test_a_loaded_optimizer_state_that_was_not_broadcast(hvd, interval):
+    """Without an interval, states may differ on purpose."""
+    model = small_model()
+    plain = adamw(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    plain.step()
+    if hvd.rank() == 1:
+        plain.state[model[0].bias]["exp_avg"].mul_(2)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), check_interval=interval)
+    optimizer.zero_grad()
+    if not interval:
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+        return
+    with pytest.raises(RankMismatchError) as caught:
+        loss_of(model, batch_of(hvd.rank(), 0)).backward()
+    message = assert_raised_on_all_ranks(hvd, caught)
+    assert "at the first comparison: exp_avg of '0.bias' on rank 1" in message
+    assert "hvd.broadcast_optimizer_state" in message
 
 
 @pytest.mark.parametrize(("changed", "found"), [(2, 10), (25, 40)])
@@ -463,8 +471,7 @@ def test_the_first_comparisons_are_early(hvd, tmp_path, changed, found):
             train(hvd, model, optimizer, 60, before)
 
 
-@pytest.mark.parametrize("bits", [0x7FF8000000000000, -1], ids=hex)
-@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(("make", "bits"), [(sgd, 0x7FF8000000000000), (adamw, -1)])
 def test_weights_that_are_nan_on_all_ranks_are_reported_once(hvd, make, bits):
     """Weights that become NaN on one rank make the gradients of all ranks NaN.
 
@@ -504,7 +511,7 @@ class OptimizerWithNumbers(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", ["count", "factor", "sums[0]", "more['square']", "all"])
+@pytest.mark.parametrize("kind", ["count", "sums[0]", "more['square']", "all"])
 def test_numbers_and_containers_in_the_state_are_compared(hvd, tmp_path, kind):
     """Otherwise a repair would copy parameters again and again, and never the cause."""
     model = small_model()
@@ -517,8 +524,8 @@ def test_numbers_and_containers_in_the_state_are_compared(hvd, tmp_path, kind):
             state = optimizer.state[model[0].weight]
             if kind == "all":
                 optimizer.state["all"] += 2
-            elif kind in ("count", "factor"):
-                state[kind] += 2
+            elif kind == "count":
+                state["count"] += 2
             else:
                 (state["sums"][0] if kind == "sums[0]" else state["more"]["square"]).add_(2)
 
@@ -630,7 +637,7 @@ def test_state_of_another_dtype_is_not_repaired(hvd):
     with pytest.raises(RankMismatchError) as caught:
         train(hvd, model, optimizer, 5, before)
     message = assert_raised_on_all_ranks(hvd, caught)
-    assert "rank 1: the optimizer has momentum_buffer of '0.weight', float32 [7, 5]" in message
+    assert "rank 1: momentum_buffer of '0.weight', float32 [7, 5]" in message
 
 
 def test_a_tensor_that_cannot_be_repaired(hvd, tmp_path):
@@ -674,7 +681,7 @@ def test_a_repair_between_two_passes_of_one_graph(hvd, tmp_path):
     assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("compression", ["none", "int8"])
 def test_a_parameter_that_one_rank_has_changed_to_another_shape(hvd, compression):
     """No rank waits, and the error names the parameter."""
     model = small_model(torch.float32)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hvdkit.errors import UsageError
+
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 COUNTS = [3, 1, 0, 5]  # samples of the ranks
 
@@ -138,3 +140,60 @@ def test_a_model_is_converted(hvd):
 def test_wrong_shapes_are_refused(hvd):
     with pytest.raises(ValueError, match="at least 2D"):
         hvd.SyncBatchNorm(3)(torch.zeros(3))
+
+
+class TwoNames(nn.Module):
+    """Normalizes twice with one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+CONVERTED = {"two names": TwoNames, "of PyTorch": lambda: nn.Sequential(nn.SyncBatchNorm(4))}
+
+
+@pytest.mark.parametrize("make", list(CONVERTED))
+def test_conversion_of_layers_that_would_stay_local(hvd, make):
+    calls = []
+    x = torch.randn(3 * hvd.size(), 4, generator=torch.Generator().manual_seed(0))
+    reference = TwoNames() if make == "two names" else nn.BatchNorm1d(4)
+    model = CONVERTED[make]()
+    next(model.children()).register_forward_hook(lambda *_: calls.append(1))
+    hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    output = model(x[3 * hvd.rank() : 3 * hvd.rank() + 3])
+    expected = reference(x)[3 * hvd.rank() : 3 * hvd.rank() + 3]
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert calls
+
+
+class WithActivation(nn.BatchNorm2d):
+    """A layer whose forward does more."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class OtherDefaults(nn.BatchNorm2d):
+    """A layer that differs in its arguments only."""
+
+    def __init__(self, features):
+        super().__init__(features, momentum=0.01)
+
+
+def test_conversion_refuses_layers_that_it_would_change(hvd):
+    convert = hvd.SyncBatchNorm.convert_sync_batchnorm
+    weighted = nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(3), "weight", dim=None)
+    for layer, text in (
+        (WithActivation(3), "WithActivation '1' has a forward"),
+        (nn.LazyBatchNorm2d(), "LazyBatchNorm2d '1' is not initialised"),
+        (weighted, "parametrization"),
+    ):
+        model = nn.Sequential(nn.BatchNorm2d(3), layer)
+        with pytest.raises(UsageError, match=text):
+            convert(model)
+        assert type(model[0]) is nn.BatchNorm2d
+    assert convert(OtherDefaults(4)).momentum == 0.01

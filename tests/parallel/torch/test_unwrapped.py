@@ -11,6 +11,7 @@ from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.alone import run_alone
 from tests.logs import recorded
+from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import (
     adamw,
     assert_raised_on_all_ranks,
@@ -20,7 +21,6 @@ from tests.parallel.torch.oracle import (
     sgd,
     small_model,
 )
-from tests.parallel.torch.test_checkpoint import shared_folder
 
 STEPS = 14
 
@@ -30,7 +30,7 @@ def warnings():
     """Yield the texts that are logged."""
     from hvdkit.torch import unwrapped  # on a rank: it loads the adapter
 
-    unwrapped._warnings = 0  # a process logs only a few
+    unwrapped._warned.clear()  # a process logs only a few
     texts = []
     with recorded("hvdkit") as log:
         yield texts
@@ -93,6 +93,22 @@ def test_one_of_two_optimizers_is_not_wrapped(hvd, tmp_path):
         pytest.raises(RankMismatchError, match="'model-d: 0.weight' on rank 1"),
     ):
         checkpointer.save(STEPS)
+
+
+def test_a_small_optimizer_is_not_wrapped(hvd):
+    """Its gradients have fewer bytes than the collectives with which hvdkit compares ranks."""
+    model, scale = shared_model(hvd), torch.nn.Parameter(torch.ones(1))
+    hvd.broadcast_parameters([scale], root_rank=0)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    forgotten = sgd([scale])
+    with warnings() as texts:
+        for step in range(STEPS):
+            for each in (optimizer, forgotten):
+                each.zero_grad()
+            (scale * loss_of(model, batch_of(hvd.rank(), step))).backward()
+            for each in (optimizer, forgotten):
+                each.step()
+    assert len(texts) == (hvd.rank() == 0)
 
 
 def _is_saved(hvd, models, optimizers):

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
+    TOLERANCES,
+    Twins,
     adamw,
     assert_close,
     assert_same_on_all_ranks,
@@ -153,16 +156,6 @@ def projected_conflicting_gradients(t: Training) -> None:
 
 
 @use
-def gradients_zeroed_by_hand(t: Training) -> None:
-    for p in t.model.parameters():
-        if p.grad is not None:
-            p.grad.detach_()
-            p.grad.zero_()
-    t.loss().backward()
-    t.optimizer.step()
-
-
-@use
 def gradients_averaged_in_place(t: Training) -> None:
     """Several passes with a scaled loss, without a window and without no_sync."""
     t.optimizer.zero_grad()
@@ -208,13 +201,6 @@ def backward_without_gradient_mode(t: Training) -> None:
     loss = t.loss()
     with torch.no_grad():
         loss.backward()
-    t.optimizer.step()
-
-
-@use
-def backward_of_several_losses(t: Training) -> None:
-    t.optimizer.zero_grad()
-    torch.autograd.backward([t.loss(), 0.5 * t.loss(2.0)])
     t.optimizer.step()
 
 
@@ -377,34 +363,6 @@ def phases_that_train_other_layers(t: Training) -> None:
     t.optimizer.step()
 
 
-@use
-def gradients_written_in_place(t: Training) -> None:
-    """Gradients computed by the script, in its own memory, without a backward pass."""
-    own = list(t.model.parameters())
-    for p, g in zip(own, torch.autograd.grad(t.loss(), own), strict=True):
-        if p.grad is None:
-            p.grad = g
-        else:
-            p.grad.copy_(g)
-    t.optimizer.step()
-
-
-@use
-def new_parameters_in_the_groups(t: Training) -> None:
-    """Every parameter is replaced, for example when points are added to a scene."""
-    if t.step == 1:
-        t.optimizer.zero_grad()
-        (group,) = t.optimizer.param_groups
-        for k, layer in enumerate(t.model[::2]):
-            for i, name in enumerate(("weight", "bias")):
-                new = nn.Parameter(getattr(layer, name).detach().clone())
-                setattr(layer, name, new)
-                group["params"][2 * k + i] = new
-    t.loss().backward()
-    t.optimizer.step()
-    t.optimizer.zero_grad()
-
-
 def test_replaced_parameters_are_freed(hvd):
     """A scene whose number of points changes often."""
     scene, offset = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(1))
@@ -421,15 +379,16 @@ def test_replaced_parameters_are_freed(hvd):
         scene = nn.Parameter(torch.ones(count))
         optimizer.param_groups[0]["params"][0] = scene
         if count == 3:
-            optimizer.set_buckets(16, optimizer.wire_format)  # as `hvd.autotune` does
+            wire_format = optimizer.reducer.gradients.wire_format
+            optimizer.reducer.set_buckets(16, wire_format)  # as `hvd.autotune` does
     (scene + offset).sum().backward()
     gc.collect()
     assert [reference() for reference in earlier] == [None] * 4
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("name", USES)
-def test_a_use_equals_one_process(hvd, name, compression):
+def test_a_use_equals_one_process(hvd, name):
+    compression = ["none", "fp16"][[*USES].index(name) % 2]
     model, reference = small_model(), small_model()
     own = Training(
         model,
@@ -444,29 +403,19 @@ def test_a_use_equals_one_process(hvd, name, compression):
         for training in (own, alone):
             USES[name](training)
     assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+    assert_close(model, reference, TOLERANCES[compression])
 
 
 # Models of other kinds
 
 
-def train_both(hvd, model, make=sgd, steps=4, **options):
-    """Train a model on the ranks, and a copy of it in one process."""
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        make([p for p in model.parameters() if p.requires_grad]), bucket_bytes=200, **options
-    )
-    plain = make([p for p in reference.parameters() if p.requires_grad])
-    for step in range(steps):
-        for m, o, x in (
-            (model, optimizer, batch_of(hvd.rank(), step)),
-            (reference, plain, whole_batch(hvd, step)),
-        ):
-            o.zero_grad()
-            loss_of(m, x).backward()
-            o.step()
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference)
+def train_both(hvd, model, make=sgd):
+    def make_trained(parameters):
+        return make([p for p in parameters if p.requires_grad])
+
+    twins = Twins(hvd, make_trained, model)
+    twins.train(*range(4))
+    twins.check()
 
 
 def test_parametrized_weights(hvd):
@@ -499,25 +448,20 @@ def test_parameters_of_one_element_with_any_stride(hvd):
 
 
 def test_a_compiled_training_step(hvd):
-    torch.manual_seed(0)
-    model = small_model()
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd)
 
     @torch.compile(backend="aot_eager")
     def train(x):
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
+        twins.optimizer.zero_grad()
+        loss_of(twins.model, x).backward()
+        twins.optimizer.step()
 
     for step in range(4):
         train(batch_of(hvd.rank(), step))
-        plain.zero_grad()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        plain.step()
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference)
+        twins.plain[0].zero_grad()
+        twins.backward_of_one_process(step)
+        twins.plain[0].step()
+    twins.check()
 
 
 def test_adapters_of_a_frozen_model(hvd):
@@ -545,45 +489,25 @@ def test_a_model_made_channels_last_after_wrapping(hvd):
     """On one rank before the others: the memory order of a gradient is no part of its value."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2)).to(DEVICE).double()
-    reference = copy.deepcopy(model)
-    images = torch.randn(2 * hvd.size(), 2, 5, 5, dtype=torch.float64).to(DEVICE)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
-    plain = sgd(reference.parameters())
+    images = torch.randn(hvd.size(), 2, 2, 5, 5, dtype=torch.float64).to(DEVICE)
+    twins = Twins(hvd, model=model)
     for step in range(4):
         if step == 2 + hvd.rank():
             model.to(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        model(images[hvd.rank() :: hvd.size()]).square().mean().backward()
-        optimizer.step()
-        plain.zero_grad()
-        reference(images).square().mean().backward()
-        plain.step()
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference)
+        twins.train(lambda m, rank: m(images[rank]).square().mean())
+    twins.check()
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_a_layer_that_grows(hvd, compression):
+def test_a_layer_that_grows(hvd):
     """The layer's parameters get data of another shape, and stay the optimizer's parameters."""
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05), compression=compression, bucket_bytes=200
-    )
-    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    twins = Twins(hvd, partial(torch.optim.SGD, lr=0.05), compression="fp16")
     for step in range(4):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        if step == 2:
-            for m in (model, reference):
-                for p in m[0].parameters():
-                    p.data = torch.cat([p.data, 0.5 * p.data])
-                m[2].weight.data = m[2].weight.data.repeat(1, 2)
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        optimizer.step()
-        plain.step()
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+        for model, _ in twins.sides if step == 2 else []:
+            for p in model[0].parameters():
+                p.data = torch.cat([p.data, 0.5 * p.data])
+            model[2].weight.data = model[2].weight.data.repeat(1, 2)
+        twins.train(step)
+    twins.check()
 
 
 def test_an_optimizer_with_methods_of_its_own(hvd):
@@ -608,83 +532,63 @@ def test_an_optimizer_with_methods_of_its_own(hvd):
         optimizer.step()
     optimizer.train()
     optimizer.step()
-    assert optimizer.steps == 1
+    assert optimizer.hvdkit_steps == 1
     assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(hvd, compression):
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass(hvd):
     """Steps in hooks, which free each gradient before the next one is computed."""
-    model, reference = small_model(), small_model()
+    make = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
-    def step_in_backward(m, wrap):
-        optimizers = {p: wrap(torch.optim.SGD([p], lr=0.05, momentum=0.9)) for p in m.parameters()}
+    def parts(model):
+        return [nn.ParameterList([p]) for p in model.parameters()]
 
-        def step(p):
-            optimizers[p].step()
-            optimizers[p].zero_grad()
+    twins = Twins(hvd, make, parts=parts, compression="fp16")
 
-        for p in m.parameters():
-            p.register_post_accumulate_grad_hook(step)
-        return optimizers
+    def step(optimizer, _):
+        optimizer.step()
+        optimizer.zero_grad()
 
-    kept = [
-        step_in_backward(
-            model, lambda each: hvd.DistributedOptimizer(each, compression=compression)
-        ),
-        step_in_backward(reference, lambda each: each),
-    ]
-    for step in range(4):
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        assert all(p.grad is None for p in model.parameters())
-    assert len(kept[0]) == 6
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference, {"none": 1e-12, "fp16": 1e-2}[compression])
+    for p, optimizer in zip(twins.model.parameters(), twins.optimizers, strict=True):
+        p.register_post_accumulate_grad_hook(partial(step, optimizer))
+    for number in range(4):
+        twins.backward(number)
+        assert all(p.grad is None for p in twins.model.parameters())
+        for plain in twins.plain:
+            step(plain, None)
+    twins.check()
 
 
 def test_one_optimizer_that_steps_at_the_end_of_the_backward_pass(hvd):
     """The step is in the hook of the parameter whose gradient comes last."""
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), bucket_bytes=200)
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd)
     left = []
 
     def count(_):
         left.pop()
         if not left:
-            optimizer.step()
+            twins.optimizer.step()
 
-    for p in model.parameters():
+    for p in twins.model.parameters():
         p.register_post_accumulate_grad_hook(count)
-    for step in range(4):
-        optimizer.zero_grad()
-        left.extend(model.parameters())
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        plain.zero_grad()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        plain.step()
-    assert_same_on_all_ranks(hvd, model)
-    assert_close(model, reference)
+    for number in range(4):
+        twins.zero_grad()
+        left.extend(twins.model.parameters())
+        twins.backward(number)
+        twins.plain[0].step()
+    twins.check()
 
 
 def test_a_caught_error_of_autograd_grad_has_no_effect(hvd):
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd)
     for step in range(3):
-        optimizer.zero_grad()
         if hvd.rank() == 0:
-            hook = model[0].weight.register_hook(lambda gradient: 1 / 0)
+            hook = twins.model[0].weight.register_hook(lambda gradient: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                torch.autograd.grad(loss_of(model, batch_of(0, step)), list(model.parameters()))
+                torch.autograd.grad(twins.own_loss(step), list(twins.model.parameters()))
             hook.remove()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        loss_of(reference, whole_batch(hvd, step)).backward()
-        plain.step()
-    assert_close(model, reference)
+        twins.train(step)
+    twins.check()
 
 
 def test_a_step_more_on_one_rank_is_found_again_after_the_error(hvd):
@@ -742,15 +646,7 @@ def meta_loss(model, x):
 
 
 def test_derivatives_of_parameters_in_meta_learning(hvd):
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd)
     for step in range(3):
-        optimizer.zero_grad()
-        meta_loss(model, batch_of(hvd.rank(), step)).backward()
-        optimizer.step()
-        plain.zero_grad()
-        for rank in range(hvd.size()):
-            (meta_loss(reference, batch_of(rank, step)) / hvd.size()).backward()
-        plain.step()
-    assert_close(model, reference)
+        twins.train(lambda m, rank, s=step: meta_loss(m, batch_of(rank, s)))
+    twins.check()

@@ -1,0 +1,105 @@
+"""The last stages of gradients: they see reduced gradients before anything else does.
+
+`Gradients.stages` is the ordered list: first those that measure, then those that change gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class Stage:
+    """One of the last stages."""
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Measure the gradients of an optimizer, or change them in place."""
+        raise NotImplementedError
+
+    def undo(self, bases: Sequence[torch.Tensor]) -> None:
+        """Undo the change of the last call: another pass of this step adds to these gradients."""
+
+    def forget(self) -> None:
+        """Forget the last call: a step has used the gradients, or the script has removed them."""
+
+
+class Measure(Stage):
+    """Call a function with the gradients.
+
+    Args:
+        function: the function. It does not change the gradients.
+    """
+
+    def __init__(self, function: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        self.function = function
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        self.function(gradients)
+
+
+class Clip(Stage):
+    """Clip the gradients by their norm, like `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        max_norm: the largest 2-norm that is not clipped.
+        report: called with the norm before clipping, a tensor without dimensions.
+    """
+
+    def __init__(self, max_norm: float, report: Callable[[torch.Tensor], None]) -> None:
+        self._max_norm = max_norm
+        self._report = report
+        # The factor of the last call in this step.
+        self._factor: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        norm = norm_of(gradients)
+        self._factor = clip(gradients, self._max_norm, norm)
+        self._report(norm)
+
+    @torch.no_grad()
+    def undo(self, bases: Sequence[torch.Tensor]) -> None:
+        """Multiply the gradients by the inverse of the last factor."""
+        if self._factor is not None:
+            # An infinite norm has no inverse: what it has clipped is lost.
+            inverse = 1.0 / self._factor
+            _multiply(bases, torch.where(inverse.isfinite(), inverse, torch.ones_like(inverse)))
+
+    def forget(self) -> None:
+        """Forget the last factor."""
+        self._factor = None
+
+
+@torch.no_grad()
+def norm_of(gradients: Sequence[torch.Tensor], p: float = 2.0) -> torch.Tensor:
+    """Return the p-norm of all gradients, dense or sparse: a tensor without dimensions."""
+    if not gradients:
+        return torch.zeros((), device="cpu")
+    norms = [_norm(each.coalesce().values() if each.is_sparse else each, p) for each in gradients]
+    first = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([each.to(first) for each in norms]), p)
+
+
+def _norm(tensor: torch.Tensor, p: float) -> torch.Tensor:
+    # Squares of float16 and bfloat16 are added in float32.
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(tensor, p, dtype=torch.float32 if narrow else None)
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """Multiply gradients of a norm by a factor, so that it is at most `max_norm`.
+
+    Returns:
+        The factor, a tensor without dimensions.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    _multiply(gradients, factor)
+    return factor
+
+
+def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    factors = {}
+    for gradient in gradients:
+        if gradient.device not in factors:
+            factors[gradient.device] = factor.to(gradient.device)
+        gradient.mul_(factors[gradient.device])
