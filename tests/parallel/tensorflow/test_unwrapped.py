@@ -37,7 +37,11 @@ class Training:
 
         keras.utils.set_random_seed(1)
         self.hvd, self.tape, self.reduce = hvd, tape, reduce
-        self.model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        # Keras' own names count the layers of this process, which earlier tests made; in a graph,
+        # collectives are named after their tensors.
+        self.model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(2, name="dense")], name="m"
+        )
         self.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         self.optimizer.build(self.model.trainable_variables)
         hvd.broadcast_variables(self.model.variables, root_rank=0)
