@@ -1,6 +1,9 @@
 """The last stages of gradients: they see reduced gradients before anything else does.
 
 `Gradients.stages` is the ordered list: first those that measure, then those that change gradients.
+In each round, `Gradients.end_round` calls `undo` of all stages in reverse order with the bases,
+which are the gradients that earlier passes of this step have left in `p.grad`; then it adds the
+bases to what this pass has reduced, and calls the stages with the sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ class Stage:
         raise NotImplementedError
 
     def undo(self, bases: Sequence[torch.Tensor]) -> None:
-        """Undo the change of the last call: another pass of this step adds to these gradients."""
+        """Undo the change of the last call, in place, before this pass is added to the bases."""
 
     def forget(self) -> None:
         """Forget the last call: a step has used the gradients, or the script has removed them."""
