@@ -27,3 +27,8 @@ LEAVING = "init-{}-leaving"
 JOB = "job-{}"
 #: The note of a rank that has called `hvd.shutdown()`.
 NOTE = "shutdown-{}.json"
+
+#: In the output folder of a start: the folder for records, and in it the states of the ranks'
+#: processes, sentences about hosts that did not answer the launcher, and the exceptions of running
+#: ranks.
+FOLDER, STATES, SILENT, RAISED = "records", "states.json", "silent.json", "raised.json"

@@ -23,11 +23,8 @@ from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import longest_wait, without_outdated
 from hvdkit.owned_folders import has_owner, is_own, temporary
 from hvdkit.plain_files import Budget, printable, read_json
-from hvdkit.record_files import JOB, STACKS
+from hvdkit.record_files import FOLDER, JOB, RAISED, SILENT, STACKS, STATES
 
-#: In the output folder of a start: the folder for records, the states of the ranks' processes,
-#: sentences about hosts that did not answer the launcher, and the exceptions of running ranks.
-FOLDER, STATES, SILENT, RAISED = "records", "states.json", "silent.json", "raised.json"
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 # A running job gets a verdict only on collectives that have waited for these seconds. They must be

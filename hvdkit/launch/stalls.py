@@ -16,7 +16,6 @@ from pathlib import Path
 
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import records
-from hvdkit.faults.command import FOLDER, RAISED, SILENT, STATES
 from hvdkit.faults.names import ENDED, LEAVING, STOPPED
 from hvdkit.faults.records import Call, Record
 from hvdkit.faults.verdict import Verdict, judge, overdue, overdue_calls
@@ -25,7 +24,7 @@ from hvdkit.launch.facts import Facts
 from hvdkit.launch.journal import Journal
 from hvdkit.launch.start_watch import LateStart, late_start
 from hvdkit.launch.timeouts import Timeouts
-from hvdkit.record_files import RECORD
+from hvdkit.record_files import FOLDER, RAISED, RECORD, SILENT, STATES
 from hvdkit.whole_files import replacing
 
 #: Seconds to wait for the records of all ranks.
