@@ -762,7 +762,8 @@ def write_before_a_pass(world: World, number: int) -> None:
     """
     plain_step(world, number)
     value = number % 3
-    if value == 2 and len(world.ranks) > 1:
+    # After its first step, the state of the optimizer with momentum is the gradient.
+    if value == 2 and len(world.ranks) > 1 and world.setting.kind != "momentum":
         for p in world.model.parameters():
             if p.grad is not None:
                 p.grad.fill_(1.0 + world.hvd.rank())
