@@ -178,7 +178,7 @@ class Gradients:
                     self._owner().after_conversion()
         for key, record in known.items():
             if self.records.get(key) is not record and record.part is not None:
-                record.part.has_removed = True
+                record.part.is_stale = True
         self._seen = seen
 
     def remove_hooks(self) -> None:
@@ -260,7 +260,7 @@ class Gradients:
         # Do not refresh: a pass without hooks may have added to gradients of converted parameters.
         present = list(map(id, self._owner().parameters()))
         if present == list(self.records):
-            return any(part.has_removed for part in self.parts)
+            return any(part.is_stale for part in self.parts)
         return not {id(record.parameter) for record in self._planned}.issubset(present)
 
     def replan(self) -> None:

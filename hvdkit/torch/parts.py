@@ -42,8 +42,9 @@ class Part:
         make_backend: Callable[..., TorchBackend] = TorchBackend,
     ) -> None:
         self.records = records
-        #: Whether the optimizer does not have a parameter any more.
-        self.has_removed = False
+        #: Whether a new part must replace it: the optimizer does not have a parameter any more, or
+        #: the ranks have found that they describe the parameters differently.
+        self.is_stale = False
         for index, record in enumerate(records):
             record.part, record.index = self, index
         parameters = [record.parameter for record in records]

@@ -13,7 +13,7 @@ The names of collectives are the same in every round, so Horovod's response cach
 from dataclasses import replace
 
 from hvdkit.core.accumulation import Window
-from hvdkit.core.consistency import digest24
+from hvdkit.core.consistency import RankMismatchError, digest24
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.core.same_data import LAST_STEP, PASSES, SameData
 from hvdkit.core.stragglers import StragglerReport
@@ -120,7 +120,12 @@ class Rounds:
             self.gradients.replan()
         for part in self.gradients.parts:
             if not part.synchronizer.planned:
-                part.synchronizer.make_plan()
+                try:
+                    part.synchronizer.make_plan()
+                except RankMismatchError:
+                    # The script may mend this. The next plan describes the parameters again.
+                    part.is_stale = True
+                    raise
 
     def forget_plan(self) -> None:
         """Drop the plan. The next round makes a new plan."""

@@ -145,6 +145,10 @@ ROWS = {
         [{}, {"compression": "int8", "average": False, "members": "some"}, {"average": False}],
         _SWAPS,
     ),
+    "a new parameter that one rank freezes": (
+        [{}, {"average": False}],
+        [("new_parameters", 0), ("freeze_on_one_rank", 0), ("plain_step", 1)],
+    ),
     "closures that clip sums": (
         [{"average": False}],
         [("closure", number) for number in range(4)],
