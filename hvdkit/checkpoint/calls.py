@@ -18,8 +18,6 @@ _BITS = 15
 LATE = 1
 #: A write has failed.
 FAILED = 2
-#: A save must not wait for gradients.
-OVERDUE = 4
 
 
 class StepWord(NamedTuple):
@@ -29,11 +27,12 @@ class StepWord(NamedTuple):
         present: 1. A sum below the number of ranks shows that some have called `join`.
         due: 1 if a save is due by the steps.
         stops: 1 if this rank has a stop signal.
-        waiting: 1 if this rank has gradients that no step has used.
+        waiting: 1 if this rank is not at a step boundary.
         blocked: 1 if this rank must not save now for another reason.
-        first: what only the first rank knows: the sum of `LATE`, `FAILED` and `OVERDUE`.
+        first: what only the first rank knows: the sum of `LATE` and `FAILED`.
         elsewhere: 1 if this rank is in another call than `maybe_save`.
-        wrong: 1 if this rank's step is not a valid number, or is lower than in an earlier call.
+        wrong: 1 if this rank's call is an error: the step is not a valid number, or is lower than
+            in an earlier call; or the calls are never at a boundary.
     """
 
     present: int = 1

@@ -15,13 +15,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdkit.checkpoint.postponement import STOP_SECONDS
 from hvdkit.checkpoint.signals import StopRequest
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.script_end import note_end_with
 from hvdkit.errors import RESUMABLE
 
 _log = logging.getLogger("hvdkit.checkpoint")
+
+#: Seconds for which a stop waits for checkpointers that may stay behind.
+STOP_SECONDS = 20.0
 
 
 class Stopped(SystemExit):
@@ -230,9 +232,8 @@ class Checkpointers:
         self._rank = rank
         self._open: weakref.WeakSet[Member] = weakref.WeakSet()
         self.calls = 0
-        # Those that the stop has saved since its beginning, or since the loop began again; and
-        # whether the saved state lacks gradients.
-        self._saved: dict[Member, bool] = {}
+        # Those that the stop has saved since its beginning, or since the loop began again.
+        self._saved: set[Member] = set()
         self._made = 0
         # What was logged: a text and the checkpointers.
         self._reported: set[tuple[str | Member, ...]] = set()
@@ -314,7 +315,7 @@ class Checkpointers:
         subjects = frozenset().union(*(each.subjects for each in self._saved))
         return [
             each
-            for each in sorted(self._open - self._saved.keys(), key=lambda each: each.number)
+            for each in sorted(self._open - self._saved, key=lambda each: each.number)
             if each.last.at >= since
             or (
                 # The script may call it at the end of an epoch only.
@@ -371,17 +372,12 @@ class Checkpointers:
         ]
         if any(other.saved != other.last.step for other in called):
             return True
-        self._saved.update(dict.fromkeys(called, False))
+        self._saved.update(called)
         return False
 
-    def record_save(self, member: Member, lacking: bool) -> None:
-        """Record that the stop has saved `member`.
-
-        Args:
-            member: the checkpointer.
-            lacking: whether gradients wait for a step, which the checkpoint lacks.
-        """
-        self._saved[member] = lacking
+    def record_save(self, member: Member) -> None:
+        """Record that the stop has saved `member`."""
+        self._saved.add(member)
 
     def stop(self, member: Member, speaks: bool) -> Stopped:
         """Wait for all writes, and return the exception that ends this process.
@@ -392,20 +388,18 @@ class Checkpointers:
             member: the checkpointer that stops the job.
             speaks: whether this rank logs messages.
         """
-        for other in sorted(self._saved.keys() - {member}, key=lambda each: each.number):
+        for other in sorted(self._saved - {member}, key=lambda each: each.number):
             if (manager := other.manager()) is not None:
                 manager.wait()
-        lacking = any(self._saved.values())
-        how = ", without gradients that no step has used" if lacking else ""
         step = self._last_step if member.saved is None else member.saved
-        return self._end(step, how, speaks)
+        return self._end(step, speaks)
 
-    def _end(self, step: int | None, how: str, speaks: bool) -> Stopped:
+    def _end(self, step: int | None, speaks: bool) -> Stopped:
         if speaks:
             asked = self.request.asked
             _log.warning(
-                "asked to stop%s: step %d is saved%s, and the job can be resumed; exit status %d",
-                *(f" ({asked})" if asked else "", step, how, RESUMABLE),
+                "asked to stop%s: step %d is saved, and the job can be resumed; exit status %d",
+                *(f" ({asked})" if asked else "", step, RESUMABLE),
             )
         self.request.answer()
         self.stops_since = None
@@ -445,13 +439,13 @@ class Checkpointers:
         if member.saved is not None:
             self._last_step = member.saved
         self._open.discard(member)
-        self._saved.pop(member, None)
+        self._saved.discard(member)
         self._closed = [*self._closed, member] if self._open else []
         if not self._open:
             self.stops_since = None
 
         def end_process(number: int) -> None:
             self.request.record(number)
-            raise self._end(self._last_step, "", speaks)
+            raise self._end(self._last_step, speaks)
 
         self.request.end_process = end_process

@@ -21,7 +21,6 @@ from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
-from hvdkit.checkpoint.postponement import PendingGradients, Postponement, WindowGradients
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Saving, check_arguments
@@ -36,6 +35,7 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
 from hvdkit.core.replaced_state import follow
 from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.core.step_boundary import LACKS_WINDOW, StepBoundary
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
@@ -107,8 +107,10 @@ class Manager:
         run: the `run` of an earlier manager of this process, which this manager continues. None:
             continue the run of the restored step, or begin a new run.
         stop_signals: signals that make `maybe_save` save and stop the job; see `StopSignals`.
-        gradients: the gradients of this rank that no optimizer step has used. They postpone a save
-            that is due; see `Postponement`.
+        boundary: the places of this rank between the steps of its optimizers. `maybe_save` only
+            saves at a boundary.
+        note_save: called with the step of each save. None: log a warning if this rank is not at a
+            boundary.
         cannot_save_now: returns whether `maybe_save` must not save now for another reason. This
             must not last.
         replicas: returns a `ReplicaCheck` for each optimizer, in the same order on all ranks; None
@@ -117,7 +119,7 @@ class Manager:
         subjects: the models and optimizers that are saved. Checkpointers of the same ones, such as
             an archive, need not have the same steps.
         updates: returns the number of steps that the optimizers have made; None for that of
-            `gradients`.
+            `boundary`.
 
     Raises:
         UsageError: an argument is invalid.
@@ -140,7 +142,8 @@ class Manager:
         overwrite: bool = False,
         run: int | None = None,
         stop_signals: Sequence[int] = STOP_SIGNALS,
-        gradients: PendingGradients | None = None,
+        boundary: StepBoundary | None = None,
+        note_save: Callable[[int], None] | None = None,
         cannot_save_now: Callable[[], bool] = lambda: False,
         replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
@@ -165,7 +168,8 @@ class Manager:
         self._asynchronous = asynchronous
         self._checkpointers = Checkpointers.of(collectives.rank)
         self._signals = StopSignals(stop_signals, self._checkpointers.request)
-        self._postponement = Postponement(gradients or WindowGradients((), warns=False))
+        self._boundary = boundary or StepBoundary()
+        self._note_save = note_save or self._warn_of_window
         self._cannot_save_now = cannot_save_now
         self._replicas = replicas
         self._closed = False
@@ -176,7 +180,7 @@ class Manager:
         self._writer = BackgroundWriter(store, overwrite, run)
         self._member = self._checkpointers.add(
             *(self, store, collectives.ranks, not overwrite, frozenset(map(id, subjects))),
-            updates=updates or self._postponement.gradients.steps,
+            updates=updates or self._boundary.steps,
         )
         follow(self)
 
@@ -246,11 +250,11 @@ class Manager:
             problem = error
         content, ranks = saving.run(problem)
         self._schedule.record_save(int(step))
-        self._postponement.record_save(int(step))
+        self._note_save(int(step))
         group, member = self._checkpointers, self._member
         member.record_save(int(step))
         if group.stops_since is not None:
-            group.record_save(member, self._postponement.gradients.exist())
+            group.record_save(member)
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -276,6 +280,10 @@ class Manager:
                 snapshot.withdrawn.set()
             raise
 
+    def _warn_of_window(self, step: int) -> None:
+        if self._first and self._boundary.place() is not None:
+            _log.warning(LACKS_WINDOW, step)
+
     def _warn_of_missing(self, metrics: Mapping[str, float]) -> None:
         """Warn once for each metric of `keep_best` that is missing in a step's metrics."""
         missing = set(self._store.retention.missing(metrics)) if metrics else set()
@@ -299,9 +307,10 @@ class Manager:
         If the script has other checkpointers, the job stops once all are saved at the same step.
 
         Call it after every step.
-        Costs one allreduce of 16 bytes. It may be called after every pass of an accumulation
-        window; a save that is due inside a window happens at its end. If gradients wait for a step
-        at each call, it saves after some steps nevertheless, see `Postponement`.
+        Costs one allreduce of 16 bytes. A checkpoint has no gradients. So if a backward pass has
+        added some since the last step or `zero_grad()` of an optimizer, or an accumulation window
+        is open, the first later call saves that finds no rank in this state. The method may thus be
+        called after every pass of a window.
 
         Returns:
             Whether the state was saved.
@@ -311,7 +320,8 @@ class Manager:
                 process exits with status 75 (`RESUMABLE`).
             UsageError: see `save`; also if the step is lower than in an earlier call, for example
                 because the loop counts the batches of each epoch from 0. Only after a restart of
-                an elastic job, the first step may be lower, see `state_replaced`.
+                an elastic job, the first step may be lower, see `state_replaced`. Also if the calls
+                always come between a pass and its step, so that none could save.
             RankMismatchError: see `save`.
             CheckpointError: see `save`; also if no save is due, but an earlier write has failed.
         """
@@ -322,16 +332,16 @@ class Manager:
             # If the folder cannot be written, report this now, and not only at the first save.
             self._writer.try_to_open()
         ranks = len(self._collectives.ranks)
-        wrong = self._schedule.error_at(step)
+        waits, never = self._boundary.ask()
+        wrong = self._schedule.error_at(step) or (_misplaced(step) if never else None)
         first = 0
         if self._first:
             first += calls.LATE * self._schedule.is_late()
             first += calls.FAILED * self._writer.failed
-            first += calls.OVERDUE * self._postponement.is_overdue(self._checkpointers.stops_since)
         agreed = StepWord(
             due=int(wrong is None and self._schedule.is_due(step)),
             stops=int(self._is_asked_to_stop),
-            waiting=int(self._postponement.gradients.exist()),
+            waiting=int(waits),
             blocked=int(bool(self._cannot_save_now())),
             first=first,
             wrong=int(wrong is not None),
@@ -344,7 +354,8 @@ class Manager:
         if agreed.wrong:
             exchange(self._collectives, {}, wrong)
         self._schedule.see(step)
-        self._postponement.note_call(agreed.waiting > 0)
+        if not agreed.waiting:
+            self._boundary.reach()
         if agreed.first & calls.FAILED:
             self.wait()
         if agreed.due not in (0, ranks):
@@ -356,13 +367,9 @@ class Manager:
             return False
         ends = agreed.stops > 0 and self._checkpointers.has_saved_loop(self._member, int(step))
         self._member.call(int(step), can_stop=True)
-        waits = agreed.waiting > 0 and not agreed.first & calls.OVERDUE
         if agreed.stops and self._begins_to_stop(ends):
-            return self._save_to_stop(step, epoch, metrics, waits, agreed.waiting > 0)
-        if not (agreed.due or agreed.first & calls.LATE):
-            return False
-        if waits:
-            self._postponement.postpone(step)
+            return not agreed.waiting and self._save_to_stop(step, epoch, metrics)
+        if agreed.waiting or not (agreed.due or agreed.first & calls.LATE):
             return False
         self.save(step, epoch, metrics)
         return True
@@ -391,8 +398,6 @@ class Manager:
         step: int,
         epoch: int | None,
         metrics: Mapping[str, float] | None,
-        waits: bool,
-        lacking: bool,
     ) -> bool:
         """Save, and stop if all checkpointers are saved. A collective.
 
@@ -400,15 +405,9 @@ class Manager:
             step: see `save`.
             epoch: see `save`.
             metrics: see `save`.
-            waits: whether gradients postpone the save.
-            lacking: whether gradients wait for a step.
         """
         group, member = self._checkpointers, self._member
-        if waits:
-            self._postponement.postpone(step)
-            return False
         self.save(step, epoch, metrics, wait=True)
-        group.record_save(member, lacking)
         if self._all("maybe_save", group.has_saved_all(member)):
             raise group.stop(member, self._first)
         return True
@@ -546,7 +545,7 @@ class Manager:
         # A restore with `only` begins another training, which counts its own steps.
         self._schedule.record_restore(found.step if only is None else None)
         self._member.record_restore(found.step if only is None else None)
-        self._postponement.begin()
+        self._boundary.reach()
         if only is not None:
             self._writer.begin_run()
         elif self._first:
@@ -585,7 +584,7 @@ class Manager:
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
         self._member.record_restore(step, from_folder=False)
-        self._postponement.begin()
+        self._boundary.reach()
 
     def state_replaced(self) -> None:
         """Accept a step before that of the newest checkpoint. Not a collective.
@@ -601,7 +600,7 @@ class Manager:
         A save of the same step replaces the step, and retention deletes the others in time.
         """
         self._schedule.allow_lower()
-        self._postponement.begin()
+        self._boundary.reach()
 
     def steps(self) -> list[SavedStep]:
         """List the complete steps of the newest run, oldest first. A collective.
@@ -740,11 +739,11 @@ class Manager:
         """
         if self._closed:
             return
-        if self._first and self._postponement.since is not None:
+        if self._first and self._schedule.missed:
             _log.warning(
-                "maybe_save(%d) postponed a save, because gradients waited for a step, and no "
-                "later call has saved. Call save() at the end of the training",
-                self._postponement.since,
+                "a save was due, but each call of maybe_save up to step %d came between a backward "
+                "pass and its step. Call save() at the end of the training",
+                self._schedule.seen_step,
             )
         group, member = self._checkpointers, self._member
         can_stop = stops = False
@@ -808,3 +807,12 @@ class Manager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed: make a new one")
+
+
+def _misplaced(step: int) -> UsageError:
+    return UsageError(
+        f"maybe_save({step}) was called between a backward pass and the step that uses its "
+        f"gradients, as all calls since an earlier step were. A checkpoint has no gradients, so "
+        f"none of them could save. Call it after the steps of the optimizers. If no step uses the "
+        f"gradients of a pass, call optimizer.zero_grad() before it"
+    )

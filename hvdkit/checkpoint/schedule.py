@@ -25,8 +25,8 @@ class Schedule:
         self._every_steps = every_steps
         self._every_seconds = None if every_minutes is None else 60 * every_minutes
         self._last_step = 0
-        # The highest step that a call was given, or the restored step.
-        self._seen_step = 0
+        #: The highest step that a call was given, or the restored step.
+        self.seen_step = 0
         # Whether the next step may be lower.
         self._may_be_lower = False
         # Monotonic: the time of day may jump.
@@ -42,6 +42,11 @@ class Schedule:
         every = self._every_steps
         return every is not None and step // every > self._last_step_at(step) // every
 
+    @property
+    def missed(self) -> bool:
+        """Whether a save was due by the steps at the last call, and was not made."""
+        return self.is_due(self.seen_step)
+
     def is_late(self) -> bool:
         """Return whether a save is due by the clock."""
         passed = time.monotonic() - self._last_time
@@ -53,10 +58,10 @@ class Schedule:
             check_number("step", step)
         except UsageError as error:
             return error
-        if step >= self._seen_step or self._may_be_lower:
+        if step >= self.seen_step or self._may_be_lower:
             return None
         return UsageError(
-            f"maybe_save({step}) after step {self._seen_step}: expected the number of steps "
+            f"maybe_save({step}) after step {self.seen_step}: expected the number of steps "
             f"trained since the first epoch, such as epoch * len(loader) + batch. To continue from "
             f"an earlier step, call restore()"
         )
@@ -64,7 +69,7 @@ class Schedule:
     def see(self, step: int) -> None:
         """Record that a call was given this step."""
         self._last_step = self._last_step_at(step)
-        self._seen_step = step if self._may_be_lower else max(self._seen_step, step)
+        self.seen_step = step if self._may_be_lower else max(self.seen_step, step)
         self._may_be_lower = False
 
     def allow_lower(self) -> None:
@@ -90,6 +95,6 @@ class Schedule:
         None is for a restore with `only`: a new training begins with these items, and counts its
         steps from 0.
         """
-        self._last_step = self._seen_step = step or 0
+        self._last_step = self.seen_step = step or 0
         self._may_be_lower = False
         self._last_time = time.monotonic()

@@ -15,7 +15,6 @@ from keras.src.utils import io_utils
 
 from hvdkit.checkpoint.items import Plain, data_item, kept_in
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.postponement import WindowGradients, accumulating
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
@@ -24,6 +23,7 @@ from hvdkit.core.consistency import prepare_on_all_ranks
 from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.process_sets import check_one_model
 from hvdkit.core.replaced_state import end_position, keep_position, take_position
+from hvdkit.core.step_boundary import window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import check_loaders_of, samplers_read
@@ -350,9 +350,7 @@ class Checkpoint(LastCallback):
             alike=("data", "progress"),
             versions={"keras": keras.__version__, backend.NAME: backend.framework_version()},
             sum_order=backend.hvd.runtime.host_collectives.sum_order,
-            gradients=WindowGradients(
-                accumulating(own), warns=collectives.rank == collectives.ranks[0]
-            ),
+            boundary=window_boundary(lambda: own),
             cannot_save_now=lambda: progress.at_end,
             replicas=lambda: [d.replicas if d.check_parameters else None for d in own],
             # A second `fit` continues the run of the first.
@@ -499,7 +497,7 @@ class Checkpoint(LastCallback):
             wanted = wanted or progress.epoch % self._every_epochs == 0
         if self._maybe_save(metrics) or not wanted:
             return
-        if any(each.window_open for each in self._distributions):
+        if any(each.window_passes for each in self._distributions):
             # On several ranks `fit` has closed the window already.
             log.warning(
                 "epoch %d ends inside an accumulation window, so no checkpoint is saved until a "

@@ -269,7 +269,7 @@ class Distribution:
 
     def flush(self) -> bool:
         """Apply the accumulated gradients; see the function `flush`."""
-        passes = int(self._window.passes) if self._window else 0
+        passes = self.window_passes
         check_passes(self.collectives, passes)
         if self._window is None or not passes:
             return False
@@ -283,9 +283,9 @@ class Distribution:
             self._window.clear()
 
     @property
-    def window_open(self) -> bool:
-        """Whether batches have been accumulated since the last update."""
-        return self._window is not None and int(self._window.passes) > 0
+    def window_passes(self) -> int:
+        """The number of batches that have been accumulated since the last update."""
+        return int(self._window.passes) if self._window else 0
 
     @property
     def updates(self) -> int:

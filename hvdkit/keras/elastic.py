@@ -1,7 +1,7 @@
 """Horovod's elastic training for Keras models, for every backend of Keras."""
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ from hvdkit.core.elastic.state import CommittedState, Item
 from hvdkit.core.elastic.variables_state import VariablesState
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.core.rank_errors import raise_on_all_ranks
+from hvdkit.core.step_boundary import StepBoundary, window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.epoch_begin import Copies
@@ -147,9 +148,8 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
     def _distributions(self) -> list[Any]:
         return [d for each in self._optimizers() if (d := distribution_of(each)) is not None]
 
-    def _open_windows(self) -> Set[Hashable]:
-        found = enumerate(self._distributions())
-        return {(number, each.updates) for number, each in found if each.window_open}
+    def _make_boundary(self) -> StepBoundary:
+        return window_boundary(self._distributions)
 
     def _discard_gradients(self) -> None:
         for distribution in self._distributions():

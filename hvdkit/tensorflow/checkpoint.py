@@ -12,7 +12,6 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.items import Variables, data_item, kept_in, named, several
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.postponement import WindowGradients, accumulating
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
@@ -20,6 +19,7 @@ from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.collectives import check_member
 from hvdkit.core.process_sets import check_one_model
+from hvdkit.core.step_boundary import window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
@@ -172,7 +172,7 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            gradients=WindowGradients(accumulating(distributions.values()), warns=first),
+            boundary=window_boundary(distributions.values),
             replicas=lambda: [
                 *(d.replicas if d.check_parameters else None for d in distributions.values()),
                 tapes,

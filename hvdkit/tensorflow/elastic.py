@@ -4,7 +4,7 @@
 `hvdkit.core.elastic`. Under Horovod's own launcher, its elastic training runs.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvdkit.core.elastic.run import Adapter, elastic_function
 from hvdkit.core.elastic.state import Item
 from hvdkit.core.elastic.variables_state import VariablesState
 from hvdkit.core.loss_scaling import outermost
+from hvdkit.core.step_boundary import StepBoundary, window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
@@ -106,12 +107,8 @@ class _VariablesState(VariablesState, horovod_elastic.ObjectState):
     def _advice(self, value: Any) -> str:
         return super()._advice(value) or copy_advice(value)
 
-    def _open_windows(self) -> Set[Hashable]:
-        return {
-            (number, each.updates)
-            for number, each in enumerate(self._distributions())
-            if each.window_open
-        }
+    def _make_boundary(self) -> StepBoundary:
+        return window_boundary(self._distributions)
 
     def _discard_gradients(self) -> None:
         for distribution in self._distributions():

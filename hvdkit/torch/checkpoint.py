@@ -1,7 +1,7 @@
 """`hvd.Checkpointer`: checkpoints of a PyTorch training."""
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.exporting import exporting
 from hvdkit.checkpoint.items import kept_in, several
 from hvdkit.checkpoint.manager import Manager
-from hvdkit.checkpoint.postponement import window_steps
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
@@ -35,6 +34,7 @@ from hvdkit.torch.items.state_dict import StateDictItem
 from hvdkit.torch.items.statistics import Statistics
 from hvdkit.torch.items.tensors import identity, writable
 from hvdkit.torch.items.trees import on_host, without_tensors
+from hvdkit.torch.optimizer_reducer import OptimizerReducer, step_boundary
 from hvdkit.torch.unwrapped import replica_checks
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
@@ -163,7 +163,7 @@ class Checkpointer(Manager):
         if sharded is not None:
             parts["sharded"] = ShardedItem(sharded, writable, identity)
         parts["metadata"] = kept_in(self._metadata)
-        wrapped = [o for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
+        reducers = [o.reducer for o in optimizers.values() if isinstance(o, WrappedOptimizer)]
         check_one_model(reduced_over(optimizers), process_set.ranks)
         super().__init__(
             Store(
@@ -195,7 +195,8 @@ class Checkpointer(Manager):
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,
-            gradients=_WaitingGradients(wrapped),
+            boundary=step_boundary(lambda: reducers),
+            note_save=lambda step: _note_save(reducers, step),
             replicas=lambda: checks,
             allocate=host_memory,
             subjects=[*models.values(), *optimizers.values()],
@@ -207,28 +208,9 @@ class Checkpointer(Manager):
         return self._metadata
 
 
-class _WaitingGradients:
-    """`PendingGradients` of wrapped optimizers."""
-
-    def __init__(self, optimizers: Sequence[WrappedOptimizer]) -> None:
-        self._optimizers = optimizers
-
-    def exist(self) -> bool:
-        """Return whether gradients of an optimizer wait for a step."""
-        return any(each.gradients_wait() for each in self._optimizers)
-
-    def steps(self) -> int:
-        """Return the number of steps of the optimizers together."""
-        return sum(each.hvdkit_steps + each.hvdkit_skipped_steps for each in self._optimizers)
-
-    def window_steps(self) -> int:
-        """Return the number of steps of the optimizers together in the longest window."""
-        return window_steps([each.reducer.window.size for each in self._optimizers])
-
-    def note_save(self, step: int) -> None:
-        """Let the optimizers log a warning if they use their gradients after all."""
-        for each in self._optimizers:
-            each.reducer.note_save(step)
+def _note_save(reducers: Iterable[OptimizerReducer], step: int) -> None:
+    for each in reducers:
+        each.note_save(step)
 
 
 def export(checkpoint: OpenCheckpoint, target: str | os.PathLike[str]) -> None:

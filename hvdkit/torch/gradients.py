@@ -69,6 +69,8 @@ class Left(enum.Enum):
     NOTHING = enum.auto()
     #: Reduced gradients that no step has used.
     UNUSED = enum.auto()
+    #: The same, and a checkpoint was saved, which lacks them.
+    UNSAVED = enum.auto()
     USED = enum.auto()
 
 
@@ -593,7 +595,7 @@ class Gradients:
 
     def all_removed(self) -> bool:
         """Return whether the last round left gradients, and the script has removed all of them."""
-        return self.left is Left.UNUSED and not self.exist()
+        return self.left in (Left.UNUSED, Left.UNSAVED) and not self.exist()
 
     def has_local(self) -> bool:
         """Return whether passes of this rank have added something that is not reduced."""
@@ -672,7 +674,8 @@ class Gradients:
             gradients = (record.parameter.grad for record in self._planned)
             stage([gradient for gradient in gradients if gradient is not None])
         self._forget_nonfinite()
-        self.left = Left.UNUSED if self.exist() else Left.NOTHING
+        if self.left is not Left.UNSAVED:
+            self.left = Left.UNUSED if self.exist() else Left.NOTHING
 
     # --- the end of a step ----------------------------------------------------------------------
 

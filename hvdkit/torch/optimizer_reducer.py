@@ -28,6 +28,7 @@ from hvdkit.core.accumulation import Window
 from hvdkit.core.reduction import ReductionState
 from hvdkit.core.replicas import ReplicaCheck, Replicas
 from hvdkit.core.same_data import PASSES, SameData
+from hvdkit.core.step_boundary import LACKS_WINDOW, Place, StepBoundary
 from hvdkit.core.step_errors import BackwardFailed, PassesDiffer
 from hvdkit.core.stragglers import BACKWARD, FORWARD
 from hvdkit.core.wire_format import WireFormat
@@ -55,10 +56,10 @@ _SAME_DATA_ADVICE = (
     "DataLoader(dataset, sampler=sampler, ...). Random data need another seed on each rank"
 )
 _GRADIENTS_NOT_SAVED = (
-    "step {step} was saved between a backward pass and the optimizer step that used its gradients. "
-    "So the checkpoint lacks these gradients. Call save() and maybe_save() after the steps of all "
-    "optimizers. If no step is expected to use the gradients of a pass, call optimizer.zero_grad() "
-    "before the next pass"
+    "a checkpoint was saved between a backward pass and the optimizer step that used its "
+    "gradients. So the checkpoint lacks these gradients. Call save() and maybe_save() after the "
+    "steps of all optimizers. If no step is expected to use the gradients of a pass, call "
+    "optimizer.zero_grad() before the next pass"
 )
 
 _ONE_CALL = (
@@ -153,8 +154,6 @@ class OptimizerReducer:
         self.graph_task: weakref.ref[Any] | None = None
         self.no_sync = self.wrapped_again = False
         self._pass: _Pass | None = None
-        # The step of a checkpoint that was saved while the current gradients waited for a step.
-        self._saved_step: int | None = None
         self._warned_of_save = False
         self._first_gradients = GradientDigest(PASSES)
         self.number = siblings.add(self)
@@ -317,6 +316,7 @@ class OptimizerReducer:
         now = self._close_pass()
         if now is None:
             return False
+        self.siblings.passes += 1
         if self.window.size > 1:
             self.window.count_pass(counted=not self.no_sync)
         if now.local:
@@ -437,13 +437,13 @@ class OptimizerReducer:
 
     def before_end_of_step(self) -> None:
         """Log a warning if a checkpoint lacks the gradients that the step has used."""
-        if self._saved_step is not None and not self._warned_of_save:
+        if self.gradients.left is Left.UNSAVED and not self._warned_of_save:
             self._warned_of_save = True
-            self.warn(_GRADIENTS_NOT_SAVED.format(step=self._saved_step))
+            self.warn(_GRADIENTS_NOT_SAVED)
 
     def end_step(self) -> None:
         """Begin the next window, after a step or a skipped step."""
-        self._saved_step = None
+        self.siblings.passes = 0
         self.gradients.end_step()
         self.rounds.position = self.rounds.position.after_step()
         self.window.close()
@@ -485,6 +485,7 @@ class OptimizerReducer:
         if self.window.keeps_gradients and not (dropped or gradients.invalid_reason):
             return
         gradients.invalid_reason = ""
+        self.siblings.passes = 0
         zero()
         if dropped:
             gradients.reset()  # the other ranks continue this window
@@ -540,7 +541,7 @@ class OptimizerReducer:
     def _note_removed_gradients(self) -> None:
         """Note that the script has removed the gradients itself, or has set them to 0."""
         # Otherwise, do not wait for the device.
-        if self._saved_step is not None and not self.gradients.any_nonzero():
+        if self.gradients.left is Left.UNSAVED and not self.gradients.any_nonzero():
             self.mark_gradients_used()
 
     def _note_removed_window(self) -> None:
@@ -553,7 +554,6 @@ class OptimizerReducer:
 
     def _begin_without_gradients(self) -> None:
         """Begin the next window, after the script has reset the gradients."""
-        self._saved_step = None
         self.window.close()
         self.gradients.reset()
         self.rounds.position = self.rounds.position.after_zero_grad()
@@ -564,16 +564,14 @@ class OptimizerReducer:
         # The script may call zero_grad() only after the next step.
         self.gradients.remove_unreduced()
         self.gradients.invalid_reason = ""
-        self._saved_step = None
         # An elastic job discards gradients once more after a restore.
         self.window.discard()
         self.gradients.reset()
 
     def mark_gradients_used(self) -> None:
         """Record that no step will use the reduced gradients."""
-        if self.gradients.left is Left.UNUSED:
-            self.gradients.left = Left.USED
-        self._saved_step = None
+        if self.gradients.left in (Left.UNUSED, Left.UNSAVED):
+            self.gradients.left = Left.USED if self.gradients.exist() else Left.NOTHING
 
     @property
     def accumulated(self) -> bool:
@@ -586,12 +584,18 @@ class OptimizerReducer:
 
         The script may have removed them itself, for example with `model.zero_grad()`.
         """
-        return self.accumulated or self.window.dropped or self.gradients.left is Left.UNUSED
+        left = self.gradients.left in (Left.UNUSED, Left.UNSAVED)
+        return left or self.accumulated or self.window.dropped
 
     def note_save(self, step: int) -> None:
-        """Record that a checkpoint was saved. It lacks the gradients that wait for a step."""
-        if self.has_unused_gradients:
-            self._saved_step = step
+        """Note that a checkpoint was saved, which lacks the gradients of this rank.
+
+        A step uses those of an open window. Only the next step shows whether it uses others.
+        """
+        if self.window.begun:
+            self.warn(LACKS_WINDOW % step)
+        elif self.has_unused_gradients:
+            self.gradients.left = Left.UNSAVED
 
     # --- settings and state ---------------------------------------------------------------------
 
@@ -640,3 +644,27 @@ class OptimizerReducer:
         self.gradients.plan_new()
         for part, state in zip(self.gradients.parts, states, strict=False):
             part.synchronizer.resume(state)
+
+
+def step_boundary(reducers: Callable[[], Sequence[OptimizerReducer]]) -> StepBoundary:
+    """Return the places between the steps of the optimizers of reducers.
+
+    A rank is at a boundary if no window is open, and no pass has followed the last step or
+    `zero_grad()` of any optimizer of the process. Gradients that such a step has left to another
+    optimizer do not count: in a GAN, those of the discriminator are removed before its next pass.
+    """
+
+    def place() -> Place:
+        own = reducers()
+        for each in own:
+            each.complete_earlier_passes()
+        passes = max((each.siblings.passes for each in own), default=0)
+        windows = [each.window.begun for each in own]
+        waits = passes and any(each.has_unused_gradients for each in own)
+        return (passes, *windows) if waits or any(windows) else None
+
+    def steps() -> int:
+        optimizers = [each.optimizer() for each in reducers()]
+        return sum(each.hvdkit_steps + each.hvdkit_skipped_steps for each in optimizers)
+
+    return StepBoundary(place, steps)

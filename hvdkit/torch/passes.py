@@ -28,10 +28,13 @@ class Reducers:
 
     Attributes:
         lock: hold it while entering rounds. Otherwise two threads could send headers of one name.
+        passes: the number of passes, for each optimizer that they have reached, since the last step
+            or `zero_grad()` of any optimizer.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.passes = 0
         self._count = itertools.count()
         self._reducers: weakref.WeakSet[OptimizerReducer] = weakref.WeakSet()
 

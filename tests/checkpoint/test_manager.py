@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit import record_files
-from hvdkit.checkpoint import background, calls, chunks, manager, postponement, schedule, tensors
+from hvdkit.checkpoint import background, calls, chunks, manager, schedule, tensors
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.checkpointers import Stopped
@@ -31,6 +31,7 @@ from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.core import progress
 from hvdkit.core.collectives import check_member
+from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.errors import RESUMABLE, UsageError
 from tests.checkpoint.material import as_version_1, forge, remove, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
@@ -78,22 +79,6 @@ def make(collectives, folder, part=None, others=None, own=None, **how):
         rank_parts={"own": own} if own else None,
         **how,
     )
-
-
-class Gradients:
-    """`PendingGradients` of simulated optimizers.
-
-    Attributes:
-        lacking: the saved steps that lack gradients.
-    """
-
-    def __init__(self, exist, steps=lambda: 0, window=0):
-        self.exist, self.steps, self.window_steps = exist, steps, lambda: window
-        self.lacking = []
-
-    def note_save(self, step):
-        if self.exist():
-            self.lacking.append(step)
 
 
 def steps(folder):
@@ -517,7 +502,7 @@ def test_saves_by_the_first_ranks_clock(place, monkeypatch):
     assert on_ranks(run) == [[3, 6]] * SIZE
 
 
-def test_a_save_that_is_due_inside_a_window_happens_at_its_end(place):
+def test_a_save_that_is_due_inside_a_window_happens_at_its_end(place, caplog):
     def run(collectives):
         passes = 0
 
@@ -526,97 +511,69 @@ def test_a_save_that_is_due_inside_a_window_happens_at_its_end(place):
             passes += 1
             return saving.maybe_save(passes)
 
-        gradients = Gradients(lambda: passes % 3 > 0, lambda: passes // 3)
-        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
+        boundary = StepBoundary(lambda: (passes % 3,) if passes % 3 else None, lambda: passes // 3)
+        with make(collectives, place, every_steps=1, boundary=boundary) as saving:
             saved = [passes for _ in range(90) if one_more()]
             passes += 1
             saving.save(91)
-        assert gradients.lacking == [91]
         return saved
 
     assert on_ranks(run) == [list(range(3, 91, 3))] * SIZE
+    assert caplog.text.count("step 91 lacks the gradients of an accumulation window") == 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "optimizer_steps", "window", "first"),
+    ("ranks", "steps_per_call", "places", "asked"),
     [
-        ([{1}], 1, 0, 16),
-        ([{0, 1, 2}], 1, 0, 16),
-        # Each rank has calls without gradients, but there is no such call of all ranks.
-        ([{0}, {1}, {2}], 1, 0, 16),
-        ([{0, 1, 2}], 2, 2, 9),
-        # The optimizer is not wrapped.
-        ([{0, 1, 2}], 0, 0, 256),
+        ([{1}], 1, 1, 2),
+        ([{0, 1, 2}], 1, 1, 2),
+        # Each rank has calls at a boundary, but there is no such call of all ranks.
+        ([{0}, {1}, {2}], 1, 1, 4),
+        # The places of the calls differ, until they repeat.
+        ([{0, 1, 2}], 1, 3, 4),
+        # No step follows. The next call may be at a boundary.
+        ([{0, 1, 2}], 0, 1, 20),
     ],
 )
-def test_gradients_that_no_step_uses_postpone_saves_for_some_steps(
-    place, ranks, optimizer_steps, window, first
+def test_calls_that_are_never_at_a_step_boundary_are_an_error(
+    place, ranks, steps_per_call, places, asked
 ):
     def run(collectives):
-        step = 0
-        gradients = Gradients(
-            lambda: collectives.rank in ranks[step % len(ranks)],
-            lambda: optimizer_steps * step,
-            window,
+        boundary = StepBoundary(
+            lambda: (step % places + 1,) if collectives.rank in ranks[step % len(ranks)] else None,
+            lambda: steps_per_call * step,
         )
-        saved = []
-        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
-            for step in range(1, first + 3):
-                saved += [step] if saving.maybe_save(step) else []
-        assert gradients.lacking == [s for s in saved if collectives.rank in ranks[s % len(ranks)]]
-        return saved
-
-    assert on_ranks(run) == [[first, first + 1, first + 2]] * SIZE
-
-
-def test_a_save_once_per_epoch_is_not_postponed(place):
-    """The script makes passes without steps at the end of each epoch."""
-
-    def run(collectives):
-        gradients = Gradients(lambda: True, lambda: 100 * epoch)
-        epoch = 0
-        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
-            for epoch in (1, 2):
-                assert saving.maybe_save(100 * epoch)
+        step = 0
+        with make(collectives, place, every_steps=1, boundary=boundary) as saving:
+            for step in range(1, 20):
+                if step == asked:
+                    with pytest.raises(UsageError, match="called between a backward pass"):
+                        saving.maybe_save(step)
+                    return
+                assert not saving.maybe_save(step)
 
     on_ranks(run)
 
 
-def test_a_postponed_save_that_never_happens_is_a_warning(place, caplog):
+def test_a_due_save_that_never_happens_is_a_warning(place, caplog):
     def run(collectives):
-        with make(collectives, place, every_steps=1, gradients=Gradients(lambda: True)) as saving:
+        boundary = StepBoundary(lambda: (1,))
+        with make(collectives, place, every_steps=1, boundary=boundary) as saving:
             for step in (1, 2):
                 assert not saving.maybe_save(step)
 
     on_ranks(run)
-    assert caplog.text.count("postponed a save") == 1
-    assert "maybe_save(1) postponed a save" in caplog.text
+    assert caplog.text.count("a save was due") == 1
+    assert "each call of maybe_save up to step 2 came between" in caplog.text
 
 
-def test_a_stop_is_postponed_for_some_seconds_only(place, monkeypatch, caplog):
-    monkeypatch.setattr(postponement, "STOP_SECONDS", 0.3)
-
+def test_calls_before_a_restore_do_not_count(place):
     def run(collectives):
-        with make(collectives, place, gradients=Gradients(lambda: True)) as saving:
-            if collectives.rank == 2:
-                saving.request_stop("a test")
-            for step in range(1, 100):
-                saving.maybe_save(step)
-                time.sleep(0.01)
-
-    results = on_every_rank(SIZE, run)
-    assert [type(result) for result in results] == [Stopped] * SIZE
-    assert results[0].step > 1
-    assert f"step {results[0].step} is saved, without gradients" in caplog.text
-
-
-def test_the_steps_before_a_restore_do_not_count(place):
-    def run(collectives):
-        gradients = Gradients(lambda: True, lambda: step)
+        boundary = StepBoundary(lambda: (1,), lambda: step)
         step = 0
-        with make(collectives, place, gradients=gradients) as saving:
+        with make(collectives, place, every_steps=1, boundary=boundary) as saving:
             saving.save(1)
-        with make(collectives, place, every_steps=1, gradients=gradients) as saving:
+            assert not saving.maybe_save(1)
             step = 100  # as in an optimizer that is restored
             assert saving.restore()
             assert not saving.maybe_save(2)
@@ -628,8 +585,8 @@ def test_the_steps_before_a_restore_do_not_count(place):
 def test_a_job_that_is_asked_to_stop_saves_and_exits_resumable(place, caplog):
     def run(collectives):
         passes = 1
-        gradients = Gradients(lambda: passes % 2 > 0)
-        with make(collectives, place, gradients=gradients) as saving:
+        boundary = StepBoundary(lambda: (1,) if passes % 2 else None)
+        with make(collectives, place, boundary=boundary) as saving:
             if collectives.rank == 2:
                 saving.request_stop("a test")
             assert not saving.maybe_save(1)

@@ -27,14 +27,15 @@ _CHUNK_BYTES = 64 << 20
 _COMMIT = "hvdkit.elastic.commit"
 
 _NOT_STORED = (
-    "the elastic state was not committed, because an accumulation window is open: a commit cannot "
-    "contain accumulated gradients. The next commit after an update stores the state. To commit "
-    "exactly when you call commit(), call it after updates"
+    "the elastic state was not committed, because gradients wait for a step, or an accumulation "
+    "window is open: a commit cannot contain gradients. The next commit after the step stores the "
+    "state. To commit exactly when you call commit(), call it after steps"
 )
 _STORED_IN_WINDOW = (
-    "the elastic state was committed within an accumulation window, because all recent calls of "
-    "commit() were within windows. The commit does not contain the accumulated gradients: after a "
-    "restart, the first batches of the window are not trained. Call commit() after updates"
+    "the elastic state was committed while gradients wait for a step, because all recent calls of "
+    "commit() came between a backward pass and its step. The commit does not contain these "
+    "gradients: after a restart, the first batches of the step are not trained. Call commit() "
+    "after steps"
 )
 
 _log = logging.getLogger("hvdkit.elastic")
@@ -90,10 +91,10 @@ class Committer:
         return [count > 0 for count in found]
 
     def warn_of_window(self, stores: bool) -> None:
-        """Log once, on the first rank, that a commit is within an accumulation window.
+        """Log once, on the first rank, that a commit is not at a step boundary.
 
         Args:
-            stores: whether the commit is stored, without the accumulated gradients.
+            stores: whether the commit is stored, without the gradients that wait.
         """
         if stores not in self._warnings and self._collectives.rank == 0:
             _log.warning("%s", _STORED_IN_WINDOW if stores else _NOT_STORED)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import queue
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import IO, Any, ClassVar, Protocol, cast
 
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
@@ -18,12 +19,10 @@ from hvdkit.core.elastic.start import ElasticStart
 from hvdkit.core.process_sets import other_ranks
 from hvdkit.core.replaced_state import positions, restore_positions
 from hvdkit.core.sampling import Epochs
+from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.elastic")
-
-#: After commits within this number of accumulation windows in a row, commits no longer wait.
-_MOST_WINDOWS = 8
 
 
 class Item(Protocol):
@@ -38,18 +37,6 @@ class Item(Protocol):
 
     def restore(self, tree: Any, /) -> None:
         """Restore a result of `save`, possibly of another process. Not a collective."""
-
-
-class _Windows(NamedTuple):
-    """The accumulation windows at the calls of `commit`.
-
-    Attributes:
-        last: those that were open at the last call.
-        in_row: the number of different windows since the last call without an open window.
-    """
-
-    last: Set[Hashable] = frozenset()
-    in_row: int = 0
 
 
 class _Position:
@@ -100,7 +87,6 @@ class CommittedState:
     _first_ranks_values: Mapping[str, Any] | None = None
     # Whether this state has warned that its commits are not stored.
     _warned = False
-    _windows = _Windows()
 
     _bcast_object: Callable[[Any], Any]
     _saved_state: dict[str, Any]
@@ -197,28 +183,30 @@ class CommittedState:
         samplers = {_key_of(name): _Position(each) for name, each in self._samplers.items()}
         return {**self._reduction_items(), **samplers}
 
-    def _open_windows(self) -> Set[Hashable]:
-        """Return the open accumulation windows of this rank; a different value for each window.
+    def _make_boundary(self) -> StepBoundary:
+        return StepBoundary()
 
-        A window is open if this rank has accumulated gradients that no update has used.
-        """
-        return set()
+    @functools.cached_property
+    def _boundary(self) -> StepBoundary:
+        # The objects of the state are known after the constructor only.
+        return self._make_boundary()
 
-    def _must_wait(self) -> bool:
-        """Return whether a commit must wait for the end of an accumulation window.
+    def _ask(self) -> tuple[bool, bool]:
+        """Return whether a commit must wait for a step boundary, and whether none ever comes.
 
         A collective in a job of `hvdkit run --elastic`: equal on all ranks. Ranks may have
         different optimizers, so that only some of them may have windows.
-
-        A script may call `commit` only within windows, for example after the first batch of every
-        second window. After calls within `_MOST_WINDOWS` windows in a row, the state is therefore
-        committed without the accumulated gradients.
         """
-        windows, before = self._open_windows(), self._windows
-        own = [bool(windows), bool(windows) and windows.isdisjoint(before.last)]
-        is_open, is_new = own if self._committer is None else self._committer.anywhere(own)
-        self._windows = _Windows(windows, before.in_row + is_new if is_open else 0)
-        return is_open and self._windows.in_row < _MOST_WINDOWS
+        own = self._boundary.ask()
+        waits, never = own if self._committer is None else self._committer.anywhere(own)
+        if not waits:
+            self._boundary.reach()
+        return waits, never
+
+    def _must_wait(self) -> bool:
+        """Return whether a commit must wait for a step boundary. A collective, see `_ask`."""
+        waits, never = self._ask()
+        return waits and not never
 
     def _collectives(self) -> Collectives | None:
         """Return the collectives of all ranks; None for a state without optimizers."""
@@ -372,10 +360,10 @@ class CommittedState:
         In a job of `hvdkit run --elastic` the commit outlives the ranks: after a failure, the
         restarted ranks resume from the commit.
 
-        Within an accumulation window, the call stores nothing, and does not end the ranks: the
-        accumulated gradients would be lost. The next commit after an update stores the state. If
-        the calls in 8 windows in a row were all within the windows, the state is stored without the
-        accumulated gradients.
+        Between a backward pass and its step, and within an accumulation window, the call stores
+        nothing, and does not end the ranks: the gradients would be lost. The next commit after the
+        step stores the state. If the calls always come between a pass and its step, the state is
+        stored without these gradients.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
@@ -383,24 +371,24 @@ class CommittedState:
                 if another rank waits in `join`.
             UsageError: `hvdkit run --elastic` is calling a training function with another state.
         """
-        must_wait = self._must_wait()
+        waits, never = self._ask()
         if self._committer is None:
             self._check_stored()
-            if not must_wait:
+            if never or not waits:
                 self.save()
             super().check_host_updates()  # type: ignore[misc]
             return
-        if must_wait or self._windows.in_row:
-            self._committer.warn_of_window(stores=not must_wait)
-        if not must_wait and self._store():
+        if waits:
+            self._committer.warn_of_window(stores=never)
+        if (never or not waits) and self._store():
             raise self._interrupt(False)
 
     def check_host_updates(self) -> None:
         """End the ranks if the hosts have changed. A collective.
 
         If the hosts have changed, commit the state first, so that no work is lost. If not, save
-        nothing: the call is then cheaper than `commit`. Within an accumulation window, the call
-        does not end the ranks, as `commit`.
+        nothing: the call is then cheaper than `commit`. Between a pass and its step, the call does
+        not end the ranks, as `commit`.
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.

@@ -1,7 +1,7 @@
 """The state of an elastic job: save it, restore it, and broadcast it to new ranks."""
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ from horovod.torch.elastic.state import (
 from torch.utils.data import DataLoader, Sampler
 
 from hvdkit.core.elastic.state import CommittedState
+from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import on_own_gpu
 from hvdkit.torch.digests import digests
@@ -30,6 +31,7 @@ from hvdkit.torch.functions import (
     broadcast_parameters,
 )
 from hvdkit.torch.items.reduction import ReductionItem
+from hvdkit.torch.optimizer_reducer import step_boundary
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
 __all__ = [
@@ -211,12 +213,8 @@ class TorchState(ObjectState, horovod_state.TorchState):
     def _reduction_items(self) -> Mapping[str, ReductionItem]:
         return {"optimizers": ReductionItem(self._optimizers())}
 
-    def _open_windows(self) -> Set[Hashable]:
-        return {
-            (each.reducer.number, each.hvdkit_steps + each.hvdkit_skipped_steps)
-            for each in self._wrapped_optimizers()
-            if each.reducer.accumulated
-        }
+    def _make_boundary(self) -> StepBoundary:
+        return step_boundary(lambda: [each.reducer for each in self._wrapped_optimizers()])
 
     def _discard_gradients(self) -> None:
         for wrapped in self._wrapped_optimizers():
