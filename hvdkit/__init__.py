@@ -1,7 +1,8 @@
 """Data-parallel training with ring-allreduce, built on Horovod.
 
 Import the adapter of the framework: `hvdkit.torch`, `hvdkit.tensorflow` or `hvdkit.keras`. The
-function `run` is Horovod's `horovod.run`.
+function `run` is Horovod's `horovod.run`, which runs code of anyone who reaches its port: use it on
+a network and hosts of your own only.
 """
 
 from typing import Any

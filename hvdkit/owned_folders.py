@@ -41,6 +41,19 @@ def temporary() -> Path:
     return usual
 
 
+class TemporaryFolder(tempfile.TemporaryDirectory[str]):  # noqa: TID251
+    """A folder for a short time, which only this user can read, and which others cannot replace.
+
+    Unlike an `OwnedFolder`, it stays if this process is killed.
+
+    Args:
+        prefix: the beginning of its name.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix=prefix, dir=temporary())
+
+
 class OwnedFolder:
     """A folder of this process, which only this user can read.
 
@@ -129,7 +142,7 @@ def _delete(folder: Path) -> None:
 def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
     """Make and lock a folder with a new name."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # noqa: TID251
         # Another process may have taken the new folder for an abandoned one.
         try:
             return folder, _lock(folder)

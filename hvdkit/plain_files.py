@@ -129,6 +129,24 @@ def read_text(path: Path, longest: int = LONGEST) -> str:
     return content.decode("utf-8", errors="replace")
 
 
+def read_named(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file that the user has named, which may be a link or a pipe.
+
+    Args:
+        path: the file.
+        errors: as for `open`.
+
+    Raises:
+        OSError: it cannot be read, or has more than `LONGEST` characters, such as /dev/zero.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with path.open(encoding="utf-8-sig", errors=errors) as file:
+        text = file.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise OSError(errno.EFBIG, f"more than {LONGEST:,} characters", str(path))
+    return text
+
+
 def read_json(path: Path, longest: int = LONGEST) -> Any:
     """Return the content of a regular file with JSON.
 

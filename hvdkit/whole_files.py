@@ -57,10 +57,29 @@ def open_to_write(path: Path, flags: int) -> int:
 
     Raises:
         OSError: the file cannot be opened, is not a regular file, or `path` is a link or a pipe of
-            another user.
+            another user, or may be a hard link of another user to any file of this user.
     """
     with _target(path) as (target, _):
-        return open_regular(target, flags=flags | os.O_CREAT)
+        # Truncate only after the check.
+        descriptor = open_regular(target, flags=(flags & ~os.O_TRUNC) | os.O_CREAT)
+        try:
+            if os.fstat(descriptor).st_nlink > 1 and _others_may_link(target.parent):
+                reason = "it has a second name, which another user may have made"
+                raise PermissionError(errno.EACCES, reason, str(path))
+            if flags & os.O_TRUNC:
+                os.ftruncate(descriptor, 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _others_may_link(folder: Path) -> bool:
+    """Return whether other users may make files in a folder, also if it is sticky."""
+    status = folder.stat()
+    return status.st_uid not in (0, os.geteuid()) or bool(
+        status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 def create(path: Path, data: bytes, mode: int = 0o666) -> None:

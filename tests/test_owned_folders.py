@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.owned_folders import OwnedFolder, temporary
+from hvdkit.owned_folders import OwnedFolder, TemporaryFolder, temporary
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -20,6 +20,9 @@ def test_no_folder_is_made_where_others_could_replace_it(tmp_path, monkeypatch):
     assert temporary() == tmp_path
     tmp_path.chmod(0o777)
     assert temporary() in (Path("/tmp"), Path("/dev/shm"))
+    with TemporaryFolder("test-") as name:
+        assert Path(name).parent == temporary()
+    assert not Path(name).exists()
     tmp_path.chmod(0o1777)  # others may add files, but not replace those of this user
     assert temporary() == tmp_path
 

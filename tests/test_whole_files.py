@@ -137,6 +137,29 @@ def test_a_file_is_not_opened_through_what_another_user_has_put_there(tmp_path, 
     assert own.read_text() == ""
 
 
+@pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_TRUNC, os.O_RDWR | os.O_APPEND])
+def test_a_hard_link_in_a_folder_of_others_is_not_opened(tmp_path, flags):
+    """Where the system permits it, another user can link any file of this user there."""
+    private, folder = tmp_path / "private", tmp_path / "shared"
+    private.write_text("old")
+    folder.mkdir()
+    (folder / "page").hardlink_to(private)
+    for mode in (0o777, 0o1777, 0o775):
+        folder.chmod(mode)
+        with pytest.raises(PermissionError, match="second name, which another user may have made"):
+            open_to_write(folder / "page", flags)
+        os.close(open_to_write(folder / f"own-{mode}", flags))
+    folder.chmod(0o755)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        with pytest.raises(PermissionError, match="second name"):
+            open_to_write(folder / "page", flags)
+        os.chown(folder, 0, 0)
+    assert private.read_text() == "old"
+    os.close(open_to_write(folder / "page", flags))
+    assert private.read_text() == ("" if flags & os.O_TRUNC else "old")
+
+
 def test_a_pipe_is_not_replaced(tmp_path):
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)

@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hvdkit.bench.figures import wide_console
+from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.processes import python_command
 from hvdkit.whole_files import replacing
 
@@ -57,7 +57,7 @@ def main(description: str) -> int:
     if options.seeds < 2:
         # One value has no standard deviation.
         parser.error(f"--seeds is {options.seeds}: expected at least 2")
-    with tempfile.TemporaryDirectory(prefix="hvdkit-accuracy-") as folder:
+    with TemporaryFolder("hvdkit-accuracy-") as folder:
         results = [
             result
             for optimizer in ("hvdkit", "ddp")

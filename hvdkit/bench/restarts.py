@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import psutil
 
 from hvdkit.bench.namespaces import Cluster, hosts, missing
 from hvdkit.engine.describe import installed
+from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.processes import ProcessGroup, python_command
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
@@ -124,7 +124,7 @@ def after_host_loss(timeout: float) -> float:
     reason = missing()
     if reason is not None:
         raise SystemExit(reason)
-    with hosts(2) as cluster, tempfile.TemporaryDirectory() as name:
+    with hosts(2) as cluster, TemporaryFolder("hvdkit-bench-") as name:
         options = ["--restarts", "3", "--min-np", "1", "--host-timeout", f"{timeout:g}"]
         with contextlib.ExitStack() as stack:
             jobs = [
@@ -239,7 +239,7 @@ def _pid(path: Path) -> int:
 def _running(launcher: Launcher, folder: Path | None = None, device: str = "cpu") -> Iterator[_Job]:
     with contextlib.ExitStack() as stack:
         if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = Path(stack.enter_context(TemporaryFolder("hvdkit-bench-")))
         job = _Job(launcher, folder, device)
         stack.callback(job.stop)
         yield job

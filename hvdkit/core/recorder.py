@@ -21,7 +21,6 @@ import math
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import IO, Any
 
 from hvdkit import record_files
 from hvdkit.errors import UsageError
-from hvdkit.owned_folders import is_own
+from hvdkit.owned_folders import TemporaryFolder, is_own
 
 #: The folder for records.
 FOLDER_VARIABLE = "HVDKIT_RECORD_DIR"
@@ -140,7 +139,7 @@ class Recorder:
         """
         if self._function("write_records") is None:
             return None
-        with tempfile.TemporaryDirectory(prefix="hvdkit-record-") as name:
+        with TemporaryFolder("hvdkit-record-") as name:
             folder = Path(name)
             try:
                 # The engine shortens the records of large jobs. With a size of 1, it does not.

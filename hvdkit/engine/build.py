@@ -265,7 +265,7 @@ def _log_file() -> Path:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="hvdkit-build-"))
+    path = Path(tempfile.mkdtemp(prefix="hvdkit-build-"))  # noqa: TID251
     try:
         if reason := cache.untrusted(path):
             raise HvdkitError(

@@ -82,7 +82,7 @@ def make(path: Path) -> Path:
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
     """Create a temporary folder in `parent` for the duration of a block."""
-    path = Path(tempfile.mkdtemp(prefix=".new-", dir=make(parent)))
+    path = Path(tempfile.mkdtemp(prefix=".new-", dir=make(parent)))  # noqa: TID251
     try:
         yield path
     finally:

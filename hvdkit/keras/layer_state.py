@@ -10,7 +10,6 @@ arrays and lists of `get_config`, results of `save_own_variables`, and files of 
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ import xxhash
 from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
+from hvdkit.owned_folders import TemporaryFolder
 
 _ADVICE = (
     "Adapt the layer to all data, before hvd.shard. Or adapt it on rank 0, and send its state to "
@@ -129,7 +129,7 @@ def _assets(layer: Any) -> Iterator[tuple[str, Any]]:
     # Keras needs about 10 times as long to write a vocabulary as its table needs.
     if not hasattr(layer, "save_assets") or _has_table(layer):
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder("hvdkit-assets-") as folder:
         layer.save_assets(folder)
         paths = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
         for path in sorted(paths):

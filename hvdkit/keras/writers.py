@@ -8,7 +8,6 @@ Keras's class, so that `super().on_epoch_end(...)` writes nothing.
 
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,8 @@ from keras.callbacks import (
     ProgbarLogger,
     TensorBoard,
 )
+
+from hvdkit.owned_folders import TemporaryFolder
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -88,7 +89,7 @@ class _TensorBoard(TensorBoard):
 
     def set_model(self, model: Any) -> None:
         """Write to a folder that is deleted with this callback."""
-        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hvdkit-tensorboard-")
+        self._folder = self._folder or TemporaryFolder("hvdkit-tensorboard-")
         own, self.log_dir = self.log_dir, self._folder.name
         try:
             super().set_model(model)

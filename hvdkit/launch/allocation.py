@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.hosts import Host, describe_slots, shortened, total_slots
-from hvdkit.plain_files import parse_json
+from hvdkit.plain_files import parse_json, read_named
 
 # Slurm's first step number for steps that srun did not start, such as the batch script.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -253,7 +253,7 @@ def batch_hosts(env: Mapping[str, str]) -> tuple[str, list[Host]] | None:
 
 def _pbs(path: str) -> dict[str, int]:
     """Parse the file of PBS or Torque: a line with the host for each slot."""
-    return Counter(Path(path).read_text(encoding="utf-8").split())
+    return Counter(read_named(Path(path)).split())
 
 
 def _lsf(text: str) -> dict[str, int]:
@@ -264,7 +264,7 @@ def _lsf(text: str) -> dict[str, int]:
 
 def _sge(path: str) -> dict[str, int]:
     """Parse the file of SGE, with lines `host slots queue processors`."""
-    lines = map(str.split, Path(path).read_text(encoding="utf-8").splitlines())
+    lines = map(str.split, read_named(Path(path)).splitlines())
     return _added((line[0], line[1]) for line in lines if line)
 
 

@@ -14,6 +14,7 @@ from hvdkit.errors import UsageError
 from hvdkit.launch.allocation import BATCH_SYSTEMS
 from hvdkit.launch.plan import Place, Plan
 from hvdkit.launch.start_error import StartUsageError
+from hvdkit.plain_files import read_named
 from hvdkit.processes import GROUP_VARIABLE, without_rank_variables
 
 #: Variables that are valid only on one host or in one login, and are not forwarded. Variables of an
@@ -158,7 +159,7 @@ def read_file(path: Path) -> list[str]:
         UsageError: the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = read_named(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--env-file {path}: {reason}") from error

@@ -18,6 +18,7 @@ import psutil
 
 from hvdkit.errors import UsageError
 from hvdkit.faults.names import shortened as few
+from hvdkit.plain_files import read_named
 
 # A name or an address, with an optional user for ssh. It must not begin with a dash, because ssh
 # would parse it as an option.
@@ -114,7 +115,7 @@ def read_hostfile(path: Path) -> list[Host]:
             setting, which Open MPI refuses, too.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig", errors="backslashreplace").splitlines()
+        lines = read_named(path, "backslashreplace").splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}") from error
     found: dict[str, Host] = {}

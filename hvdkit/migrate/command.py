@@ -88,7 +88,7 @@ def _write(found: files.Files, outcomes: dict[Path, Outcome]) -> dict[Path, str]
         if outcome.before == outcome.after:
             continue
         try:
-            files.write(path, outcome.after, mark=path in found.marked)
+            files.write(path, outcome.after, mark=path in found.marked, read=found.states[path])
         except OSError as error:
             failed[found.shown[path]] = f"cannot be written: {error.strerror}"
     return failed

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from hvdkit import plain_files
 from hvdkit.errors import UsageError
 from hvdkit.plain_files import open_regular
+from hvdkit.whole_files import beside
 
 #: Folders that hold the code of others.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist"}
@@ -33,6 +34,8 @@ class Files:
     unreadable: dict[Path, str] = field(default_factory=dict)
     #: Files with a byte order mark, which is kept.
     marked: set[Path] = field(default_factory=set)
+    #: The state of each file of `texts` when it was read.
+    states: dict[Path, os.stat_result] = field(default_factory=dict)
 
 
 def read(paths: Sequence[Path]) -> Files:
@@ -81,6 +84,7 @@ def _read(found: Files, path: Path, real: Path) -> None:
     try:
         with open(open_regular(real), "rb") as file:
             # A notebook may be longer, because of its pictures.
+            found.states[real] = os.fstat(file.fileno())
             content = file.read(plain_files.LONGEST)
     except OSError as error:
         found.unreadable[path] = error.strerror or str(error)
@@ -107,28 +111,48 @@ def _read(found: Files, path: Path, real: Path) -> None:
             found.unreadable[path] = "is not UTF-8, so it is left alone: convert it first"
 
 
-def write(path: Path, text: str, *, mark: bool) -> None:
-    """Replace a file in one step. Its mode stays; a reader sees the old or the new text.
+def write(path: Path, text: str, *, mark: bool, read: os.stat_result) -> None:
+    """Replace a file in one step. Its permissions stay; a reader sees the old or the new text.
+
+    Args:
+        path: the file.
+        text: the new text.
+        mark: whether it begins with a byte order mark.
+        read: the state of the file when it was read.
 
     Raises:
-        OSError: the file cannot be written; it is as before.
+        OSError: the file cannot be written, or has changed since it was read; it is as before.
     """
-    state = path.stat()
-    if not os.access(path, os.W_OK):
-        raise PermissionError(13, "it is read-only", str(path))
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # The folder may be that of another user, who could exchange it for a link to one of this user.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write((_MARK if mark else b"") + text.encode("utf-8"))
-            file.flush()
-            os.fchmod(file.fileno(), state.st_mode)
-            with contextlib.suppress(PermissionError):
-                os.fchown(file.fileno(), state.st_uid, state.st_gid)
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        if _identity(found) != _identity(read):
+            raise OSError(errno.ESTALE, "it has changed meanwhile: run the command again")
+        if not os.access(path.name, os.W_OK, dir_fd=folder):
+            raise PermissionError(errno.EACCES, "it is read-only", str(path))
+        draft = beside(path).name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(draft, flags, 0o600, dir_fd=folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write((_MARK if mark else b"") + text.encode("utf-8"))
+                file.flush()
+                # Without set-user-ID: the new file may belong to this user, not to the owner.
+                os.fchmod(file.fileno(), found.st_mode & 0o777)
+                with contextlib.suppress(PermissionError):
+                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                os.fsync(file.fileno())
+            os.replace(draft, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(draft, dir_fd=folder)
+            raise
+    finally:
+        os.close(folder)
+
+
+def _identity(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def lines_of(text: str) -> list[str]:

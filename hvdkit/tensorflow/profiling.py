@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.profiling import clocks, events
 from hvdkit.profiling.events import Event
 from hvdkit.profiling.profile import BaseProfile
@@ -71,7 +71,7 @@ class Profiler:
     """`hvdkit.profiling.profile.Framework` with `tf.profiler`."""
 
     def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: TemporaryFolder | None = None
         # What ends the recording, and the current step.
         self._recording = contextlib.ExitStack()
         self._step = contextlib.ExitStack()
@@ -80,7 +80,7 @@ class Profiler:
 
     def start(self) -> None:
         """See `Framework`."""
-        self._folder = tempfile.TemporaryDirectory(prefix="hvdkit-profile-")
+        self._folder = TemporaryFolder("hvdkit-profile-")
         tf.profiler.experimental.start(self._folder.name)
         self._recording.callback(tf.profiler.experimental.stop)
         self._recording.callback(self.step_ends)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.profiling import clocks, events
 from hvdkit.profiling.events import Event
 from hvdkit.profiling.profile import BaseProfile
@@ -135,7 +135,7 @@ class Profiler:
 
     def events(self, rank: int) -> list[Event]:
         """See `Framework`. The process numbers of the events belong to this rank only."""
-        with tempfile.TemporaryDirectory(prefix="hvdkit-profile-") as folder:
+        with TemporaryFolder("hvdkit-profile-") as folder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))
             # The events may need hundreds of MB, and the script may keep this object.

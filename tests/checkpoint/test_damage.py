@@ -574,6 +574,14 @@ def test_deleting_does_not_follow_links(store, newest):
     assert (outside / "precious").read_text() == "x"
 
 
+def test_a_name_of_another_user_is_logged_without_escape_sequences(tmp_path, caplog):
+    caplog.set_level("INFO", "hvdkit")
+    (tmp_path / ".writing-\x1b[31m").mkdir()
+    Store(tmp_path).open_for_writing().close()
+    shown = next(each for each in caplog.messages if "removing the unfinished" in each)
+    assert shown.isprintable()
+
+
 def test_lock_files_that_are_links_are_not_followed(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / ".writer").symlink_to(tmp_path / "outside")

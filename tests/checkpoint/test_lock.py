@@ -304,3 +304,28 @@ def test_only_who_may_write_to_the_folder_may_lock_it(tmp_path, folder, lock_fil
         Store(str(place)).open_for_writing().close()
         assert (place / lock.LOCK_FILE).stat().st_mode & 0o777 == lock_file
         (place / lock.LOCK_FILE).chmod(0o644)  # as earlier versions have made it
+
+
+@pytest.mark.parametrize("name", [lock.LOCK_FILE, lock.LEASE_FILE])
+def test_a_hard_link_to_another_file_of_this_user(tmp_path, impatient, name):
+    """Where the system permits it, whoever may write to the folder can make such a link."""
+    private, place = tmp_path / "private", tmp_path / "run"
+    private.write_text("secret")
+    private.chmod(0o600)
+    place.mkdir()
+    place.chmod(0o1777)
+    writer = Store(str(place)).open_for_writing()
+    (place / name).unlink()
+    if name == lock.LOCK_FILE:
+        writer.close()
+        (place / name).hardlink_to(private)
+        Store(str(place)).open_for_writing().close()
+    else:
+        content = writer._writer._lock.lease.to_bytes(0)
+        private.write_bytes(content)
+        (place / name).hardlink_to(private)
+        time.sleep(10 * lock.BEAT_SECONDS)
+        writer.close()
+        assert private.read_bytes() == content
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert private.stat().st_nlink == 1 + (place / name).exists()

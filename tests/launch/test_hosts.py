@@ -1,3 +1,4 @@
+import os
 import random
 import re
 import threading
@@ -7,8 +8,12 @@ import pytest
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import UsageError
+from hvdkit.launch import environment
+from hvdkit.launch.allocation import batch_hosts
 from hvdkit.launch.hosts import Host, are_local, is_local, parse_hosts, read_hostfile
+from hvdkit.launch.nodes.settings import read_key
 from hvdkit.mpirun import identify_mpirun
+from hvdkit.plain_files import LONGEST
 from tests.launch.commands import execute
 
 
@@ -179,3 +184,23 @@ def test_names_are_looked_up_in_parallel_with_a_timeout():
     answer.set()
     assert [host.name for host, local in found.items() if local] == ["here"]
     assert list(found) == hosts
+
+
+READERS = {
+    "--hostfile": read_hostfile,
+    "--env-file": environment.read_file,
+    "--key-file": lambda path: read_key(path, {}, optional=False),
+    "PBS_NODEFILE": lambda path: batch_hosts({"PBS_NODEFILE": str(path)}),
+    "PE_HOSTFILE": lambda path: batch_hosts({"PE_HOSTFILE": str(path)}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_named_file_that_would_fill_the_memory(tmp_path, name):
+    """Such as a link to /dev/zero."""
+    path, link = tmp_path / "long", tmp_path / "link"
+    path.touch()
+    os.truncate(path, LONGEST + 1)
+    link.symlink_to(path)
+    with pytest.raises(UsageError, match=f"more than {LONGEST:,} characters"):
+        READERS[name](link)

@@ -239,7 +239,7 @@ def test_a_notebook_is_reported(tmp_path, capsys):
 
 
 def test_a_failed_write_leaves_the_file(script, monkeypatch, capsys):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", fail)
@@ -248,6 +248,43 @@ def test_a_failed_write_leaves_the_file(script, monkeypatch, capsys):
     assert script.read_text() == OLD
     assert os.listdir(script.parent) == ["train.py"]
     assert "cannot be written: No space left on device" in capsys.readouterr().out
+
+
+def test_a_new_file_has_no_set_user_id(script, monkeypatch):
+    """It belongs to this user, in place of a file of another user, who may change it."""
+
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(files.os, "fchown", refuse)
+    script.chmod(0o6777)
+    assert run("--write", script) == 0
+    assert script.stat().st_mode & 0o7777 == 0o777
+
+
+@pytest.mark.parametrize("change", ["edit", "link"])
+def test_a_file_that_has_changed_since_it_was_read_stays(tmp_path, monkeypatch, capsys, change):
+    """Another user may put a link to a folder of this user in the place of a folder of a script."""
+    folder, own = tmp_path / "model", tmp_path / "own"
+    for each in (folder, own):
+        each.mkdir()
+        (each / "train.py").write_text(OLD)
+    read_files = files.read
+
+    def read(paths):
+        found = read_files(paths)
+        if change == "edit":
+            (folder / "train.py").write_text(OLD + "# my edit\n")
+        else:
+            folder.rename(tmp_path / "moved")
+            folder.symlink_to(own)
+        return found
+
+    monkeypatch.setattr(files, "read", read)
+    assert run("--write", folder) == 1
+    assert (folder / "train.py").read_text().startswith(OLD)
+    assert os.listdir(own) == ["train.py"]
+    assert "it has changed meanwhile: run the command again" in capsys.readouterr().out
 
 
 def test_an_unreadable_file_is_reported(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from hvdkit.bench.sizes import parse_sizes, show_size
 from hvdkit.bench.turns import in_turns
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.flags import add_options
+from hvdkit.owned_folders import TemporaryFolder
 
 HELP = "measure time and bandwidth of allreduces, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
@@ -160,7 +160,7 @@ class _Benchmark:
         """Measure all cases. Print a line for each result."""
         keeping = kept_on_failure(self._results, self._options, self._save)
         with keeping, contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-bench-")))
+            folder = Path(stack.enter_context(TemporaryFolder("hvdkit-bench-")))
             running: dict[Variant, Job] = {}
             for variant in self._variants:
                 print(f"starting {variant.name}", file=sys.stderr, flush=True)

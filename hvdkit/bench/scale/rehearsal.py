@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import statistics
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from hvdkit.bench.step.variants import FLAT, SINGLE, TORCH, Variant
 from hvdkit.bench.turns import in_turns
 from hvdkit.engine import describe
 from hvdkit.errors import HvdkitError
+from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.processes import python_command
 
 #: The gradients: layers of a MB of float32, in buckets of four.
@@ -77,7 +77,7 @@ def measure(hosts: Hosts, variants: Sequence[Variant], turns: int) -> Mapping[st
     """
     found: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-scale-")))
+        folder = Path(stack.enter_context(TemporaryFolder("hvdkit-scale-")))
         # Ranks find each other by the addresses of their hosts.
         cluster = stack.enter_context(namespaces.hosts(hosts.count, own_name_is_local=False))
         link.limit(cluster, link.parse_rate(hosts.rate, "--rate"))

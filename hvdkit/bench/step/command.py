@@ -6,7 +6,6 @@ import dataclasses
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hvdkit.bench.step.variants import BEFORE, FLAT, SINGLE, STRATEGY, TORCH, Va
 from hvdkit.bench.turns import check_memory, in_turns
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.flags import TYPES, add_options, flag
+from hvdkit.owned_folders import TemporaryFolder
 
 HELP = "measure training steps of a model, of hvdkit and of other libraries in turns"
 EXAMPLE = """\
@@ -194,7 +194,7 @@ class _Benchmark:
     def _measure(self, model: str) -> None:
         options = self._options
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdkit-bench-")))
+            folder = Path(stack.enter_context(TemporaryFolder("hvdkit-bench-")))
             running: list[Job] = []
             for variant in self._variants:
                 print(f"{model}: starting {variant.name}", file=sys.stderr, flush=True)
@@ -353,7 +353,7 @@ class _Benchmark:
 
     def _answer(self, plan: JobPlan, probe: str) -> dict[str, Any]:
         """Return the answer with the highest cost: in training, all ranks wait for the slowest."""
-        with tempfile.TemporaryDirectory(prefix="hvdkit-bench-") as folder:
+        with TemporaryFolder("hvdkit-bench-") as folder:
             job = Job(plan, self._place, Path(folder))
             try:
                 job.start()

@@ -72,8 +72,11 @@ class FolderLock:
             mode = 0o600 | writers | writers << 1
             self._descriptor = open_regular(LOCK_FILE, folder, os.O_RDWR | os.O_CREAT, mode)
             try:
-                with contextlib.suppress(OSError):  # a file of another user, for example
-                    os.fchmod(self._descriptor, mode)
+                # A file with two names may be any file of this user, to which another user has
+                # made a hard link.
+                if os.fstat(self._descriptor).st_nlink == 1:
+                    with contextlib.suppress(OSError):  # a file of another user, for example
+                        os.fchmod(self._descriptor, mode)
                 self._take()
             except BaseException:
                 os.close(self._descriptor)
@@ -185,11 +188,20 @@ class FolderLock:
         # All leases have one length, so that no bytes of an older one remain.
         content = self.lease.to_bytes(self._beats).ljust(MAX_BYTES)
         # Open and close the file each time: NFS shows a change to other hosts after the close.
-        descriptor = open_regular(LEASE_FILE, self._folder, os.O_WRONLY | flags)
+        descriptor = self._open_lease(flags)
         try:
             os.pwrite(descriptor, content, 0)
         finally:
             os.close(descriptor)
+
+    def _open_lease(self, flags: int) -> int:
+        descriptor = open_regular(LEASE_FILE, self._folder, os.O_WRONLY | flags)
+        if os.fstat(descriptor).st_nlink < 2:
+            return descriptor
+        # As for `.lock`. A copy of the folder may consist of hard links, too.
+        os.close(descriptor)
+        os.unlink(LEASE_FILE, dir_fd=self._folder)
+        return open_regular(LEASE_FILE, self._folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def _beat(self) -> None:
         failing = False

@@ -25,6 +25,7 @@ from hvdkit.checkpoint.posix import disk, listing
 from hvdkit.checkpoint.posix.files import PosixFiles
 from hvdkit.checkpoint.posix.lock import FolderLock
 from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
+from hvdkit.plain_files import printable
 
 _log = logging.getLogger(__name__)
 
@@ -287,7 +288,7 @@ class PosixWriter:
             return
         for name in names:
             if name.startswith((_WRITING + token, _DELETING + token)):
-                _log.info("removing the unfinished %s", self._path / name)
+                _log.info("removing the unfinished %s", self._shown(name))
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -296,7 +297,11 @@ class PosixWriter:
         except FileNotFoundError:
             return
         except OSError as error:
-            _log.warning("%s could not be removed yet: %s", self._path / name, error.strerror)
+            _log.warning("%s could not be removed yet: %s", self._shown(name), error.strerror)
+
+    def _shown(self, name: str) -> str:
+        # Another user may have chosen the name.
+        return printable(str(self._path / name), one_line=True)
 
 
 def _is_same(folder: int, entry: Entry) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import UsageError
+from hvdkit.plain_files import read_named
 
 #: The job's key, the same on every node.
 KEY_VARIABLE = "HVDKIT_JOB_KEY"
@@ -93,7 +94,7 @@ def read_key(file: Path | None, env: Mapping[str, str], optional: bool) -> bytes
         UsageError: there is no key, or the key is too short.
     """
     try:
-        key = env.get(KEY_VARIABLE, "") if file is None else file.read_text(encoding="utf-8")
+        key = env.get(KEY_VARIABLE, "") if file is None else read_named(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise UsageError(f"--key-file {file}: {reason}") from error
