@@ -161,16 +161,16 @@ class Rounds:
         for part in gradients.parts:
             part.wait()
         known = len(gradients.parts)
-        if gradients.plan_new(frozen=True):
-            for part in gradients.parts[known:]:
-                part.synchronize()
+        added = bool(gradients.plan_new(frozen=True))
+        for part in gradients.parts[known:]:
+            part.synchronize()
         if sparse:
             gradients.make_sparse()
         gradients.end_round()
         if self.position.rounds == 0:
             # If this raises, the next round compares again.
             self.position = replace(self.position, participated=True, no_sync_used=False)
-            self._compare_replicas()
+            self._compare_replicas(added)
         self.position = self.position.after_round()
 
     def compare_without_round(self) -> None:
@@ -183,17 +183,18 @@ class Rounds:
         if self.position.rounds == 0:
             self._compare_replicas()
 
-    def _compare_replicas(self) -> None:
+    def _compare_replicas(self, added: bool = False) -> None:
+        """Compare the replicas if it is time, or if the optimizer has `added` parameters."""
         # The ranks are in the same step, and no rank changes parameters in a backward pass.
         step = self.position.step
-        if self.replicas is None or not self.replicas.settings.is_due(step):
+        if self.replicas is None or not (added or self.replicas.settings.is_due(step)):
             return
         if self._collectives.single_rank:
             return  # there is nothing to compare with
         if step and self._stragglers is not None:
             self._stragglers.report()
         # Also after `join` and `init`, which set the step to 0.
-        self.replicas.compare(step, first=not step)
+        self.replicas.compare(step, first=added or not step)
         # Only the step, which is the same on all ranks, decides about this collective.
         if self._same_data is not None and PASSES <= step <= LAST_STEP:
             self._same_data.compare()
