@@ -84,7 +84,7 @@ def _only_model(call: cst.Call) -> cst.BaseExpression:
 
 
 def _broadcast(it: Conversion, name: str) -> cst.BaseExpression:
-    return it.call("broadcast_parameters", f"{name}.state_dict()", "root_rank=0")
+    return it.call("broadcast_parameters", name, "root_rank=0")
 
 
 @rule(
