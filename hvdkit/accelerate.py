@@ -99,7 +99,7 @@ class HvdkitAccelerator(Accelerator):
         # In evaluation mode, Accelerate does everything except DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode:
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            hvd.broadcast_parameters(model, root_rank=0)
         return prepared
 
     def prepare_optimizer(

@@ -9,15 +9,19 @@ Example:
     accuracy.compute()  # the accuracy over the samples of all ranks
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
 
 import hvdkit.torch as hvd
+from hvdkit.core.consistency import check_consistency
 from hvdkit.errors import UsageError
+from hvdkit.torch.collectives import TorchCollectives
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -32,7 +36,8 @@ _DTYPES = (
 def compute_over_ranks(module: Module, process_set: Any = None) -> Module:
     """Make all metrics of a module compute their value over the ranks of the job.
 
-    All ranks must call `compute()` of such a metric, in the same order. Metrics with a
+    All ranks must call `compute()` of such a metric, in the same order; another order, or lists of
+    other lengths that are not concatenated, are a `RankMismatchError` on all ranks. Metrics with a
     `dist_sync_fn` of their own are not changed.
 
     Args:
@@ -47,9 +52,43 @@ def compute_over_ranks(module: Module, process_set: Any = None) -> Module:
         if isinstance(metric, Metric) and metric.dist_sync_fn in (None, gather):
             metric.dist_sync_fn = gather
             metric.distributed_available_fn = _is_distributed
+            metric._sync_dist = functools.partial(_synchronize, metric)
             if process_set is not None:
                 metric.process_group = process_set
     return module
+
+
+def _synchronize(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+    """Gather the states of a metric, after a comparison of what the ranks will gather.
+
+    A list that is not concatenated is gathered tensor by tensor. Otherwise, the surplus tensors of
+    a rank would meet those of other states.
+    """
+    process_set = process_group or metric.process_group or hvd.global_process_set
+    if process_set.included():
+        check_consistency(
+            TorchCollectives(process_set),
+            [f"metric {type(metric).__name__}", *map(_describe_state, *_states(metric))],
+            "a metric",
+            "Compute the same metrics in the same order on all ranks. If a state is a list without "
+            "a reduction, call update() as often on all ranks.",
+        )
+    type(metric)._sync_dist(metric, dist_sync_fn or gather, process_group)
+
+
+def _states(metric: Metric) -> tuple[list[str], list[int]]:
+    """Return the names of the states, and the number of tensors that are gathered for each."""
+    values = {name: getattr(metric, name) for name in metric._reductions}
+    joined = {name for name, how in metric._reductions.items() if how == dim_zero_cat}
+    counts = [
+        len(value) if isinstance(value, list) and name not in joined else 1
+        for name, value in values.items()
+    ]
+    return list(values), counts
+
+
+def _describe_state(name: str, count: int) -> str:
+    return f"its state {name!r} has {count} tensors"
 
 
 def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

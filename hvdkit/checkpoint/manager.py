@@ -739,7 +739,7 @@ class Manager:
         """
         if self._closed:
             return
-        if self._first and self._schedule.missed:
+        if self._first and self._boundary.waits and self._schedule.missed:
             _log.warning(
                 "a save was due, but each call of maybe_save up to step %d came between a backward "
                 "pass and its step. Call save() at the end of the training",

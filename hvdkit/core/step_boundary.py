@@ -52,6 +52,11 @@ class StepBoundary:
         steps = self.steps()
         return True, self._asked.setdefault(place, steps) != steps
 
+    @property
+    def waits(self) -> bool:
+        """Whether this rank was not at a boundary in a call, and all ranks were in none since."""
+        return bool(self._asked)
+
     def reach(self) -> None:
         """Record that all ranks are at a boundary, or begin again after a restore."""
         self._asked.clear()

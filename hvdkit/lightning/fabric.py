@@ -72,7 +72,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         """
         check_batch_norm(module)
         compute_over_ranks(module)
-        hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+        hvd.broadcast_parameters(module, root_rank=0)
         self._unchecked.append(module)
         return module
 

@@ -103,7 +103,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
         check_batch_norm(model)
         compute_over_ranks(model)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_parameters(model, root_rank=0)
         return model
 
     def model_to_device(self) -> None:

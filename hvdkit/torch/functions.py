@@ -23,21 +23,23 @@ _CHUNK_BYTES = 1 << 30
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[Any],
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[Any],
     root_rank: int,
     process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
 ) -> None:
     """Copy rank `root_rank`'s tensors into those of every other rank, in place.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; any
-            dtype and strides. Values that are not tensors are ignored.
+        params: a model: all parameters and buffers, as DistributedDataParallel sends them. Or
+            `model.state_dict()`, which lacks buffers with `persistent=False`, or
+            `model.named_parameters()` or `model.parameters()`; any dtype and strides. Values that
+            are not tensors are ignored.
         root_rank: the rank to copy from.
         process_set: the ranks that take part.
 
     Raises:
-        UsageError: `params` is a tensor or a module, or has a value that contains tensors, or a
-            tensor without memory of its own, such as a DTensor; or `root_rank` does not exist.
+        UsageError: `params` is a tensor, or has a value that contains tensors, or a tensor without
+            memory of its own, such as a DTensor; or `root_rank` does not exist.
         RankMismatchError: on every rank, when names, shapes or dtypes differ between ranks, or
             an argument is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
@@ -56,7 +58,9 @@ def broadcast_parameters(
     _broadcast_tensors(own, root_rank, process_set)
 
 
-def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+def _named_tensors(
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[Any],
+) -> list[tuple[str, torch.Tensor]]:
     """Return the names and tensors to broadcast, in the same order on every rank.
 
     Raises:
@@ -64,14 +68,11 @@ def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str,
     """
     if isinstance(params, torch.Tensor):
         raise UsageError(
-            "params is a tensor: expected model.state_dict(), model.named_parameters() or a list "
-            "of tensors; for one tensor use broadcast_()"
+            "params is a tensor: expected a model, model.named_parameters() or a list of "
+            "tensors; for one tensor use broadcast_()"
         )
-    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
-        raise UsageError(
-            f"params is a module, {type(params).__name__}: expected model.state_dict(), "
-            f"model.named_parameters() or a list of tensors"
-        )
+    if isinstance(params, torch.nn.Module):
+        params = dict([*params.named_parameters(), *params.named_buffers()])
     items = params.items() if isinstance(params, Mapping) else params
     named = [item if isinstance(item, tuple) else ("", item) for item in items]
     for name, value in named:

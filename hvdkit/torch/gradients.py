@@ -150,6 +150,11 @@ class Gradients:
             return self.parts[0].records
         return [record for part in self.parts for record in part.records]
 
+    @property
+    def newest(self) -> int:
+        """The largest number of a planned record; -1 without one."""
+        return max((record.number for record in self._planned), default=-1)
+
     def _unplanned(self) -> Iterator[Record]:
         return (record for record in self.records.values() if record.part is None)
 

@@ -51,6 +51,8 @@ class Rounds:
     ) -> None:
         self.gradients = gradients
         self.position = Position()
+        # The number of the newest record whose parameter the ranks have compared.
+        self._compared = -1
         self.on_nonfinite = on_nonfinite
         self.replicas = replicas
         self._collectives = collectives
@@ -184,16 +186,19 @@ class Rounds:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:
-        # The ranks are in the same step, and no rank changes parameters in a backward pass.
-        step = self.position.step
-        if self.replicas is None or not self.replicas.settings.is_due(step):
+        """Compare the replicas if it is time, or if the optimizer has new parameters."""
+        if self.replicas is None or self._collectives.single_rank:
             return
-        if self._collectives.single_rank:
-            return  # there is nothing to compare with
+        # The ranks are in the same step, and no rank changes parameters in a backward pass.
+        step, newest = self.position.step, self.gradients.newest
+        added = newest > self._compared
+        if not (added or self.replicas.settings.is_due(step)):
+            return
         if step and self._stragglers is not None:
             self._stragglers.report()
         # Also after `join` and `init`, which set the step to 0.
-        self.replicas.compare(step, first=not step)
+        self.replicas.compare(step, first=added or not step)
+        self._compared = newest
         # Only the step, which is the same on all ranks, decides about this collective.
         if self._same_data is not None and PASSES <= step <= LAST_STEP:
             self._same_data.compare()

@@ -56,8 +56,19 @@ def _after_load_state_dict(
     wrapped = reference()
     if wrapped is not None and loaded is wrapped._plain:
         wrapped.discard_accumulated()
-        # torch replaces the containers that both optimizers share.
-        wrapped.__dict__.update(state=loaded.state, param_groups=loaded.param_groups)
+
+
+#: Attributes of the plain optimizer that a wrapped one does not have itself: torch and scripts
+#: replace their values in either of the two.
+_SHARED = ("param_groups", "state", "defaults")
+
+
+def _shared(name: str) -> Any:
+    return property(
+        lambda self: getattr(self._plain, name),
+        lambda self, value: setattr(self._plain, name, value),
+        doc=f"The plain optimizer's `{name}`.",
+    )
 
 
 def wrapped_optimizers() -> "list[WrappedOptimizer]":
@@ -103,13 +114,17 @@ class WrappedOptimizer(torch.optim.Optimizer):
     """
 
     reducer: OptimizerReducer
+    param_groups = _shared("param_groups")
+    state = _shared("state")
+    defaults = _shared("defaults")
 
     def _wrap(self, plain: torch.optim.Optimizer) -> None:
         """Take the state of the plain optimizer. The caller then sets `reducer`."""
         dynamo.exclude_hvdkit()
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
         # scheduler sets an attribute `step` to count steps. Its copy would hide our method.
-        self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k != "step")
+        left_out = {"step", *_SHARED}
+        self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k not in left_out)
         self._plain = plain
         self._should_synchronize = True
         # Whether the last step changed the parameters. After a fused step this is its tensor
@@ -166,10 +181,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce all gradients and make the plain optimizer's step.
 
         Only count the call inside a window of `accumulation_steps`; `stepped` is False then.
+
+        Args:
+            closure: see `torch.optim.Optimizer.step`.
+            options: further arguments that the plain optimizer's method has.
 
         Raises:
             UsageError: a closure was passed with `accumulation_steps` or `on_nonfinite="skip"`.
@@ -185,9 +204,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self.hvdkit_skipped_steps += 1
                 self.end_step()
                 return None
-            result = super().step()
+            result = super().step(**options)
         else:
-            result = super().step(self._reducing(closure) if self._should_synchronize else closure)
+            reducing = self._reducing(closure) if self._should_synchronize else closure
+            result = super().step(reducing, **options)
         self.reducer.before_end_of_step()
         # An LR scheduler checks whether its optimizer, plain or wrapped, has stepped.
         self._plain._opt_called = self._opt_called = True  # type: ignore[attr-defined]
@@ -302,8 +322,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load the plain optimizer's state, and drop accumulated gradients."""
         self.discard_accumulated()
         super().load_state_dict(state_dict)
-        # torch replaces the containers that both optimizers share.
-        self._plain.__dict__.update(state=self.state, param_groups=self.param_groups)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set attributes, as `load_state_dict` and scripts do."""
+        self._plain.__dict__.update((k, v) for k, v in state.items() if k in _SHARED)
+        super().__setstate__({k: v for k, v in state.items() if k not in _SHARED})
 
     def discard_accumulated(self) -> None:
         """Drop accumulated gradients and begin a new window. All ranks call it, or none."""
@@ -415,7 +438,7 @@ def check_attributes(plain: torch.optim.Optimizer) -> None:
             )
     own = {name for name in ours if not name.startswith("__")} | {"reducer", "grad_norm"}
     own |= {"_plain", "_should_synchronize", "_stepped"}
-    own -= set(vars(torch.optim.Optimizer))
+    own -= {*vars(torch.optim.Optimizer), *_SHARED}
     theirs = set(vars(plain)).union(*(vars(c) for c in kind.__mro__ if c not in _BASES))
     if both := sorted(own & theirs):
         raise UsageError(

@@ -96,13 +96,13 @@ def test_ranks_that_the_script_starts_itself():
     assert "multiprocessing" not in outcome.after
     assert outcome.after.endswith("    hvd.init()\n    work(hvd.rank(), hvd.size(), 5)\n")
     assert "    model = torch.nn.Linear(2, 1)\n" in outcome.after
-    assert "    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n" in outcome.after
+    assert "    hvd.broadcast_parameters(model, root_rank=0)\n" in outcome.after
 
 
 def test_a_model_and_an_optimizer_of_other_functions():
     outcome = migrated(OF_A_TRAINER.replace("    return model, torch", "    optimizer = torch", 1))
     assert "        # sends the parameters" in outcome.after or "# sends the" in outcome.after
-    assert "hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)" in outcome.after
+    assert "hvd.broadcast_parameters(self.model, root_rank=0)" in outcome.after
     assert "torch.save(self.model.state_dict()" in outcome.after
     assert (
         "    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n"

@@ -279,10 +279,42 @@ def test_a_single_tensor_is_not_a_collection_of_parameters(hvd):
         hvd.broadcast_parameters(torch.ones(3), root_rank=0)
 
 
-def test_a_module_is_not_a_collection_of_parameters(hvd):
-    with pytest.raises(UsageError, match="params is a module, Sequential"):
-        hvd.broadcast_parameters(nn.Sequential(nn.Linear(3, 2)), root_rank=0)
-    hvd.broadcast_parameters(nn.ParameterList([torch.ones(3)]), root_rank=0)
+def test_both_optimizers_have_one_state_and_the_same_groups(hvd):
+    """The scheduler may hold the plain one, and the script may replace groups of the other."""
+    model = nn.Linear(2, 1)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    replace = {
+        "__setstate__": lambda groups: optimizer.__setstate__({"param_groups": groups}),
+        "assignment": lambda groups: setattr(optimizer, "param_groups", groups),
+        "load_state_dict": lambda _: optimizer.load_state_dict(optimizer.state_dict()),
+        "of the plain one": lambda _: plain.load_state_dict(plain.state_dict()),
+    }
+    for how in replace.values():
+        how([{**group, "lr": 0.1} for group in optimizer.param_groups])
+        rate = plain.param_groups[0]["lr"]
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups is plain.param_groups
+        assert optimizer.state is plain.state
+        assert optimizer.param_groups[0]["lr"] == 0.5 * rate
+
+
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None, *, loss=1.0):
+        for group in self.param_groups:
+            group["lr"] = 0.1 * loss
+        return super().step(closure)
+
+
+def test_arguments_of_the_step_of_an_optimizer(hvd):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(Scaled([weight], lr=1.0), [("weight", weight)])
+    weight.sum().backward()
+    optimizer.step(loss=3.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.7]))
 
 
 def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):

@@ -16,7 +16,7 @@ REPLACEMENTS = {
     **dict.fromkeys(SAMPLERS, "hvd.DistributedSampler(dataset)"),
     **dict.fromkeys(
         WRAPPERS,
-        "hvd.broadcast_parameters(model.state_dict(), root_rank=0), and "
+        "hvd.broadcast_parameters(model, root_rank=0), and "
         "hvd.DistributedOptimizer(optimizer, model.named_parameters())",
     ),
     DIST + "init_process_group": "hvd.init()",

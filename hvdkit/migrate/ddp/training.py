@@ -22,7 +22,7 @@ from hvdkit.migrate.script import argument, without_arguments
 @rule(
     "hvdkit wraps the optimizer, not the model. A separate line broadcasts the values of rank 0.",
     before="ddp_model = DDP(model, device_ids=[0], find_unused_parameters=True)",
-    after="ddp_model = model\nhvd.broadcast_parameters(ddp_model.state_dict(), root_rank=0)",
+    after="ddp_model = model\nhvd.broadcast_parameters(ddp_model, root_rank=0)",
     setup=SETUP.replace("ddp_model = DDP(model)\n", ""),
 )
 def model(self: Rule[Conversion], it: Conversion) -> None:
@@ -84,7 +84,7 @@ def _only_model(call: cst.Call) -> cst.BaseExpression:
 
 
 def _broadcast(it: Conversion, name: str) -> cst.BaseExpression:
-    return it.call("broadcast_parameters", f"{name}.state_dict()", "root_rank=0")
+    return it.call("broadcast_parameters", name, "root_rank=0")
 
 
 @rule(

@@ -41,6 +41,18 @@ def test_broadcast_parameters_of_a_state_dict(hvd):
         assert torch.equal(value, expected[name]), name
 
 
+def test_broadcast_parameters_of_a_model_sends_all_buffers(hvd):
+    """As the constructor of DistributedDataParallel (pytorch #111138)."""
+    model = nn.Module()
+    for persistent in (False, True):
+        own = torch.full((2,), 1.0 + hvd.rank())
+        model.register_buffer(f"buffer{persistent}", own, persistent=persistent)
+    model.weight = nn.Parameter(torch.full((3,), 1.0 + hvd.rank()))
+    hvd.broadcast_parameters(model, root_rank=1)
+    for each in (model.weight, model.bufferFalse, model.bufferTrue):
+        assert each.tolist() == [2.0] * len(each)
+
+
 @pytest.mark.parametrize("form", ["named generator", "list of parameters"])
 def test_broadcast_parameters_of_other_forms(hvd, form):
     model = model_of(seed=hvd.rank())

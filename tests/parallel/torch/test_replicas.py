@@ -770,3 +770,25 @@ def test_a_forward_pass_that_changes_the_weights(hvd):
     with pytest.raises(RankMismatchError, match=r"max_norm.*after the step: weight.data.renorm_"):
         embedding(torch.tensor([hvd.rank()])).sum().backward()
     optimizer.zero_grad()
+
+
+def test_added_parameters_are_compared_at_their_first_reduction(hvd):
+    """A head joins in the middle of the training, with other values on each rank."""
+    model, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False)
+    for p in model.parameters():
+        torch.nn.init.ones_(p)
+    torch.nn.init.constant_(head.weight, 1.0 + hvd.rank())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.add_param_group({"params": head.parameters()})
+    with pytest.raises(RankMismatchError, match=r"first comparison.*broadcast_parameters"):
+        head(model(torch.ones(1, 2))).sum().backward()
+    hvd.broadcast_parameters(head, root_rank=0)
+    optimizer.zero_grad()
+    head(model(torch.ones(1, 2))).sum().backward()
+    optimizer.step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvdkit.core.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import assert_raised_on_all_ranks
 
@@ -120,3 +121,32 @@ def test_different_states_raise_on_all_ranks(hvd):
     with pytest.raises(UsageError, match="different states") as caught:
         metric.compute()
     assert_raised_on_all_ranks(hvd, caught)
+
+
+def test_lists_of_different_lengths_are_an_error_on_all_ranks(hvd):
+    """torchmetrics #3336: states that are not concatenated, after different numbers of updates."""
+    from hvdkit.torchmetrics import compute_over_ranks
+
+    class Boxes(torchmetrics().Metric):
+        def __init__(self):
+            super().__init__()
+            for name in ("boxes", "scores"):
+                self.add_state(name, default=[], dist_reduce_fx=None)
+
+        def update(self, value):
+            self.boxes.append(value)
+            self.scores.append(10 * value)
+
+        def compute(self):
+            return sorted(box.item() for box in self.boxes), len(self.scores)
+
+    uneven, even = compute_over_ranks(Boxes()), compute_over_ranks(Boxes())
+    own = torch.tensor([1.0 + hvd.rank()])
+    for _ in range(3 - (hvd.rank() == 0)):
+        uneven.update(own)
+    for _ in range(2):
+        even.update(own)
+    with pytest.raises(RankMismatchError, match=r"its state 'boxes' has [23] tensors"):
+        uneven.compute()
+    expected = sorted(2 * [1.0 + rank for rank in range(hvd.size())])
+    assert even.compute() == (expected, 2 * hvd.size())
