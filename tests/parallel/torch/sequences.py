@@ -734,7 +734,7 @@ def idle_rank_at_step(world: World, number: int) -> None:
     world.zero()
     idle = world.chosen_rank(number)
     others = [rank for rank in world.ranks if rank != idle]
-    for k in range(1 + number % 2):
+    for k in range(1 + number % 3):
         world.backward(number + k, only=others)
     world.optimizer.step()
     # A rounded wire is compared with what the optimizer used.
@@ -758,10 +758,23 @@ def idle_rank_and_changed_gradients(world: World, number: int) -> None:
 def write_before_a_pass(world: World, number: int) -> None:
     """Write into the gradients of the last step, then make a pass.
 
-    Different numbers are an error. Zeros, and the same numbers on all ranks, are not.
+    Different numbers are an error. Zeros, the same numbers on all ranks, and different numbers
+    after the gradients were reset, are not.
     """
     plain_step(world, number)
-    value = number % 3
+    value = number % 4
+    if value == 3:
+        zero_grad_in_place(world, number)
+        for p, q in zip(world.model.parameters(), world.reference.parameters(), strict=True):
+            if p.grad is not None and p.requires_grad:
+                p.grad.fill_(0.1 + world.hvd.rank())
+                total = sum(0.1 + rank for rank in world.ranks)
+                q.grad.fill_(total / len(world.ranks) if world.setting.average else total)
+        world.largest += sum(0.1 + rank for rank in world.ranks)
+        world.backward(number, parts=["all"] * world.hvd.size())
+        world.check_gradients()
+        world.step()
+        return
     if value == 2 and len(world.ranks) > 1:
         for p in world.model.parameters():
             if p.grad is not None:

@@ -152,9 +152,14 @@ def test_sparse_embedding(hvd, kind, as_dense, passes):
         assert_same_on_all_ranks(hvd, model)
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adagrad", "adam"])
-def test_rows_that_ranks_share_are_as_in_a_dense_gradient(hvd, kind):
-    """All ranks use all rows, and some twice, so that a row is not counted for each rank."""
+@pytest.mark.parametrize(
+    ("kind", "as_dense"), [("momentum", False), ("adagrad", False), ("adam", False), ("adam", True)]
+)
+def test_rows_that_ranks_share_are_as_in_a_dense_gradient(hvd, kind, as_dense):
+    """All ranks use all rows, and some twice, so that a row is not counted for each rank.
+
+    SparseAdam gets sparse gradients, also if they are reduced as dense ones.
+    """
     torch.manual_seed(0)
     model = nn.Embedding(4, 3, sparse=True).to(DEVICE, torch.float64)
     makes = {
@@ -162,7 +167,7 @@ def test_rows_that_ranks_share_are_as_in_a_dense_gradient(hvd, kind):
         "adagrad": [partial(optim.Adagrad, lr=0.1)] * 2,
         "adam": [partial(optim.SparseAdam, lr=0.1), partial(optim.Adam, lr=0.1)],
     }[kind]
-    twins = Twins(hvd, lambda parameters: makes.pop(0)(parameters), model)
+    twins = Twins(hvd, lambda parameters: makes.pop(0)(parameters), model, sparse_as_dense=as_dense)
     twins.reference.sparse = False
     words = torch.tensor([0, 1, 2, 3, 1, 1], device=DEVICE)
     for step in range(4):

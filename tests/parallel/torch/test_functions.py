@@ -95,6 +95,7 @@ class Packed(torch.Tensor):
 def test_tensors_without_memory_of_their_own_are_refused(hvd):
     state = {"state": {0: {"packed": Packed(torch.ones(2))}}}
     for tensor, text in (
+        (nn.Linear(1, 1).state_dict(), ".* for each state dict"),
         (torch.ones(2).to_sparse(), r"has the layout torch\.sparse_coo"),
         (torch.ones(2, device="meta"), "is on the meta device"),
         (torch.ones(1, 2).expand(3, 2), r"is an expanded tensor of shape \[3, 2\]"),

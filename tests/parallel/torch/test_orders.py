@@ -70,6 +70,26 @@ def test_a_copy_of_a_reduced_gradient_is_the_scripts_own(hvd):
     torch.testing.assert_close(w.grad, torch.full_like(w, mean(hvd, lambda rank: rank + 2.0)))
 
 
+def test_a_conversion_of_a_reduced_sum(hvd):
+    """PyTorch swaps the contents, and loses the hooks: nothing shows what is reduced."""
+    (w,) = weights()
+    model = nn.ParameterList([w])
+    optimizer = wrapped(hvd, [w], op=hvd.Sum)
+    add(w, 1.0)
+    optimizer.step()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    add(w, 1.0)
+    with pytest.raises(GradientsChanged, match="were changed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    add(w, hvd.rank() + 1.0)
+    assert w.grad.tolist() == [hvd.size() * mean(hvd, lambda rank: rank + 1.0)] * 3
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_zeros_after_a_local_pass_over_other_parameters_on_each_rank(hvd, sparse):
     layers = [nn.Embedding(3, 1, sparse=sparse).to(DEVICE) for _ in range(2)]

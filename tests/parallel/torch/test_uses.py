@@ -8,6 +8,7 @@ Add a use: write a function of a `Training` and decorate it with `use`.
 
 import copy
 import gc
+import io
 import pickle
 import threading
 import warnings
@@ -181,6 +182,19 @@ def hooks(t: Training) -> None:
     t.loss().backward()
     t.optimizer.step()
     assert t.kept["seen"] == list(range(t.step + 1))
+
+
+@use
+def saved_gradients(t: Training) -> None:
+    """Gradients saved to a file, and loaded before the step."""
+    t.optimizer.zero_grad()
+    t.loss().backward()
+    file = io.BytesIO()
+    torch.save(t.gradients(), file)
+    file.seek(0)
+    for g, loaded in zip(t.gradients(), torch.load(file, weights_only=True), strict=True):
+        assert torch.equal(g, loaded)
+    t.optimizer.step()
 
 
 # Ways to call backward
