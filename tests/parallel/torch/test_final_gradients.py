@@ -5,9 +5,7 @@ all data.
 """
 
 import copy
-import gc
 import pkgutil
-import sys
 from functools import partial
 
 import pytest
@@ -15,14 +13,12 @@ import torch
 from horovod.torch import mpi_ops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.step_errors import BackwardFailed, GradientsChanged
+from hvdkit.core.step_errors import BackwardFailed
 from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
-from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.torch.oracle import (
     DEVICE,
     Fails,
@@ -31,7 +27,6 @@ from tests.parallel.torch.oracle import (
     assert_same_on_all_ranks,
     batch_of,
     loss_of,
-    on_all_ranks,
     sgd,
     small_model,
 )
@@ -66,57 +61,6 @@ def test_join_inside_a_window_leaks_nothing_into_the_next_epoch(hvd):
     assert model.weight.item() == 1
 
 
-# Sparse gradients
-
-
-class Words(nn.Module):
-    """An embedding and a head; a pass may leave the embedding out."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(8, 3, sparse=True)
-        self.head = nn.Linear(3, 2)
-        self.to(DEVICE, torch.float64)
-
-    def forward(self, words):
-        hidden = self.embedding(words) if words is not None else torch.ones_like(self.head.weight)
-        return self.head(hidden).square().mean()
-
-
-def words_of(rank, step):
-    return torch.tensor([rank, rank, step % 8, 7], device=DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("compression", "users", "kind"),
-    [("none", "nobody", "sgd"), ("fp16", "rank 0", "sgd"), ("none", "rank 1", "sparse adam")],
-)
-def test_a_sparse_embedding_used_late(hvd, compression, users, kind):
-    """In the first step no rank or one rank uses the embedding."""
-
-    def make(parameters):
-        if kind == "sparse adam" and len(parameters) == 1:
-            return torch.optim.SparseAdam(parameters, lr=0.1)
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    def parts(model):
-        return [model] if kind == "sgd" else [model.embedding, model.head]
-
-    twins = Twins(hvd, make, Words(), parts, compression=compression, bucket_bytes=1)
-
-    def loss(step, model, rank):
-        return model(words_of(rank, step) if step or users == f"rank {rank}" else None)
-
-    for step in range(4):
-        twins.zero_grad()
-        twins.backward(partial(loss, step))
-        twins.step()
-        if step or users != "nobody":
-            assert twins.model.embedding.weight.grad.is_sparse
-    twins.check()
-
-
 class Plain(torch.optim.Optimizer):
     """A third-party optimizer whose `zero_grad` and `step` have no arguments."""
 
@@ -145,9 +89,6 @@ def test_an_optimizer_of_a_third_party(hvd):
     twins.own_loss(7).backward()
     hvd.join()
     assert not twins.optimizer.gradients_wait()
-
-
-# Loss scaling
 
 
 def test_a_scaler_for_one_optimizer_that_steps_and_one_that_accumulates(hvd):
@@ -251,9 +192,6 @@ def test_a_sparse_gradient_of_another_dtype_is_missing_on_a_rank(hvd):
         optimizer.zero_grad()
 
 
-# Collectives that are left behind
-
-
 @pytest.mark.parametrize(
     ("where", "compression", "loads"),
     [
@@ -308,29 +246,6 @@ def test_loading_a_state_begins_anew_and_leaves_no_collective(hvd, where, compre
     assert set(mpi_ops._handle_map) <= before
 
 
-@pytest.mark.parametrize("kind", ["accumulation_steps", "backward_passes_per_step"])
-def test_zeroing_the_model_inside_a_window(hvd, kind):
-    twins = Twins(hvd, **{kind: 3})
-    mean = kind == "accumulation_steps"
-    twins.own_loss(0).backward()
-    if mean:
-        twins.optimizer.step()
-    twins.model.zero_grad()
-    advice = {
-        "accumulation_steps": r"call optimizer\.zero_grad\(\)",
-        "backward_passes_per_step": r"only after optimizer\.step\(\)",
-    }
-    with pytest.raises(HvdkitError, match=advice[kind]) as caught:
-        twins.own_loss(1).backward()
-    assert_raised_on_all_ranks(hvd, caught)
-    twins.optimizer.zero_grad()
-    for k in range(3):
-        twins.backward(k)
-        if mean or k == 2:
-            twins.step()
-    twins.check()
-
-
 def layers(*names):
     torch.manual_seed(0)
     return nn.ModuleDict({name: nn.Linear(5, 2) for name in names}).to(DEVICE, torch.float64)
@@ -380,9 +295,6 @@ def test_a_frozen_layer_that_one_rank_has_loaded_is_an_error_in_the_first_pass(h
     assert model[2].bias.grad is None
 
 
-# Re-entrant checkpoints
-
-
 class Reentrant(nn.Module):
     """Every trainable parameter lies in re-entrant checkpoints."""
 
@@ -397,30 +309,20 @@ class Reentrant(nn.Module):
         # A re-entrant checkpoint needs an input that requires gradients.
         x = x.clone().requires_grad_()
         first, second, third = self.blocks
-        if self.kind == "one":
-            return checkpoint(lambda v: third(second(first(v))), x, use_reentrant=True)[:, :2]
-        if self.kind == "nested":
 
-            def outer(v):
-                inner = checkpoint(lambda w: second(first(w)), v, use_reentrant=True)
-                return third(inner)
+        def again(layers, x):
+            return checkpoint(layers, x, use_reentrant=True)
 
-            return checkpoint(outer, x, use_reentrant=True)[:, :2]
-        if self.kind == "nested twice":
-
-            def middle(v):
-                return second(checkpoint(first, v, use_reentrant=True))
-
-            def outer(v):
-                return third(checkpoint(middle, v, use_reentrant=True))
-
-            return checkpoint(outer, x, use_reentrant=True)[:, :2]
-        if self.kind == "side by side":
-            y = checkpoint(first, x, use_reentrant=True) + checkpoint(second, x, use_reentrant=True)
-            return checkpoint(third, y, use_reentrant=True)[:, :2]
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return x[:, :2]
+        ways = {
+            "one": lambda: again(nn.Sequential(first, second, third), x),
+            "several": lambda: again(third, again(second, again(first, x))),
+            "side by side": lambda: again(third, again(first, x) + again(second, x)),
+            "nested": lambda: again(lambda v: third(again(nn.Sequential(first, second), v)), x),
+            "nested twice": lambda: again(
+                lambda v: third(again(lambda w: second(again(first, w)), v)), x
+            ),
+        }
+        return ways[self.kind]()[:, :2]
 
 
 REENTRANT = ["one", "several", "side by side", "nested", "nested twice"]
@@ -471,146 +373,11 @@ def test_names_that_scripts_for_horovod_use(hvd):
     assert hvd.mpi_lib_v2 is mpi_ops.mpi_lib
 
 
-@pytest.mark.parametrize("count", [7, 8])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_distributed_sampler_without_torchs_process_group(hvd, drop_last, count):
-    data = TensorDataset(torch.arange(count))
-    sampler = hvd.DistributedSampler(data, drop_last=drop_last)
-    assert isinstance(sampler, torch.utils.data.distributed.DistributedSampler)
-    orders = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        batches = [batch.tolist() for (batch,) in DataLoader(data, batch_size=2, sampler=sampler)]
-        own = [number for batch in batches for number in batch]
-        everyone = on_all_ranks(hvd, own)
-        assert len({len(each) for each in everyone}) == 1
-        drawn = sorted(number for each in everyone for number in each)
-        whole = count // hvd.size() * hvd.size()
-        if drop_last:
-            assert len(set(drawn)) == len(drawn) == whole
-        else:
-            # A few samples come twice, so that all ranks have equally many.
-            assert sorted(set(drawn)) == list(range(count))
-            assert len(drawn) - count == -count % hvd.size()
-        orders.append(everyone)
-    assert orders[0] != orders[1]
-
-
 # Horovod started again
-
-RESTARTED = """
-import copy, sys
-import torch
-import hvdkit.torch as hvd
-from horovod.torch import mpi_ops
-from tests.parallel.torch.oracle import *
-
-compression = sys.argv[1]
-PLACES = ("forward", "backward", "before step", "no_sync", "twice", "nowhere")
-
-class Lost(Exception):
-    pass
-
-def fail(*_):
-    raise Lost
-
-def attempt(model, optimizer, step, place):
-    optimizer.zero_grad()
-    loss = loss_of(model, batch_of(hvd.rank(), step))
-    if place == "forward":
-        fail()
-    if place == "backward":
-        handle = model[2].weight.register_hook(fail)
-        try:
-            loss.backward()
-        finally:
-            handle.remove()
-    if place == "no_sync":
-        with hvd.no_sync(optimizer):
-            loss.backward()
-        fail()
-    loss.backward()
-    if place == "twice":
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        fail()
-    if place == "before step":
-        fail()
-    optimizer.step()
-
-hvd.init()
-model, reference = small_model(), small_model()
-optimizer = hvd.DistributedOptimizer(
-    sgd(model.parameters()), model.named_parameters(), bucket_bytes=200, compression=compression
-)
-plain = sgd(reference.parameters())
-state = hvd.elastic.TorchState(model, optimizer, step=0)
-state.sync()
-lost = {2 + k: (PLACES[k], PLACES[(k + 1 + k // 3) % 6]) for k in range(len(PLACES))}
-names = set()
-while state.step < 10:
-    try:
-        place = lost.get(state.step, ("nowhere", "nowhere"))[hvd.rank()]
-        attempt(model, optimizer, state.step, place)
-        if state.step in lost:
-            fail()  # what the other rank has lost, this one loses as well
-    except (Lost, hvd.HorovodInternalError):
-        lost.pop(state.step)
-        hvd.shutdown()
-        hvd.init()
-        state.restore()
-        state.sync()
-        continue
-    state.step += 1
-    state.save()
-    (part,) = optimizer.reducer.gradients.parts
-    names.add((part.synchronizer.name, optimizer.rounds.position.step))
-    plain.zero_grad()
-    loss_of(reference, whole_batch(hvd, state.step - 1)).backward()
-    plain.step()
-assert not lost
-everyone = hvd.allgather_object(names)
-assert everyone[0] == everyone[1], everyone
-assert_close(model, reference, TOLERANCES[compression])
-assert_same_on_all_ranks(hvd, model)
-optimizer.rounds.complete_deferred()
-assert not mpi_ops._handle_map
-print("trained", flush=True)
-"""
-
-
-@pytest.mark.parametrize("compression", [pytest.param("none", marks=pytest.mark.long), "fp16"])
-def test_ranks_that_fail_in_different_places_and_start_horovod_again(compression):
-    """Shut down, init, restore and sync, as elastic training does after each failure."""
-    command = [sys.executable, "-c", RESTARTED, compression]
-    env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20"}
-    ranks = start_ranks_of(Configuration("torch", "gloo", 2), command, env)
-    for result in ranks.wait(60, 5.0):
-        assert "trained" in result.output
-
-
-# --- what a review found ------------------------------------------------------------------------
-
-
-def linear_and_optimizer(hvd, **options):
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1, bias=False).to(DEVICE, torch.float64)
-    return model, hvd.DistributedOptimizer(sgd(model.parameters()), **options)
 
 
 def ones(batch=1):
     return torch.ones(batch, 2, device=DEVICE, dtype=torch.float64)
-
-
-def test_restored_elastic_state_has_no_gradients_of_an_interrupted_step(hvd):
-    """A loop that calls zero_grad after the step would add to such gradients."""
-    model, optimizer = linear_and_optimizer(hvd)
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
-    state.save()
-    model(5 * ones()).sum().backward()
-    state.restore()
-    state.sync()
-    model(ones()).sum().backward()
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 def test_a_pass_that_raises_after_a_reentrant_checkpoint(hvd):
@@ -672,40 +439,6 @@ def test_memory_that_is_lacking_at_the_end_of_a_pass_is_a_pass_that_raised(
     twins.check()
 
 
-def test_a_loss_of_one_rank_under_no_sync_after_the_reduced_pass(hvd):
-    model, optimizer = linear_and_optimizer(hvd, op=hvd.Sum)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(ones()).sum().backward()
-        with hvd.no_sync(optimizer):
-            if hvd.rank() == 0:
-                (10 * model(ones())).sum().backward()
-        optimizer.step()
-        assert model.weight.grad.tolist() == [[hvd.size() + 10.0] * 2]
-
-
-def test_a_change_before_a_reduction_is_forgotten_after_it(hvd):
-    """After the reduction with a rank that made no pass, the gradients have not been changed."""
-    model, optimizer = linear_and_optimizer(hvd, op=hvd.Sum)
-    for step in range(3):
-        model.zero_grad(set_to_none=False)
-        late = step > 0 and hvd.rank() == 1
-        if not late:
-            model(ones()).sum().backward()
-        optimizer.step()
-        assert model.weight.grad.tolist() == [[hvd.size() - (step > 0)] * 2]
-
-
-def test_a_change_of_data_before_a_late_rank_takes_part_is_an_error(hvd):
-    """`p.grad.data` has no version counter, so only the values show the change."""
-    model, optimizer = linear_and_optimizer(hvd)
-    if hvd.rank() > 0:
-        model(ones()).sum().backward()
-        model.weight.grad.data.clamp_(max=0.25)
-    with pytest.raises(GradientsChanged, match="differ between ranks"):
-        optimizer.step()
-
-
 def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).to(DEVICE, torch.float64)
@@ -728,55 +461,19 @@ def test_a_parameter_group_that_comes_one_step_later_on_one_rank(hvd):
     assert all(mpi_ops.poll(handle) for handle in list(mpi_ops._handle_map))
 
 
-def test_an_optimizer_is_not_freed_during_a_round(hvd):
-    """A rank takes part with zeros for an optimizer that only a garbage collection will free."""
-    from hvdkit.torch.coordination import Coordinator
-
-    def wrapped():
-        model = nn.Linear(2, 1).to(DEVICE)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, hvd.DistributedOptimizer(plain, check_parameters=False)
-
-    gc.disable()  # until the round has begun
-    model, optimizer = wrapped()
-    other_model, other = wrapped()
-    first = hvd.rank() == 0
-    if not first:
-        other.cycle = other
-        del other_model, other
-    complete_rounds = Coordinator._complete_rounds
-
-    def collect_first(self, *arguments):
-        gc.enable()
-        gc.collect()
-        complete_rounds(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordinator, "_complete_rounds", collect_first)
-        used = other_model if first else model
-        used(torch.ones(1, 2, device=DEVICE)).sum().backward()
-    optimizer.step()
-    if first:
-        share = 1 / hvd.size()
-        assert torch.equal(other_model.weight.grad, torch.full((1, 2), share, device=DEVICE))
-        other.step()
+def linear_and_optimizer(hvd, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False).to(DEVICE, torch.float64)
+    return model, hvd.DistributedOptimizer(sgd(model.parameters()), **options)
 
 
-def test_a_hook_that_moves_gradients_away(hvd):
-    """`p.main_grad`, as in Megatron: hvdkit would reduce nothing."""
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-
-    def move(p):
-        p.main_grad, p.grad = p.grad, None
-
-    handles = [p.register_post_accumulate_grad_hook(move) for p in model.parameters()]
-    with hvd.no_sync(optimizer):
-        loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    with pytest.raises(GradientsChanged, match="a hook has set p.grad to None"):
-        optimizer.synchronize()
-    for handle in handles:
-        handle.remove()
-    optimizer.zero_grad()
-    loss_of(model, batch_of(hvd.rank(), 1)).backward()
-    assert_same_on_all_ranks(hvd, model)
+def test_a_loss_of_one_rank_under_no_sync_after_the_reduced_pass(hvd):
+    model, optimizer = linear_and_optimizer(hvd, op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ones()).sum().backward()
+        with hvd.no_sync(optimizer):
+            if hvd.rank() == 0:
+                (10 * model(ones())).sum().backward()
+        optimizer.step()
+        assert model.weight.grad.tolist() == [[hvd.size() + 10.0] * 2]
