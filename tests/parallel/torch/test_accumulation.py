@@ -237,3 +237,30 @@ def test_a_rank_without_a_pass_after_a_dropped_pass(hvd, falls_through):
     twins.train(3, ranks=[rank for rank in range(hvd.size()) if rank != 1])
     twins.train(4, 5)
     twins.check()
+
+
+REMOVALS = {
+    "model": lambda model: model.zero_grad(set_to_none=False),
+    "in place": lambda model: [p.grad.zero_() for p in model.parameters()],
+    "to None": lambda model: model.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_reduced_part_is_removed_with_the_rest_of_the_gradient(hvd, op, removal):
+    model = nn.Linear(3, 1, bias=False).to(DEVICE)
+    nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), op=getattr(hvd, op))
+
+    def add(value):
+        (model.weight * value).sum().backward()
+
+    add(100.0)
+    with hvd.no_sync(optimizer):
+        add(10.0)
+    REMOVALS[removal](model)
+    add(1.0 + hvd.rank())
+    ranks = range(hvd.size())
+    expected = sum(1.0 + rank for rank in ranks) / (1 if op == "Sum" else hvd.size())
+    assert model.weight.grad.tolist() == [[expected] * 3]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdkit.core.accumulation import PassesDiffer
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.step_errors import BackwardFailed
+from hvdkit.core.step_errors import BackwardFailed, GradientsChanged
 from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
 from tests.parallel.torch.oracle import (
@@ -59,6 +59,30 @@ def test_join_inside_a_window_leaks_nothing_into_the_next_epoch(hvd):
         assert optimizer.stepped == (k == 1)
         optimizer.zero_grad()
     assert model.weight.item() == 1
+
+
+@pytest.mark.parametrize("write", ["copy", "zero and add"])
+def test_own_gradients_written_into_those_of_the_last_step(hvd, write):
+    """A pass would add to them, and they would differ between ranks. After zero_grad() they may."""
+    twins = Twins(hvd)
+    model, reference = twins.model, twins.reference
+    twins.backward(0)
+    twins.step()
+    for p in model.parameters():
+        own = torch.full_like(p, 1.0 + hvd.rank())
+        if write == "copy":
+            p.grad.copy_(own)
+        else:
+            p.grad.zero_().add_(own)
+    with pytest.raises(GradientsChanged, match="differ between ranks"):
+        twins.own_loss(1).backward()
+    twins.zero_grad(set_to_none=False)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        p.grad.fill_(1.0 + hvd.rank())
+        q.grad.fill_((1 + hvd.size()) / 2)
+    twins.backward(1)
+    twins.step()
+    twins.check()
 
 
 class Plain(torch.optim.Optimizer):
