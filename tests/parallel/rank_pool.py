@@ -84,7 +84,7 @@ _TWO_RANKS = (
 
 #: Tests of the engine, which run with each controller. Other tests do so only with --long, and so
 #: do those of TensorFlow.
-_ENGINE = ("test_collectives", "test_engine", "test_shared_memory")
+_ENGINE = ("test_collectives", "test_drawn_collectives", "test_engine", "test_shared_memory")
 
 START_SECONDS = 180.0
 TEST_SECONDS = 300.0

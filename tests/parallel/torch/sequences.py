@@ -131,6 +131,7 @@ class World:
     #: With `max_grad_norm`: whether the reference's gradients are not clipped, and what they were
     #: before they were clipped, until a step uses them. A further pass adds to the latter.
     unclipped: bool = False
+    norm: torch.Tensor | None = None
     before_clipping: list[torch.Tensor | None] = field(default_factory=list)
     #: The ranks' largest gradients since the last comparison, added up.
     largest: float = 0.0
@@ -266,7 +267,7 @@ class World:
         if self.setting.max_grad_norm is not None and self.unclipped:
             parameters = list(self.reference.parameters())
             self.before_clipping = [None if q.grad is None else q.grad.clone() for q in parameters]
-            nn.utils.clip_grad_norm_(parameters, self.setting.max_grad_norm)
+            self.norm = nn.utils.clip_grad_norm_(parameters, self.setting.max_grad_norm)
         self.unclipped = False
 
     def add_to_reference(self, loss: torch.Tensor, factor: float = 1.0) -> None:
@@ -304,6 +305,9 @@ class World:
         if of is not None:
             own = {id(p) for group in of.param_groups for p in group["params"]}
             pairs = [pair for pair in pairs if id(pair[0][1]) in own]
+        if self.norm is not None and self.setting.compression == "none":
+            torch.testing.assert_close(self.optimizer.grad_norm, self.norm, rtol=1e-9, atol=1e-12)
+        self.norm = None
         # One rounding for each rank's gradient, and one for each sum, which is as large.
         n = len(self.ranks)
         bound = 4 * ROUNDING[self.setting.compression] * n * max(self.largest, 1e-3)
@@ -382,72 +386,23 @@ PASSES = 3
 Action = Callable[[World, int], None]
 ACTIONS: dict[str, Action] = {}
 #: With an optimizer for each part of the model.
-SEVERAL_ACTIONS = (
-    "plain_step",
-    "backward",
-    "step",
-    "step_with_some",
-    "alternating_tasks",
-    "another_model",
-    "zero_grad",
-    "zero_grad_in_place",
-    "zero_grad_of_the_model",
-    "clip_norm",
-    "clip_value",
-    "clip_with_hvd",
-    "scale_in_place",
-    "accumulate_without_sync",
-    "two_losses",
-    "retain_graph",
-    "grad_of_parameters",
-    "idle_rank",
-    "idle_rank_at_step",
-    "double_and_back",
-    "other_data",
-    "swap_on_conversion",
-    "swap_tensors",
-    "freeze",
-    "failing_backward",
-    "wrap_again",
-)
+SEVERAL_ACTIONS = """
+    plain_step backward step step_with_some alternating_tasks another_model zero_grad
+    zero_grad_in_place zero_grad_of_the_model clip_norm clip_value clip_with_hvd scale_in_place
+    accumulate_without_sync two_losses retain_graph grad_of_parameters idle_rank idle_rank_at_step
+    double_and_back other_data swap_on_conversion swap_tensors freeze failing_backward wrap_again
+""".split()  # noqa: SIM905
 #: With `max_grad_norm`.
-CLIPPED_ACTIONS = (
-    "plain_step",
-    "backward",
-    "step",
-    "another_model",
-    "zero_grad",
-    "zero_grad_in_place",
-    "clip_with_hvd",
-    "accumulate_without_sync",
-    "accumulate_and_step",
-    "forget_what_was_accumulated",
-    "two_losses",
-    "grad_of_parameters",
-    "idle_rank",
-    "idle_rank_at_step",
-    "double_and_back",
-    "other_data",
-    "new_parameters",
-    "freeze",
-    "failing_backward",
-    "closure",
-    "reload",
-    "joined_epoch",
-    "wrap_again",
-    "add_parameters",
-)
-WINDOW_ACTIONS = (
-    "window_passes",
-    "window_passes_of_some_ranks",
-    "grad_in_full_window",
-    "another_model",
-    "alternating_optimizers",
-    "dropped_pass_in_window",
-    "flush",
-    "zero_grad_in_window",
-    "read_in_window",
-)
+CLIPPED_ACTIONS = """
+    plain_step backward step another_model zero_grad zero_grad_in_place clip_with_hvd
+    accumulate_without_sync accumulate_and_step forget_what_was_accumulated two_losses
+    grad_of_parameters idle_rank idle_rank_at_step double_and_back other_data new_parameters freeze
+    failing_backward closure reload joined_epoch wrap_again add_parameters
+""".split()  # noqa: SIM905
+WINDOW_ACTIONS = """
+    window_passes window_passes_of_some_ranks grad_in_full_window another_model
+    alternating_optimizers dropped_pass_in_window flush zero_grad_in_window read_in_window
+""".split()  # noqa: SIM905
 #: Actions that all ranks of the job must take.
 GLOBAL_ACTIONS = ("joined_epoch", "load_on_one_rank", "pass_too_few", "wait_for_all")
 #: Actions that need several optimizers.
@@ -466,11 +421,11 @@ def set_of(hvd: Any, ranks: list[int]) -> Any:
 def actions_for(setting: Setting) -> list[str]:
     """Return the names of the actions that are possible with a setting."""
     if setting.window:
-        return list(WINDOW_ACTIONS)
+        return WINDOW_ACTIONS
     if setting.several:
-        return list(SEVERAL_ACTIONS)
+        return SEVERAL_ACTIONS
     if setting.max_grad_norm is not None:
-        return list(CLIPPED_ACTIONS)
+        return CLIPPED_ACTIONS
     left_out = {*OF_SEVERAL, *(set(WINDOW_ACTIONS) - {"another_model"})}
     left_out |= set(GLOBAL_ACTIONS if setting.members else ())
     return sorted(set(ACTIONS) - left_out)
@@ -625,7 +580,7 @@ def clip_value(world: World, number: int) -> None:
 def clip_with_hvd(world: World, number: int) -> None:
     norm = world.hvd.clip_grad_norm_(world.optimizer, 0.1)
     world.clip_reference()
-    world.before_clipping = []
+    world.before_clipping, world.norm = [], None  # the optimizer has this norm from now on
     expected = nn.utils.clip_grad_norm_(world.reference.parameters(), 0.1)
     if world.setting.compression == "none":
         torch.testing.assert_close(float(norm), float(expected), rtol=1e-9, atol=1e-12)
@@ -734,7 +689,7 @@ def idle_rank_at_step(world: World, number: int) -> None:
     world.zero()
     idle = world.chosen_rank(number)
     others = [rank for rank in world.ranks if rank != idle]
-    for k in range(1 + number % 2):
+    for k in range(1 + number % 3):
         world.backward(number + k, only=others)
     world.optimizer.step()
     # A rounded wire is compared with what the optimizer used.
@@ -758,12 +713,25 @@ def idle_rank_and_changed_gradients(world: World, number: int) -> None:
 def write_before_a_pass(world: World, number: int) -> None:
     """Write into the gradients of the last step, then make a pass.
 
-    Different numbers are an error. Zeros, and the same numbers on all ranks, are not.
+    Different numbers are an error. Zeros, the same numbers on all ranks, and different numbers
+    after the gradients were reset, are not.
     """
     plain_step(world, number)
-    value = number % 3
-    # After its first step, the state of the optimizer with momentum is the gradient.
-    if value == 2 and len(world.ranks) > 1 and world.setting.kind != "momentum":
+    value = number % (2 if holds_gradients(world) else 4)
+    if value == 3:
+        zero_grad_in_place(world, number)
+        written = [0.01 * (1 + rank) for rank in range(world.hvd.size())]
+        total = sum(written[rank] for rank in world.ranks)
+        for p, q in zip(world.model.parameters(), world.reference.parameters(), strict=True):
+            if p.grad is not None and p.requires_grad:
+                p.grad.fill_(written[world.hvd.rank()])
+                q.grad.fill_(total / len(world.ranks) if world.setting.average else total)
+        world.largest += total
+        world.backward(number, parts=["all"] * world.hvd.size())
+        world.check_gradients()
+        world.step()
+        return
+    if value == 2 and len(world.ranks) > 1:
         for p in world.model.parameters():
             if p.grad is not None:
                 p.grad.fill_(1.0 + world.hvd.rank())
@@ -777,6 +745,17 @@ def write_before_a_pass(world: World, number: int) -> None:
     world.backward(number)
     world.check_gradients()
     world.step()
+
+
+def holds_gradients(world: World) -> bool:
+    """Return whether the optimizer's state is a gradient: numbers of one rank would stay there."""
+    state = [(p.grad, world.optimizer.state.get(p, {})) for p in world.model.parameters()]
+    return any(
+        gradient is not None
+        and "momentum" in own
+        and own["momentum"].data_ptr() == gradient.data_ptr()
+        for gradient, own in state
+    )
 
 
 @action
@@ -942,8 +921,7 @@ def create_graph(world: World, number: int) -> None:
         return
     world.zero()
     expect_here(
-        HvdkitError,
-        lambda: world.loss(world.model, number, 0, "all").backward(create_graph=True),
+        HvdkitError, lambda: world.loss(world.model, number, 0, "all").backward(create_graph=True)
     )
     world.zero()
 
@@ -1011,7 +989,7 @@ def loss_scaling(world: World, number: int) -> None:
 def joined_epoch(world: World, number: int) -> None:
     """Ranks have different numbers of batches; afterwards all have the last one's parameters."""
     world.zero()
-    for k in range(1 + world.hvd.rank() % 2):
+    for k in range((number + world.hvd.rank()) % 3):
         loss = world.loss(world.run, number + k, world.hvd.rank(), "all")
         if loss.requires_grad:
             loss.backward()
@@ -1202,6 +1180,7 @@ def read_in_window(world: World, number: int) -> None:
             assert torch.isfinite(p.grad).all()
     if world.setting.window == "mean" and world.passes < PASSES - 1:
         assert world.hvd.clip_grad_norm_(world.optimizer, 1.0) is None
+        world.optimizer.synchronize()
 
 
 def freeze_optimizers(optimizers: list[tuple[Any, Any]], frozen: bool) -> None:

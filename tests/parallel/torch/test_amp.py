@@ -101,23 +101,28 @@ WAYS = {"hvd": hvds_scaler, "torch": torchs_clipping, "horovod": horovods_ceremo
 
 #: All pairs of a way and the other arguments, except some with kinds of optimizers.
 CASES = [
-    ("adamw", "hvd", "hvd", 0.1),
-    ("adamw", "torch", "hvd", None),
-    ("adamw", "horovod", "torch", 0.1),
-    ("sgd fused", "hvd", "torch", None),
-    ("sgd fused", "torch", "torch", 0.1),
-    ("sgd fused", "horovod", "hvd", None),
-    ("sgd", "hvd", "torch", 0.1),
-    ("adamw fused", "hvd", "hvd", None),
+    ("adamw", "hvd", "hvd", 0.1, "none"),
+    ("adamw", "torch", "hvd", None, "none"),
+    ("adamw", "horovod", "torch", 0.1, "none"),
+    ("sgd fused", "hvd", "torch", None, "none"),
+    ("sgd fused", "torch", "torch", 0.1, "none"),
+    ("sgd fused", "horovod", "hvd", None, "none"),
+    ("sgd", "hvd", "torch", 0.1, "none"),
+    ("adamw fused", "hvd", "hvd", None, "none"),
+    ("sgd", "torch", "hvd", 1.0, "fp16"),
+    ("sgd", "torch", "torch", 1.0, "bf16"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "way", "scalers", "clip"), CASES)
-def test_all_ranks_skip_where_one_overflows(hvd, kind, scalers, way, clip):
+@pytest.mark.parametrize(("kind", "way", "scalers", "clip", "compression"), CASES)
+def test_all_ranks_skip_where_one_overflows(hvd, kind, scalers, way, clip, compression):
     reference, expected = reference_with(OPTIMIZERS[kind], 10, clip, size=hvd.size())
     model = small_model()
     optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), bucket_bytes=400
+        OPTIMIZERS[kind](model.parameters()),
+        model.named_parameters(),
+        bucket_bytes=400,
+        compression=compression,
     )
     scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
     for step in range(10):
@@ -129,10 +134,11 @@ def test_all_ranks_skip_where_one_overflows(hvd, kind, scalers, way, clip):
         optimizer.zero_grad()
         if step in OVERFLOWS:
             assert_close(model, before, 0)
-        if scalers == "hvd":
-            assert optimizer.stepped == (step not in OVERFLOWS)
+        assert optimizer.stepped == (step not in OVERFLOWS)
         assert on_all_ranks(hvd, scaler.get_scale()) == [expected[step]] * hvd.size()
-    assert_close(model, reference)
+    bound = {"none": 1e-11, "fp16": 2**-7, "bf16": 2**-4}[compression]
+    moved = relative_distance(small_model(), reference)
+    assert relative_distance(model, reference) < bound * moved
     assert_same_on_all_ranks(hvd, model)
 
 
@@ -206,83 +212,6 @@ def test_after_a_skipped_step_of_torchs_scaler_a_new_window_begins(hvd, zeroes):
         if step != 1:
             plain.step()
     assert_close(model, reference)
-
-
-@pytest.mark.parametrize(
-    ("compression", "kind", "scalers"),
-    [
-        ("fp16", "inf", "hvd"),
-        ("fp16", "nan", "torch"),
-        ("bf16", "nan", "hvd"),
-        ("bf16", "inf", "torch"),
-    ],
-)
-def test_compressed_gradients_that_overflow(hvd, compression, kind, scalers):
-    reference, expected = reference_with(sgd, 10, 1.0, size=hvd.size())
-    model = small_model()
-    start = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), compression=compression, bucket_bytes=400
-    )
-    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
-    for step in range(10):
-        before = copy.deepcopy(model)
-        loss = loss_of(model, batch_of(hvd.rank(), step))
-        if step in OVERFLOWS and hvd.rank() == hvd.size() - 1:
-            loss = loss * float(kind)
-        scaler.scale(loss).backward()
-        torchs_clipping(hvd, optimizer, scaler, model, 1.0)
-        scaler.update()
-        optimizer.zero_grad()
-        if step in OVERFLOWS:
-            assert_close(model, before, 0)
-        assert on_all_ranks(hvd, scaler.get_scale()) == [expected[step]] * hvd.size()
-    bound = {"fp16": 2**-7, "bf16": 2**-4}[compression]
-    assert relative_distance(model, reference) < bound * relative_distance(start, reference)
-    assert_same_on_all_ranks(hvd, model)
-
-
-def test_an_overflow_in_one_bucket_only(hvd):
-    parameters = [nn.Parameter(torch.ones(20, device=DEVICE)) for _ in range(3)]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.5), bucket_bytes=80, compression="fp16"
-    )
-    scaler = hvd.GradScaler(DEVICE.type, **SETTINGS)
-    for step in range(4):
-        factor = math.inf if step == 2 and hvd.rank() == 0 else hvd.rank() + 1.0
-        loss = (parameters[0].sum() + parameters[1].sum() * factor + parameters[2].sum()) / 10
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.stepped == (step != 2)
-        optimizer.zero_grad()
-    moved = 3 * 0.5 * 0.1
-    for p, factor in zip(parameters, (1, (hvd.size() + 1) / 2, 1), strict=True):
-        torch.testing.assert_close(
-            p.detach(), torch.full_like(p, 1 - moved * factor), rtol=1e-3, atol=1e-3
-        )
-
-
-def test_the_scale_may_be_beyond_float16(hvd):
-    """A loss scale of 2^40: float16 buckets have their own scale."""
-    model = small_model(torch.float32)
-    reference = copy.deepcopy(model)
-    start = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), compression="fp16"
-    )
-    plain = torch.optim.SGD(reference.parameters(), lr=0.01)
-    scaler = hvd.GradScaler(DEVICE.type, init_scale=2.0**40)
-    for step in range(6):
-        scaler.scale(loss_of(model, batch_of(hvd.rank(), step, torch.float32))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.stepped
-        optimizer.zero_grad()
-        loss_of(reference, whole_batch(hvd, step, torch.float32)).backward()
-        plain.step()
-        plain.zero_grad()
-    assert relative_distance(model, reference) < 2**-8 * relative_distance(start, reference)
 
 
 @pytest.mark.parametrize("scalers", ["hvd", "torch"])
@@ -366,15 +295,6 @@ def test_torchs_scaler_does_not_go_with_accumulation(hvd, call):
     with pytest.raises(UsageError, match=r"use hvd\.GradScaler") as caught:
         getattr(scaler, call)(optimizer)
     assert_raised_on_all_ranks(hvd, caught)
-
-
-def test_a_scalers_state_can_be_saved(hvd):
-    scaler = hvd.GradScaler(DEVICE.type, init_scale=8.0)
-    scaler.scale(torch.ones((), device=DEVICE))
-    other = hvd.GradScaler(DEVICE.type)
-    other.load_state_dict(copy.deepcopy(scaler.state_dict()))
-    assert other.get_scale() == 8.0
-    assert isinstance(scaler, torch.amp.GradScaler)
 
 
 # float16 is what GradScaler is for. On a CPU it has few kernels.

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 
 from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.wire_format import Sum, WireFormat
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
     Twins,
     adamw,
-    assert_close,
     assert_raised_on_all_ranks,
     gradient_maker,
     sgd,
@@ -177,18 +175,6 @@ def test_dtypes_that_are_not_compressed(hvd):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
-def test_a_format_may_be_given_in_several_ways(hvd, name):
-    compressor = getattr(hvd.Compression, name)
-    models = []
-    for compression in (name, compressor, compressor()):
-        twins = Twins(hvd, sgd, small_model(torch.float32), compression=compression)
-        twins.train(*range(4))
-        models.append(twins.model)
-    for other in models[1:]:
-        assert_close(other, models[0], 0)
-
-
 def test_horovods_compressors_are_ours(hvd):
     import horovod.torch
 
@@ -198,15 +184,9 @@ def test_horovods_compressors_are_ours(hvd):
     total = hvd.allreduce(ones, name="one tensor", op=hvd.Sum, compression=hvd.Compression.fp16)
     assert total.tolist() == [hvd.size()] * 3
     assert total.dtype == torch.float32
-
-
-def test_a_single_allreduce_in_bfloat16(hvd):
-    if "bfloat16" not in installed().patches:
-        pytest.skip("the installed engine does not know bfloat16")
-    ones = torch.ones(3, device=DEVICE)
-    total = hvd.allreduce(ones, name="one tensor", op=hvd.Sum, compression=hvd.Compression.bf16)
-    assert total.tolist() == [hvd.size()] * 3
-    assert total.dtype == torch.float32
+    if "bfloat16" in installed().patches:
+        total = hvd.allreduce(ones, name="one tensor", op=hvd.Sum, compression=hvd.Compression.bf16)
+        assert (total.tolist(), total.dtype) == ([hvd.size()] * 3, torch.float32)
 
 
 class Halving:
@@ -268,23 +248,6 @@ def test_a_compressor_sees_sparse_gradients_as_rows(hvd):
     twins.check(1e-6)
 
 
-class Doubled(WireFormat):
-    """A user's format."""
-
-    name = "doubled"
-
-    def reduce(self, memory, scaling):
-        wire = memory.pack("float64", 2.0)
-        yield Sum(wire)
-        memory.unpack(wire, scaling.total / 2.0)
-
-
-def test_a_wire_format_of_the_users(hvd):
-    twins = Twins(hvd, adamw, compression=Doubled())
-    twins.train(*range(5))
-    twins.check(1e-12)
-
-
 @pytest.mark.parametrize("compression", ["fp32", "", 16, None, object(), "class"], ids=str)
 def test_an_invalid_compression_is_an_error(hvd, compression):
     if compression == "class":
@@ -294,7 +257,7 @@ def test_an_invalid_compression_is_an_error(hvd, compression):
 
 
 @pytest.mark.device(ranks=2)
-@pytest.mark.parametrize("pair", [("none", "fp16"), ("fp16", "bf16"), ("none", Halving)], ids=str)
+@pytest.mark.parametrize("pair", [("fp16", "bf16"), ("none", Halving)], ids=str)
 def test_different_formats_are_an_error_on_every_rank(hvd, pair):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(

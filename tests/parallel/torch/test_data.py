@@ -2,10 +2,8 @@
 
 import importlib.util
 import itertools
-import logging
 import random
 from collections import Counter
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -20,8 +18,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.errors import UsageError
+from tests.logs import recorded
 from tests.parallel.torch.checkpoints import shared_folder
 
 needs_torchdata = pytest.mark.skipif(
@@ -127,9 +125,7 @@ LOADERS = {
         Stream(hvd), batch_size=2, num_workers=2, snapshot_every_n_steps=3
     ),
     "distributed sampler": lambda hvd: stateful_loader(
-        range(SAMPLES),
-        batch_size=3,
-        sampler=hvd.DistributedSampler(range(SAMPLES), drop_last=True),
+        range(SAMPLES), batch_size=3, sampler=hvd.DistributedSampler(range(SAMPLES), drop_last=True)
     ),
     "generator": lambda hvd: stateful_loader(
         Numbers(hvd), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5)
@@ -138,40 +134,6 @@ LOADERS = {
         Seeds(hvd), batch_size=3, num_workers=2, generator=torch.Generator().manual_seed(5)
     ),
 }
-
-
-class Lines(IterableDataset):
-    """A data set with a state, as in the guide."""
-
-    def __init__(self, lines, rank, ranks):
-        self.lines, self.rank, self.ranks = lines, rank, ranks
-
-    def __iter__(self):
-        self.place = 0
-        return self
-
-    def __next__(self):
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        number = (self.place * workers + worker) * self.ranks + self.rank
-        if number >= len(self.lines):
-            raise StopIteration
-        self.place += 1
-        return self.lines[number]
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-
-
-def lines(hvd, workers):
-    stream = Lines(range(SAMPLES), hvd.rank(), hvd.size())
-    return stateful_loader(stream, batch_size=3, num_workers=workers)
-
-
-LOADERS |= {"lines": lambda hvd: lines(hvd, 0), "lines, workers": lambda hvd: lines(hvd, 2)}
 
 
 class Place:
@@ -245,7 +207,7 @@ def interrupted(hvd, make, folder, saves, beyond):
 
 
 # Workers take long to start.
-SLOW = ("shuffled, workers", "lines, workers")
+SLOW = ("shuffled, workers", "stream, workers that stay")
 
 
 @needs_torchdata
@@ -319,20 +281,6 @@ def test_several_data_keep_their_places(hvd):
                 checkpointer.save(2)
 
 
-@contextmanager
-def warnings_of_checkpoints():
-    """Return the list of logged messages."""
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    log = logging.getLogger("hvdkit.checkpoint")
-    log.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        log.removeHandler(handler)
-
-
 def test_another_number_of_ranks_is_refused(hvd):
     alone = hvd.add_process_set([0])
     with shared_folder(hvd) as folder:
@@ -350,10 +298,11 @@ def test_another_number_of_ranks_is_refused(hvd):
                 checkpointer.restore()
             assert model.weight.item() == before
             assert checkpointer.restore(only=("model",)).step == 3
-            with warnings_of_checkpoints() as texts:
+            with recorded("hvdkit.checkpoint") as log:
                 assert checkpointer.restore(strict=False).step == 3
-            assert (said in " ".join(texts)) == (hvd.rank() == 0)
-            assert "divided anew" not in " ".join(texts)
+            texts = " ".join(record.getMessage() for record in log)
+            assert (said in texts) == (hvd.rank() == 0)
+            assert "divided anew" not in texts
             assert place.value == "as it was"
     hvd.remove_process_set(alone)
 
@@ -381,9 +330,7 @@ def test_a_checkpoint_without_a_place_in_the_data_is_refused(hvd):
     ("kind", "words"),
     [
         ("set", r"data\['value'\]\['deep'\]\[1\] is a builtins.set, which a checkpoint"),
-        ("tensor", r"data\['value'\]\['deep'\]\[1\] is a tensor of 4000000 bytes"),
         ("sparse", r"data\['value'\]\['deep'\]\[1\].*sparse"),
-        ("array", r"data\['value'\]\['deep'\]\[1\] is an array of 8000000 bytes"),
         ("text", r"the state of data takes \d+ bytes on this rank.*at most"),
         ("error", r"data: state_dict\(\) of the Faulty raised KeyError: 'boom'"),
     ],
@@ -391,9 +338,7 @@ def test_a_checkpoint_without_a_place_in_the_data_is_refused(hvd):
 def test_a_state_that_cannot_be_kept_is_an_error_on_all_ranks(hvd, kind, words):
     value = {
         "set": lambda: {1, 2},
-        "tensor": lambda: torch.zeros(10**6),
         "sparse": lambda: torch.eye(2).to_sparse(),
-        "array": lambda: np.zeros(10**6),
         "text": lambda: "x" * 20_000_000,
         "error": lambda: KeyError("boom"),
     }[kind]()
@@ -412,21 +357,6 @@ def test_a_state_that_cannot_be_kept_is_an_error_on_all_ranks(hvd, kind, words):
         with pytest.raises(UsageError, match=f"rank {bad}: {words}"):
             checkpointer.save(1)
         assert checkpointer.steps() == []
-
-
-def test_a_state_that_cannot_be_taken_over_is_an_error_on_all_ranks(hvd):
-    class Fussy(Place):
-        def load_state_dict(self, state):
-            if hvd.rank() == 1:
-                raise ValueError("no")
-
-    with shared_folder(hvd) as folder:
-        with checkpointer_of(hvd, folder, Place(5)) as checkpointer:
-            checkpointer.save(1)
-        with checkpointer_of(hvd, folder, Fussy(5)) as checkpointer:
-            words = r"rank 1: data: load_state_dict\(\) of the Fussy raised ValueError: no.*half"
-            with pytest.raises((UsageError, CheckpointError), match=words):
-                checkpointer.restore()
 
 
 def test_ranks_with_different_kinds_of_data_get_an_error(hvd):
@@ -461,59 +391,31 @@ def test_a_state_that_one_rank_cannot_restore_is_an_error_on_all_ranks(hvd):
 
 
 @needs_torchdata
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_without_a_state_is_refused(hvd, workers):
+def test_a_stream_without_a_state_is_refused(hvd):
     class Silent(IterableDataset):
         def __iter__(self):
             return iter(range(40))
 
-    loader = stateful_loader(Silent(), batch_size=3, num_workers=workers)
-    with (
-        shared_folder(hvd) as folder,
-        checkpointer_of(hvd, folder, loader) as checkpointer,
-    ):
+    loader = stateful_loader(Silent(), batch_size=3, num_workers=2)
+    with shared_folder(hvd) as folder, checkpointer_of(hvd, folder, loader) as checkpointer:
         next(iter(loader))
         with pytest.raises(UsageError, match="IterableDataset without a state"):
             checkpointer.save(1)
 
 
 @needs_torchdata
-def test_another_number_of_workers_is_refused(hvd):
-    with shared_folder(hvd) as folder:
-        loader = stateful_loader(Stream(hvd), batch_size=3, num_workers=2)
-        with checkpointer_of(hvd, folder, loader) as checkpointer:
-            next(iter(loader))
-            checkpointer.save(1)
-        loader = stateful_loader(Stream(hvd), batch_size=3)
-        with checkpointer_of(hvd, folder, loader) as checkpointer:
-            with pytest.raises(UsageError, match=r"num_workers 2.* has num_workers 0.*nothing was"):
-                checkpointer.restore()
-            assert checkpointer.restore(strict=False).step == 1
-
-
-@needs_torchdata
 def test_a_stateful_loader_takes_a_resumable_sampler(hvd):
-    def samples(stop=None, workers=0):
-        sampler = hvd.ResumableSampler(SAMPLES, 3, seed=2)
-        loader = stateful_loader(range(SAMPLES), batch_size=3, sampler=sampler, num_workers=workers)
+    numbers = TensorDataset(torch.arange(SAMPLES))
+
+    def make(sampler, workers):
+        loader = stateful_loader(numbers, batch_size=3, sampler=sampler, num_workers=workers)
         with pytest.raises(UsageError, match="data=sampler"):
             checkpointer_of(hvd, folder, loader)
-        with checkpointer_of(hvd, folder, sampler) as checkpointer:
-            if stop is None:
-                checkpointer.restore()
-            seen = []
-            for _ in range(sampler.epoch, 2):
-                for batch in sampler.batches(loader):
-                    seen.append(batch.tolist())
-                    if len(seen) == stop:
-                        checkpointer.save(stop)
-            return seen
+        return loader
 
     with shared_folder(hvd) as folder:
-        stop = 9
-        expected = samples(stop)
-        assert samples() == expected[stop:]
-        assert samples(workers=2) == expected[stop:]
+        expected = batches_of(hvd, folder, make, stop=9)
+        assert batches_of(hvd, folder, make, workers=2) == expected[9:]
 
 
 def test_data_without_a_state_are_refused(hvd):
@@ -523,10 +425,7 @@ def test_data_without_a_state_are_refused(hvd):
         (DataLoader(Stream(hvd), batch_size=2), "IterableDataset.*StatefulDataLoader"),
         (DataLoader(numbers, batch_size=2), "hvd.ResumableSampler.*StatefulDataLoader"),
         (DataLoader(numbers, batch_size=2, sampler=sampler), "data=sampler"),
-        (
-            DataLoader(numbers, batch_sampler=BatchSampler(sampler, 2, False)),
-            "data=sampler",
-        ),
+        (DataLoader(numbers, batch_sampler=BatchSampler(sampler, 2, False)), "data=sampler"),
         (
             hvd.DistributedSampler(numbers),
             r"DistributedSampler: expected.*load_state_dict\(state\)",
@@ -658,10 +557,7 @@ def test_an_order_that_is_none_is_refused(hvd):
 def test_ranks_with_different_orders_get_an_error(hvd):
     order = by_length if hvd.rank() else lambda numbers, epoch: numbers[::-1]
     sampler = hvd.ResumableSampler(SAMPLES, 3, order=order)
-    with (
-        shared_folder(hvd) as folder,
-        checkpointer_of(hvd, folder, sampler) as checkpointer,
-    ):
+    with shared_folder(hvd) as folder, checkpointer_of(hvd, folder, sampler) as checkpointer:
         next(sampler.batches())
         with pytest.raises(UsageError, match="disagree about the position in 'data'"):
             checkpointer.save(1)
@@ -688,9 +584,14 @@ def test_batch_samplers_that_do_not_fit_are_refused(hvd):
     ):
         with pytest.raises(UsageError, match=words):
             next(sampler.batches(DataLoader(data, batch_sampler=by)))
-    with pytest.raises(UsageError, match="batch_size None, but its ResumableSampler has 2"):
-        next(sampler.batches(DataLoader(data, batch_size=None, sampler=sampler)))
-    with pytest.raises(UsageError, match="IterableDataset"):
-        next(sampler.batches(DataLoader(Stream(hvd), batch_size=2)))
+    for loader, words in (
+        (DataLoader(data, batch_size=2), "another sampler"),
+        (DataLoader(data, batch_size=None, sampler=sampler), "batch_size None, but its Resumable"),
+        (DataLoader(data, batch_size=2, sampler=sampler, drop_last=True), "drop_last=True"),
+        (DataLoader(Stream(hvd), batch_size=2), "IterableDataset"),
+        ([0] * (sampler.batches_left - 3), "ended 3 batches before"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            list(sampler.batches(loader))
     assert not sampler.uncounted
     assert list(itertools.islice(sampler.batches(), 1))

@@ -33,14 +33,6 @@ def accuracy(configuration, *arguments):
     return float(re.fullmatch(r"accuracy=(0\.\d{4}|1\.0000)", last).group(1))
 
 
-@pytest.mark.long
-def test_two_ranks_learn_digits_with_the_same_accuracy_in_each_run():
-    two = Configuration("torch", "gloo", 2)
-    first = accuracy(two, "--epochs", "8", "--seed", "3")
-    assert first > 0.9
-    assert accuracy(two, "--epochs", "8", "--seed", "3") == first
-
-
 def minimal_accuracy(configuration, name, environment=None):
     """Return the accuracy that a minimal example prints, on rank 0 only."""
     command = [sys.executable, str(REPOSITORY / "examples" / f"{name}_minimal.py")]
@@ -63,44 +55,6 @@ def test_accuracy_is_the_same_on_one_two_and_four_ranks():
     }
     assert min(found.values()) >= 0.97, found
     assert max(found.values()) - min(found.values()) <= 0.01, found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--batch-size", "100000"]])
-def test_impossible_arguments_are_refused(arguments):
-    done = run_plain(sys.executable, EXAMPLE, *arguments)
-    assert done.returncode == 2
-    assert "expected at least 1 of each" in done.stderr
-
-
-def final_files(folder):
-    last = Path(Store(folder).steps()[-1].location)
-    return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
-
-
-@pytest.mark.long
-def test_a_stopped_run_resumes_to_the_same_weights(tmp_path):
-    two = Configuration("torch", "gloo", 2)
-    common = [sys.executable, EXAMPLE, "--epochs", "6", "--checkpoint-every", "20"]
-    whole = [*common, "--checkpoint-dir", str(tmp_path / "whole")]
-    start_ranks_of(two, whole).wait(timeout=180)
-
-    stopped = [*common, "--checkpoint-dir", str(tmp_path / "stopped"), "--resume"]
-    deadline = time.monotonic() + 60
-    with start_ranks_of(two, stopped) as group:
-        while not Store(tmp_path / "stopped").steps():
-            assert group.running(), group.output(0)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        group.stop()  # SIGTERM first
-    saved = Store(tmp_path / "stopped").steps()[-1].step
-    assert saved < 6 * 44
-    results = start_ranks_of(two, stopped).wait(timeout=180)
-    # After the last batch of an epoch, the epoch has not ended yet.
-    epochs = {1 + saved // 44, 1 + (saved - 1) // 44}
-    resumed = re.search(rf"resumed after step {saved}, in epoch (\d+)", results[0].output)
-    assert int(resumed[1]) in epochs
-    assert final_files(tmp_path / "stopped") == final_files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
@@ -193,20 +147,6 @@ def test_a_signal_to_horovodrun_over_mpi_reaches_the_ranks(number, tmp_path):
     if number == signal.SIGUSR1:
         assert Store(folder).steps(), output
     assert job.returncode != 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--resume"], "--resume needs --checkpoint-dir"),
-        (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "--checkpoint-every 0"),
-    ],
-)
-def test_impossible_checkpoint_arguments_are_refused(arguments, words):
-    done = run_plain(sys.executable, EXAMPLE, *arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
 
 
 def run_plain(*command, timeout=120, **env):

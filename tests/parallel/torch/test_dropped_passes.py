@@ -20,10 +20,9 @@ from tests.parallel.torch.oracle import (
 
 #: The uses, with the passes of a step.
 USES = {
-    "one pass": 1,
-    "accumulation_steps": 3,
+    "accumulation_steps": 2,
     "backward_passes_per_step": 2,
-    "no_sync": 3,
+    "no_sync": 2,
     "reductions of two losses": 2,
 }
 

@@ -112,35 +112,6 @@ def test_a_scheduler_and_a_scaler_get_the_state(hvd, tmp_path, wrapped):
     assert state.names == ["a", "b"]
 
 
-def test_a_commit_has_the_values_of_rank_0_on_each_host(hvd):
-    """After a loss of rank 0, another host continues with these values."""
-
-    def start():
-        model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        sampler = hvd.elastic.ElasticSampler(range(64))
-        return hvd.elastic.TorchState(
-            model, optimizer, scheduler=scheduler, sampler=sampler, best=None
-        )
-
-    @hvd.elastic.run
-    def train(state):
-        if hvd.rank() == 0:
-            state.best = 3.0
-            state.sampler.record_batch(0, 2)
-        state.scheduler.step(5.0 + hvd.rank())
-        state.commit()
-
-    with host_of_its_own() as folder:
-        train(start())
-        state = start()
-        state.read_saved(commit_in(folder))
-    state.restore()
-    assert (state.best, state.scheduler.best) == (3.0, 5.0)
-    assert state.sampler.processed_num == 2 * hvd.size()
-
-
 @pytest.mark.parametrize("method", ["commit", "check_host_updates"])
 @pytest.mark.parametrize("joined", [0, 1])
 def test_a_commit_while_a_rank_waits_in_join_is_an_error(hvd, joined, method):
@@ -164,21 +135,6 @@ def test_a_commit_while_a_rank_waits_in_join_is_an_error(hvd, joined, method):
         state.read_saved(commit_in(folder))
     state.restore()
     assert state.batch == 2
-
-
-def test_objects(hvd):
-    state = hvd.elastic.ObjectState(step=hvd.rank(), names=["a"])
-    state.sync()
-    assert (state.step, state.names) == (0, ["a"])
-    state.step = 5
-    state.restore()
-    assert state.step == 0
-    state.step = 6
-    # Not an elastic job: nothing is stored, and no host can change.
-    state.commit()
-    state.step = 7
-    state.restore()
-    assert state.step == 6
 
 
 def test_restore_after_sync_returns_to_the_sync(hvd):

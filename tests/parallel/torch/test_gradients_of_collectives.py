@@ -198,33 +198,3 @@ def test_adasum_has_no_gradient(hvd):
     y = hvd.allreduce(x, op=hvd.Adasum, name="adasum")
     with pytest.raises(NotImplementedError, match="Adasum.*has no gradient: expected Average"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_a_contrastive_loss_trains_as_one_process(hvd, symmetric):
-    """Each rank compares its rows with all rows, or computes the loss of all rows."""
-    n = hvd.size()
-    generator = torch.Generator().manual_seed(0)
-    images, texts = torch.randn(2, 2 * n, 4, generator=generator, dtype=torch.float64)
-    labels = torch.arange(2 * n)
-
-    def model():
-        torch.manual_seed(0)
-        return torch.nn.Linear(4, 3).double()
-
-    def loss_of(model, own, gather):
-        a, b = model(images[own]), model(texts[own])
-        b = gather(b, "texts")
-        if symmetric:
-            a, own = gather(a, "images"), slice(0, 2 * n)
-        return torch.nn.functional.cross_entropy(a @ b.T, labels[own])
-
-    reference = model()
-    loss_of(reference, slice(0, 2 * n), lambda rows, _: rows).backward()
-    trained = model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=1.0))
-    optimizer.zero_grad()
-    own = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
-    loss_of(trained, own, lambda rows, name: hvd.gather_for_loss(rows, name=name)).backward()
-    for p, q in zip(trained.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)

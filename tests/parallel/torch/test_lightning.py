@@ -23,11 +23,15 @@ from tests.parallel.torch.oracle import (
 BATCH = 4
 
 
-def lightning():
-    """Return the package; skip the test without it."""
+def lightning(fabric=False):
+    """Return the package and the strategy of its Trainer or Fabric; skip the test without it."""
     package = pytest.importorskip("lightning")
     pytest.importorskip("torchmetrics")
-    return package
+    from hvdkit import lightning as ours
+
+    if fabric:
+        from hvdkit.lightning import fabric as ours
+    return package, ours.HvdkitStrategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +168,7 @@ def flat(module):
 
 
 def check(hvd, setting):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     strategy = HvdkitStrategy(compression=setting.compression)
     model, before = train(L, setting, hvd.size(), hvd.rank(), strategy)
     alone, _ = train(L, setting, 1, 0, None)
@@ -217,8 +219,7 @@ def one_layer(L, **methods):
 
 @pytest.mark.long
 def test_a_gan_with_manual_optimization(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
+    L, HvdkitStrategy = lightning()
 
     class Gan(L.LightningModule):
         def __init__(self):
@@ -303,9 +304,7 @@ UNEVEN = {
     "kind", [pytest.param(each, marks=[pytest.mark.long] * (each != "limited")) for each in UNEVEN]
 )
 def test_different_numbers_of_batches_raise_on_all_ranks(hvd, kind):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     data, arguments, error = UNEVEN[kind]
     trainer = make_trainer(L, HvdkitStrategy(), use_distributed_sampler=False, **arguments)
     with pytest.raises(UsageError, match="different numbers of batches") as caught:
@@ -316,8 +315,7 @@ def test_different_numbers_of_batches_raise_on_all_ranks(hvd, kind):
 
 def test_ranks_that_restore_different_checkpoints_raise_on_all_ranks(hvd):
     """On hosts without a common folder, `ckpt_path="last"` finds the checkpoint of rank 0 only."""
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
+    L, HvdkitStrategy = lightning()
 
     class Restored(L.Callback):
         def on_train_start(self, trainer, module):
@@ -339,9 +337,7 @@ def own_loop(self, dataloader_iter):
 
 @pytest.mark.long
 def test_a_stream_that_training_step_reads_needs_equal_batches(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     loader = DataLoader(Stream(3 + hvd.rank()), 1)
     with pytest.raises(UsageError, match="takes a dataloader_iter") as caught:
         make_trainer(L, HvdkitStrategy()).fit(one_layer(L, training_step=own_loop), loader)
@@ -354,9 +350,7 @@ def test_a_stream_that_training_step_reads_needs_equal_batches(hvd):
 @pytest.mark.long
 @pytest.mark.parametrize("limit", [2, 3, 10, 0.5])
 def test_equal_streams_train_to_their_end(hvd, limit):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     data = Stream(3) if limit != 0.5 else torch.ones(6, 2)
     model = one_layer(L)
     arguments = {"use_distributed_sampler": False, "max_epochs": 2, "limit_train_batches": limit}
@@ -370,8 +364,7 @@ def test_equal_streams_train_to_their_end(hvd, limit):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_batch(hvd, number):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
+    L, HvdkitStrategy = lightning()
 
     def step(self, batch, index):
         if index == 2 and hvd.rank() == 1:
@@ -390,8 +383,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_batch(hvd, number):
 @pytest.mark.parametrize("has_handler", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_signal_in_the_last_validation_is_not_lost(hvd, has_handler):
     """The script may use another loop of the trainer afterwards. It may have its own handler."""
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
+    L, HvdkitStrategy = lightning()
 
     class Handler(L.Callback):
         def on_sanity_check_start(self, trainer, module):
@@ -415,23 +407,8 @@ def test_a_signal_in_the_last_validation_is_not_lost(hvd, has_handler):
 
 
 @pytest.mark.long
-def test_equal_batches_in_a_trainer(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
-    model = one_layer(L)
-    loader = hvd.equal_batches(DataLoader(Stream(3 + hvd.rank()), 1))
-    trainer = make_trainer(L, HvdkitStrategy(), max_epochs=2)
-    trainer.fit(model, loader)
-    assert trainer.global_step == 6
-    assert_same_on_all_ranks(hvd, model)
-
-
-@pytest.mark.long
 def test_a_resumable_sampler_in_a_trainer(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     seen = []
 
     def training_step(self, batch, index):
@@ -452,11 +429,9 @@ def test_a_resumable_sampler_in_a_trainer(hvd):
 
 @pytest.mark.long
 def test_metrics_validation_and_early_stopping(hvd):
-    L = lightning()
+    L, HvdkitStrategy = lightning()
     from lightning.pytorch.callbacks import EarlyStopping
     from torchmetrics import MeanMetric
-
-    from hvdkit.lightning import HvdkitStrategy
 
     rank = hvd.rank()
 
@@ -485,9 +460,7 @@ def test_metrics_validation_and_early_stopping(hvd):
 
 @pytest.mark.long
 def test_a_checkpoint_is_written_once_and_resumed(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     folder = hvd.broadcast_object(os.path.join(os.environ["TMPDIR"], f"ckpt-{os.getpid()}"))
     data = DataLoader(torch.arange(16.0).reshape(8, 2) / 16, 2)
 
@@ -522,9 +495,7 @@ def test_ranks_that_differ_are_not_saved(hvd, at, interval, kept, tmp_path):
 
     With `check_interval=0`, no rank looks for differences.
     """
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning()
     folder = hvd.broadcast_object(str(tmp_path / "saved"))
 
     def step(self, batch, index):
@@ -548,8 +519,7 @@ def test_ranks_that_differ_are_not_saved(hvd, at, interval, kept, tmp_path):
 
 
 def test_a_scheduler_has_the_wrapped_optimizer(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
+    L, HvdkitStrategy = lightning()
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -566,8 +536,7 @@ def test_a_scheduler_has_the_wrapped_optimizer(hvd):
 
 
 def test_what_cannot_be_right_is_refused(hvd):
-    L = lightning()
-    from hvdkit.lightning import HvdkitStrategy
+    L, HvdkitStrategy = lightning()
 
     def fit(model, data=None, **arguments):
         trainer = make_trainer(L, HvdkitStrategy(), **arguments)
@@ -630,9 +599,7 @@ def test_each_rank_gets_its_device(hvd):
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_fabric_trains_like_one_process(hvd, seed):
-    L = lightning()
-    from hvdkit.lightning.fabric import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning(fabric=True)
     number = random.Random(seed)
     accumulate = number.choice([1, 2, 3])
     clip = number.choice([{}, {"max_norm": 0.1}, {"clip_val": 0.02}])
@@ -681,9 +648,7 @@ def test_fabric_trains_like_one_process(hvd, seed):
 
 
 def test_fabric_refuses_what_cannot_be_right(hvd):
-    L = lightning()
-    from hvdkit.lightning.fabric import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning(fabric=True)
     fabric = L.Fabric(strategy=HvdkitStrategy(), accelerator="cpu")
     fabric.launch()
     sampler = hvd.ResumableSampler(4, 1)
@@ -699,9 +664,7 @@ def test_fabric_refuses_what_cannot_be_right(hvd):
 
 
 def test_fabric_resumes_a_resumable_sampler(hvd):
-    L = lightning()
-    from hvdkit.lightning.fabric import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning(fabric=True)
     fabric = L.Fabric(strategy=HvdkitStrategy(), accelerator="cpu")
     fabric.launch()
     data = torch.arange(16.0)
@@ -719,9 +682,7 @@ def test_fabric_resumes_a_resumable_sampler(hvd):
 
 
 def test_fabric_skips_a_step_that_is_not_finite(hvd):
-    L = lightning()
-    from hvdkit.lightning.fabric import HvdkitStrategy
-
+    L, HvdkitStrategy = lightning(fabric=True)
     fabric = L.Fabric(strategy=HvdkitStrategy(on_nonfinite="skip"), accelerator="cpu")
     fabric.launch()
     model = nn.Linear(2, 1)
@@ -737,10 +698,8 @@ def test_fabric_skips_a_step_that_is_not_finite(hvd):
 
 
 def test_collectives(hvd):
-    L = lightning()
+    L, HvdkitStrategy = lightning(fabric=True)
     from torch.distributed import ReduceOp
-
-    from hvdkit.lightning.fabric import HvdkitStrategy
 
     fabric = L.Fabric(strategy=HvdkitStrategy(), accelerator="cpu")
     fabric.launch()

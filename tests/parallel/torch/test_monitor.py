@@ -8,7 +8,7 @@ import torch
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.counters import counters
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.monitor import JSONLLogger, metrics, read
+from hvdkit.monitor import JSONLLogger, metrics
 from tests.monitor.simulated import Kept
 from tests.parallel.torch.checkpoints import shared_folder
 from tests.parallel.torch.oracle import DEVICE, batch_of, loss_of, sgd, small_model
@@ -220,56 +220,6 @@ def test_accumulation_logs_each_pass(hvd):
         assert [record.metrics["pass"].mean for record in kept.records] == [2.5, 8.5]
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_an_uneven_end_and_the_next_epoch(hvd, every):
-    """Rank 0, which writes, makes most batches. The last rank makes none in the second epoch."""
-    kept = Kept()
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    last = hvd.size() - 1
-    with hvd.Monitor([kept], every=every) as monitor:
-        for epoch in range(3):
-            batches = [9 - hvd.rank(), 0 if hvd.rank() == last else 5, 3][epoch]
-            for step in range(batches):
-                loss = step_of(hvd, model, optimizer, step)
-                monitor.step({"loss": loss, f"epoch {epoch}": 1.0, f"of rank {hvd.rank()}": 1.0})
-            with monitor.paused():
-                hvd.join()
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        assert monitor.steps >= 12
-    if hvd.rank() == 0:
-        assert sum(record.steps for record in kept.records) == 17
-        assert kept.records[-1].step == 17
-        assert list(kept.records[0].ranks) == list(range(hvd.size()))
-        if every == 1:
-            assert [len(r.ranks) for r in kept.records[:9]] == sorted(
-                (len(r.ranks) for r in kept.records[:9]), reverse=True
-            )
-            assert list(kept.records[8].ranks) == [0]
-            assert all("loss" in record.metrics for record in kept.records)
-
-
-def test_a_resumed_run_continues_its_file(hvd):
-    model = small_model()
-    with shared_folder(hvd) as folder:
-        path = folder / "metrics.jsonl"
-        for first in (0, 4):
-            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-            # A crash: the last report is lost, and the file is left as it is.
-            monitor = hvd.Monitor([JSONLLogger(path)], every=2)
-            monitor.steps = first
-            for step in range(first, first + 7):
-                monitor.step({"part": first, "loss": step_of(hvd, model, optimizer, step)})
-            monitor.abandon()
-        if hvd.rank() == 0:
-            history = read(path)
-            assert [run.step for run in history.runs] == [0, 4]
-            assert [record.step for record in history.records] == [2, 4, 6, 8, 10]
-            parts = [record.metrics["part"].mean for record in history.records]
-            assert parts == [0, 0, 4, 4, 4]
-
-
 def test_a_process_set(hvd):
     kept = Kept()
     some = hvd.add_process_set(list(range(1, hvd.size())))
@@ -292,8 +242,6 @@ def test_a_process_set(hvd):
 
 
 def test_errors_are_the_same_on_every_rank(hvd):
-    with pytest.raises(RankMismatchError, match="rank 1: every: 11"):
-        hvd.Monitor([Kept()], every=10 + (hvd.rank() == 1))
     with pytest.raises(RankMismatchError, match="rank 1: logger: JSONLLogger"):
         hvd.Monitor([JSONLLogger("m.jsonl") if hvd.rank() == 1 else Kept()])
     with pytest.raises(HvdkitError, match="JSONLLogger cannot be opened: .*null"):

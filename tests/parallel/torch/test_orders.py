@@ -4,12 +4,14 @@
 """
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
 
 from hvdkit.core.step_errors import GradientsChanged
+from hvdkit.errors import HvdkitError, UsageError
 from tests.parallel.torch.oracle import DEVICE, assert_same_on_all_ranks
 
 
@@ -68,6 +70,26 @@ def test_a_copy_of_a_reduced_gradient_is_the_scripts_own(hvd):
     w.grad = own
     add(w, 1.0)
     torch.testing.assert_close(w.grad, torch.full_like(w, mean(hvd, lambda rank: rank + 2.0)))
+
+
+def test_a_conversion_of_a_reduced_sum(hvd):
+    """PyTorch swaps the contents, and loses the hooks: nothing shows what is reduced."""
+    (w,) = weights()
+    model = nn.ParameterList([w])
+    optimizer = wrapped(hvd, [w], op=hvd.Sum)
+    add(w, 1.0)
+    optimizer.step()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    add(w, 1.0)
+    with pytest.raises(GradientsChanged, match="were changed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    add(w, hvd.rank() + 1.0)
+    assert w.grad.tolist() == [hvd.size() * mean(hvd, lambda rank: rank + 1.0)] * 3
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -192,3 +214,190 @@ def test_a_hook_that_changes_more_than_its_own_gradient(hvd, hook):
         )
     with pytest.raises(GradientsChanged, match="a hook has"):
         add(sum(parameters), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("accumulation_steps", r"call optimizer\.zero_grad\(\)"),
+        ("backward_passes_per_step", r"only after optimizer\.step\(\)"),
+    ],
+)
+def test_gradients_that_are_removed_inside_a_window(hvd, kind, advice):
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w], **{kind: 3})
+    add(w, 1.0)
+    if kind == "accumulation_steps":
+        optimizer.step()
+    w.grad = None
+    with pytest.raises(HvdkitError, match=advice):
+        add(w, 1.0)
+    optimizer.zero_grad()
+    for _ in range(3):
+        add(w, hvd.rank() + 1.0)
+        if kind == "accumulation_steps":
+            optimizer.step()
+    optimizer.step()
+    factor = 1 if kind == "accumulation_steps" else 3
+    expected = -factor * mean(hvd, lambda rank: rank + 1.0)
+    torch.testing.assert_close(w.detach(), torch.full_like(w, expected))
+
+
+def test_gradients_that_are_removed_after_a_window(hvd):
+    """Also before a batch in which a rank has no pass: all ranks begin a new window."""
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w], accumulation_steps=3)
+    for number in range(3):
+        add(w, 100.0)
+        assert (hvd.clip_grad_norm_(optimizer, 1.0) is None) == (number < 2)
+        if number < 2:
+            optimizer.step()
+    w.grad = None
+    for number in range(3):
+        if (hvd.rank(), number) != (1, 0):
+            add(w, 1.0)
+        optimizer.step()
+    expected = -(1 - 1 / hvd.size() / 3)
+    torch.testing.assert_close(w.detach(), torch.full_like(w, expected))
+
+
+@pytest.mark.parametrize("windows", [0, 1])
+def test_zero_grad_between_the_passes_of_a_window(hvd, windows):
+    """It keeps the gradients of earlier batches, but not those before the first call of step()."""
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w], accumulation_steps=3)
+    for _ in range(3 * windows):
+        add(w, 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for number in range(3):
+        add(w, 3.0**number)
+        optimizer.zero_grad()
+        optimizer.step()
+    assert (-w).tolist() == [(3 + 9) / 3] * 3
+
+
+def test_a_change_before_a_reduction_is_forgotten_after_it(hvd):
+    """After the reduction with a rank that made no pass, the gradients have not been changed."""
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w], op=hvd.Sum)
+    for step in range(3):
+        if step:
+            w.grad.zero_()
+        if step == 0 or hvd.rank() != 1:
+            add(w, 1.0)
+        optimizer.step()
+        assert w.grad.tolist() == [hvd.size() - (step > 0)] * 3
+
+
+def test_a_change_of_data_before_a_late_rank_takes_part(hvd):
+    """`p.grad.data` has no version counter, so only the values show the change."""
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w])
+    if hvd.rank() > 0:
+        add(w, 1.0)
+        w.grad.data.clamp_(max=0.25)
+    with pytest.raises(GradientsChanged, match="differ between ranks"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("then", ["pass", "step"])
+def test_a_gradient_without_its_reduced_part_is_changed(hvd, then):
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w])
+    add(w, 1.0)
+    with hvd.no_sync(optimizer):
+        add(w, 1.0)
+    w.grad.clamp_(max=0.5)
+    with pytest.raises(GradientsChanged, match=r"gradients were changed .*call optimizer.synchro"):
+        add(w, 1.0) if then == "pass" else optimizer.step()
+    optimizer.zero_grad()
+    add(w, hvd.rank() + 1.0)
+    assert w.grad.tolist() == [mean(hvd, lambda rank: rank + 1.0)] * 3
+
+
+def test_a_round_that_a_late_rank_enters_at_another_optimizer(hvd):
+    parameters = weights(2)
+    optimizers = [wrapped(hvd, [p]) for p in parameters]
+    add(sum(parameters), 100.0)
+    with hvd.no_sync(optimizers[0]), hvd.no_sync(optimizers[1]):
+        add(sum(parameters), 10.0)
+    if hvd.rank() == 0:
+        add(sum(parameters), 1.0)
+    for optimizer in reversed(optimizers):  # the first call also reduces the other optimizer
+        optimizer.synchronize()
+    for p in parameters:
+        torch.testing.assert_close(p.grad, torch.full_like(p, 110 + 1 / hvd.size()))
+
+
+def test_a_step_of_the_plain_optimizer_in_a_window(hvd):
+    (w,) = weights()
+    plain = torch.optim.SGD([w], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, accumulation_steps=2)
+    add(w, 1.0)
+    with pytest.raises(UsageError, match="call step.. of the wrapped optimizer"):
+        plain.step()
+    optimizer.step()
+    add(w, 1.0)
+    optimizer.step()
+    assert w.tolist() == [-1.0] * 3
+
+
+def test_an_elastic_state_that_is_restored_after_a_pass(hvd):
+    """A loop that calls zero_grad after the step would add to these gradients."""
+    (w,) = weights()
+    model = nn.ParameterList([w])
+    state = hvd.elastic.TorchState(model=model, optimizer=wrapped(hvd, [w]))
+    state.save()
+    add(w, 5.0)
+    state.restore()
+    state.sync()
+    add(w, 1.0)
+    assert w.grad.tolist() == [1.0] * 3
+
+
+def test_an_optimizer_is_not_freed_during_a_round(hvd):
+    """A rank takes part with zeros for an optimizer that only a garbage collection will free."""
+    from hvdkit.torch.coordination import Coordinator
+
+    gc.disable()  # until the round has begun
+    one, other = weights(2)
+    optimizers = [wrapped(hvd, [p], check_parameters=False) for p in (one, other)]
+    first = hvd.rank() == 0
+    if not first:
+        unused = optimizers.pop()
+        unused.cycle = unused
+        del unused, other
+    complete_rounds = Coordinator._complete_rounds
+
+    def collect_first(self, *arguments):
+        gc.enable()
+        gc.collect()
+        complete_rounds(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "_complete_rounds", collect_first)
+        add(other if first else one, 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    if first:
+        assert other.grad.tolist() == [1 / hvd.size()] * 3
+
+
+def test_a_hook_that_moves_gradients_away(hvd):
+    """`p.main_grad`, as in Megatron: hvdkit would reduce nothing."""
+    (w,) = weights()
+    optimizer = wrapped(hvd, [w])
+
+    def move(p):
+        p.main_grad, p.grad = p.grad, None
+
+    handle = w.register_post_accumulate_grad_hook(move)
+    with hvd.no_sync(optimizer):
+        add(w, 1.0)
+    with pytest.raises(GradientsChanged, match="a hook has set p.grad to None"):
+        optimizer.synchronize()
+    handle.remove()
+    optimizer.zero_grad()
+    add(w, hvd.rank() + 1.0)
+    assert w.grad.tolist() == [mean(hvd, lambda rank: rank + 1.0)] * 3

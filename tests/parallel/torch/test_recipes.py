@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import re
-import subprocess
 import sys
 import time
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from hvdkit.errors import UsageError
 from tests.parallel.rank_pool import REPOSITORY, Configuration, start_ranks_of
 from tests.parallel.torch.oracle import assert_same_on_all_ranks
 
@@ -71,14 +69,6 @@ def test_several_models(hvd):
     functional.cross_entropy(head(encoder(inputs)), targets).backward()
     names["optimizer"].step()
     assert_same_on_all_ranks(hvd, names["models"])
-
-
-def test_equal_names_of_several_models_are_refused(hvd):
-    encoder, head, *_ = classifier(hvd)
-    named = [*encoder.named_parameters(), *head.named_parameters()]
-    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1)
-    with pytest.raises(UsageError, match="the name 'weight' twice: names must be unique"):
-        hvd.DistributedOptimizer(optimizer, named)
 
 
 def test_several_optimizers(hvd):
@@ -199,49 +189,3 @@ def test_process_sets(tmp_path):
     outputs = start_as_script("process sets", tmp_path, 4)
     sets = ["[0, 1]: sum 1, grad 0.50"] * 2 + ["[2, 3]: sum 5, grad 2.50"] * 2
     assert outputs == [f"rank {rank}, set {line}\n" for rank, line in enumerate(sets)]
-
-
-ELASTIC = """
-import torch
-
-import hvdkit.torch as hvd
-
-hvd.init()
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-
-
-@hvd.elastic.run
-def train(state):
-    while state.epoch < 8:
-        for _ in range(40):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        if hvd.rank() == 0:
-            print(f"epoch {state.epoch} on {hvd.size()} ranks", flush=True)
-        state.epoch += 1
-        state.commit()  # a failed job resumes here, and new ranks join here
-
-
-train(hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0))
-"""
-
-
-@pytest.mark.long  # Horovod's launcher takes half a minute
-def test_elastic_training_without_a_change(tmp_path):
-    """The states and the loop under Horovod's launcher, on ranks that stay the same."""
-    script = tmp_path / "train.py"
-    script.write_text(ELASTIC, encoding="utf-8")
-    hosts = tmp_path / "hosts.sh"
-    hosts.write_text("#!/bin/sh\necho localhost:2\n", encoding="utf-8")
-    hosts.chmod(0o755)
-    command = [
-        *(sys.executable, "-m", "horovod.runner.launch", "--gloo", "--network-interface", "lo"),
-        *("-np", "2", "--min-np", "2", "--host-discovery-script", str(hosts)),
-        *(sys.executable, str(script)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"epoch (\d) on 2 ranks", done.stdout) == list("01234567")

@@ -76,7 +76,10 @@ def test_a_rank_that_does_not_call_a_collective_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("threads", "doing"),
-    [(64, r"in fault: time\.sleep\(5\)"), (120, "the rank has many threads")],
+    [
+        (64, r"in fault: time\.sleep\(5\)"),
+        pytest.param(120, "the rank has many threads", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_with_many_threads_after_many_calls_without_a_name(tmp_path, threads, doing):
     """Its stacks have more than 100 kB. The other calls still have numbers."""
@@ -180,7 +183,7 @@ print("trained", flush=True)
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_stops_after_uneven_epochs_and_a_caught_error(tmp_path, rank):
     done = run(tmp_path, "time.sleep(5)", rank, 2, script=UNEVEN)
     assert done.stdout.count("caught") == done.stdout.count("trained") == 2, done.stderr
@@ -219,7 +222,7 @@ STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
 # While a rank is stopped, the engine's threads of the other ranks wait for it in a negotiation.
 @pytest.mark.parametrize("fault", [STOPS, pytest.param("time.sleep(20)", marks=pytest.mark.long)])
 def test_a_verdict_names_only_ranks_of_the_process_set(tmp_path, fault):
-    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    env = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "6"}
     done = run(tmp_path, fault, 1, 4, script=SETS, **env)
     assert done.returncode == 1
     named = r"Rank 0 has waited \d+ s for the allreduce 'loss' of process set 1 \(ranks 0, 1\)"

@@ -116,6 +116,14 @@ _SWAPS = [
     (swap, number) for number in (69, 1, 5, 0) for swap in ("swap_on_conversion", "swap_tensors")
 ]
 _CLIPPED_TOGETHER = [("two_losses", 1), ("clip_with_hvd", 0), ("step", 0)] * 2
+_CLIPPED_ROW = [
+    (name, number)
+    for number in (2, 4)
+    for name in (
+        *("plain_step", "two_losses", "double_and_back", "backward", "step", "zero_grad_in_place"),
+        *("accumulate_without_sync", "idle_rank", "accumulate_and_step", "idle_rank_at_step"),
+    )
+]
 
 #: Sequences that are always run: name -> a list of settings, and the actions.
 ROWS = {
@@ -149,9 +157,10 @@ ROWS = {
         [{}, {"average": False}],
         [("new_parameters", 0), ("freeze_on_one_rank", 0), ("plain_step", 1)],
     ),
-    "closures that clip sums": (
-        [{"average": False}],
-        [("closure", number) for number in range(4)],
+    "closures that clip sums": ([{"average": False}], [("closure", number) for number in range(4)]),
+    "gradients that are clipped by a norm": (
+        [{"max_grad_norm": 0.02}, {"max_grad_norm": 1e9}, {"max_grad_norm": 0.02, "unused": True}],
+        _CLIPPED_ROW,
     ),
     "one norm of several optimizers": (
         [{"several": True}, {"several": True, "average": False, "unused": True}],

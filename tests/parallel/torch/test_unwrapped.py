@@ -126,12 +126,6 @@ def by_allreduce(hvd, model, step):
         hvd.allreduce_(p.grad)
 
 
-def by_grouped_allreduce(hvd, model, step):
-    gradients = [p.grad for p in model.parameters()]
-    for p, mean in zip(model.parameters(), hvd.grouped_allreduce(gradients), strict=True):
-        p.grad = mean
-
-
 def flat_in_half_precision(hvd, model, step):
     gradients = [p.grad for p in model.parameters()]
     flat = torch._utils._flatten_dense_tensors([g.half() for g in gradients])
@@ -147,9 +141,7 @@ def from_rank_0(hvd, model, step):
         hvd.broadcast_(p.grad, root_rank=0)
 
 
-@pytest.mark.parametrize(
-    "reduce", [by_allreduce, by_grouped_allreduce, flat_in_half_precision, from_rank_0]
-)
+@pytest.mark.parametrize("reduce", [by_allreduce, flat_in_half_precision, from_rank_0])
 def test_a_script_that_reduces_gradients_itself(hvd, reduce):
     model = shared_model(hvd)
     optimizer = adamw(model.parameters())

@@ -8,6 +8,7 @@ Add a use: write a function of a `Training` and decorate it with `use`.
 
 import copy
 import gc
+import io
 import pickle
 import threading
 import warnings
@@ -22,14 +23,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import SWALR, AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from hvdkit.errors import UsageError
 from tests.parallel.torch.oracle import (
     DEVICE,
     TOLERANCES,
     Twins,
-    adamw,
     assert_close,
     assert_same_on_all_ranks,
     batch_of,
@@ -61,6 +60,12 @@ class Training:
     def loss(self, factor=1.0):
         return loss_of(self.model, factor * self.x)
 
+    def train(self, loss):
+        """Reset the gradients, and make a pass and a step."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
     def gradients(self):
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
@@ -84,9 +89,7 @@ def moving_average_of_weights(t: Training) -> None:
     if "average" not in t.kept:
         t.kept["average"] = AveragedModel(t.model)
         t.kept["schedule"] = SWALR(t.optimizer, swa_lr=0.01, anneal_epochs=2)
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    t.optimizer.step()
+    t.train(t.loss())
     t.kept["average"].update_parameters(t.model)
     t.kept["schedule"].step()
     if t.step == 3:
@@ -110,61 +113,10 @@ def pickled(t: Training) -> None:
         warnings.simplefilter("error")
         copied = pickle.loads(pickle.dumps(t.model))
     loss_of(copied, t.x).backward()
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    t.optimizer.step()
+    t.train(t.loss())
 
 
 # Gradients that are read and changed
-
-
-@use
-def sharpness_aware_minimization(t: Training) -> None:
-    """Two passes: the first one's gradients move the weights, the second one's make the step."""
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    moves = [
-        0.05 * g / torch.stack([h.norm() for h in t.gradients()]).norm() for g in t.gradients()
-    ]
-    with torch.no_grad():
-        for p, move in zip(t.model.parameters(), moves, strict=True):
-            p.add_(move)
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    with torch.no_grad():
-        for p, move in zip(t.model.parameters(), moves, strict=True):
-            p.sub_(move)
-    t.optimizer.step()
-
-
-@use
-def projected_conflicting_gradients(t: Training) -> None:
-    """Gradients of two tasks, combined and assigned."""
-    kept = []
-    for factor in (1.0, -2.0):
-        t.optimizer.zero_grad()
-        t.loss(factor).backward()
-        kept.append(torch.cat([g.reshape(-1) for g in t.gradients()]))
-    first, second = kept
-    if first @ second < 0:
-        first = first - (first @ second) / second.square().sum() * second
-    parameters = list(t.model.parameters())
-    parts = (first + second).split([p.numel() for p in parameters])
-    for p, part in zip(parameters, parts, strict=True):
-        p.grad = part.view_as(p)
-    t.optimizer.step()
-
-
-@use
-def gradients_averaged_in_place(t: Training) -> None:
-    """Several passes with a scaled loss, without a window and without no_sync."""
-    t.optimizer.zero_grad()
-    for factor in (1.0, 0.5, 2.0):
-        t.loss(factor).backward()
-    for g in t.gradients():
-        g /= 3
-    nn.utils.clip_grad_value_(t.model.parameters(), 0.01)
-    t.optimizer.step()
 
 
 @use
@@ -177,10 +129,21 @@ def hooks(t: Training) -> None:
             p.register_hook(lambda g: None)
         t.model[2].register_full_backward_hook(lambda *_: t.kept["seen"].append(t.step))
         t.model[0].register_full_backward_pre_hook(lambda _, g: (2 * g[0],))
+    t.train(t.loss())
+    assert t.kept["seen"] == list(range(t.step + 1))
+
+
+@use
+def saved_gradients(t: Training) -> None:
+    """Gradients saved to a file, and loaded before the step."""
     t.optimizer.zero_grad()
     t.loss().backward()
+    file = io.BytesIO()
+    torch.save(t.gradients(), file)
+    file.seek(0)
+    for g, loaded in zip(t.gradients(), torch.load(file, weights_only=True), strict=True):
+        assert torch.equal(g, loaded)
     t.optimizer.step()
-    assert t.kept["seen"] == list(range(t.step + 1))
 
 
 # Ways to call backward
@@ -223,41 +186,6 @@ def backward_with_anomaly_detection(t: Training) -> None:
 
 
 @use
-def backward_in_parts(t: Training) -> None:
-    """The upper half by itself, then the lower one with the gradient of what lies between."""
-    t.optimizer.zero_grad()
-    hidden = t.model[:2](t.x)
-    leaf = hidden.detach().requires_grad_()
-    (t.model[2:](leaf) - t.x[:, :2].sin()).square().mean().backward()
-    hidden.backward(leaf.grad)
-    t.optimizer.step()
-
-
-@use
-def adversarial_examples(t: Training) -> None:
-    """A pass for the gradient of the input, whose gradients of the model are dropped."""
-    x = t.x
-    t.x = x.clone().requires_grad_()
-    t.loss().backward()
-    # The sign, because one process has the mean over all samples.
-    t.x = x + 0.01 * t.x.grad.sign()
-    t.model.zero_grad()
-    t.loss().backward()
-    t.optimizer.step()
-    t.model.zero_grad()
-
-
-@use
-def functional_call(t: Training) -> None:
-    """A pass with values computed from the parameters instead of the parameters."""
-    t.optimizer.zero_grad()
-    values = {name: p * 0.9 + 0.01 for name, p in t.model.named_parameters()}
-    y = torch.func.functional_call(t.model, values, (t.x,))
-    (y - t.x[:, :2].sin()).square().mean().backward()
-    t.optimizer.step()
-
-
-@use
 def gradients_of_torch_func(t: Training) -> None:
     """Gradients that are assigned, without a backward pass."""
 
@@ -271,39 +199,7 @@ def gradients_of_torch_func(t: Training) -> None:
     t.optimizer.step()
 
 
-@use
-def offloaded_activations(t: Training) -> None:
-    t.optimizer.zero_grad()
-    with torch.autograd.graph.save_on_cpu():
-        loss = t.loss()
-    loss.backward()
-    t.optimizer.step()
-
-
-@use
-def checkpoints_inside_and_outside(t: Training) -> None:
-    """A re-entrant checkpoint beside one that is not."""
-    t.optimizer.zero_grad()
-    hidden = checkpoint(t.model[:2], t.x, use_reentrant=False)
-    y = checkpoint(t.model[2:], hidden, use_reentrant=True)
-    (y - t.x[:, :2].sin()).square().mean().backward()
-    t.optimizer.step()
-
-
 # Parameters that change
-
-
-@use
-def evaluation_in_between(t: Training) -> None:
-    t.optimizer.zero_grad()
-    loss = t.loss()
-    t.model.eval()
-    with torch.inference_mode():
-        t.loss()
-    t.loss(0.5).backward()
-    t.model.train()
-    loss.backward()
-    t.optimizer.step()
 
 
 @use
@@ -327,19 +223,7 @@ def edited_groups(t: Training) -> None:
         t.optimizer.add_param_group({"params": taken, "lr": 0.01})
     if t.step == 2:
         t.optimizer.param_groups[1]["momentum"] = 0.5
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    t.optimizer.step()
-
-
-@use
-def weights_from_a_vector(t: Training) -> None:
-    """The parameters get other memory in every step."""
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    t.optimizer.step()
-    vector = nn.utils.parameters_to_vector(t.model.parameters()).detach()
-    nn.utils.vector_to_parameters(0.99 * vector, t.model.parameters())
+    t.train(t.loss())
 
 
 @use
@@ -347,19 +231,7 @@ def step_before_any_pass(t: Training) -> None:
     """A step before the first pass, and two steps after each pass."""
     if t.step == 0:
         t.optimizer.step()
-    t.optimizer.zero_grad()
-    t.loss().backward()
-    t.optimizer.step()
-    t.optimizer.step()
-
-
-@use
-def phases_that_train_other_layers(t: Training) -> None:
-    """In each step only one layer needs gradients. The next step trains another one."""
-    for number, layer in enumerate(t.model[::2]):
-        layer.requires_grad_(number == t.step % 3)
-    t.optimizer.zero_grad()
-    t.loss().backward()
+    t.train(t.loss())
     t.optimizer.step()
 
 
@@ -462,27 +334,6 @@ def test_a_compiled_training_step(hvd):
         twins.backward_of_one_process(step)
         twins.plain[0].step()
     twins.check()
-
-
-def test_adapters_of_a_frozen_model(hvd):
-    class Adapted(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-            self.down = nn.Linear(layer.in_features, 2, bias=False)
-            self.up = nn.Linear(2, layer.out_features, bias=False)
-
-        def forward(self, x):
-            return self.layer(x) + self.up(self.down(x))
-
-    model = small_model()
-    model.requires_grad_(False)
-    before = copy.deepcopy(model.state_dict())
-    for k in (0, 2):
-        model[k] = Adapted(model[k]).to(DEVICE, torch.float64)
-        model[k].layer.requires_grad_(False)
-    train_both(hvd, model, adamw)
-    assert torch.equal(model[0].layer.weight, before["0.weight"])
 
 
 def test_a_model_made_channels_last_after_wrapping(hvd):
@@ -589,30 +440,6 @@ def test_a_caught_error_of_autograd_grad_has_no_effect(hvd):
             hook.remove()
         twins.train(step)
     twins.check()
-
-
-def test_a_step_more_on_one_rank_is_found_again_after_the_error(hvd):
-    """Rank 0 leaves out a step. Then the steps differ, and after that error the models."""
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    errors = []
-    for step in range(4):
-        optimizer.zero_grad()
-        try:
-            loss_of(model, batch_of(hvd.rank(), step)).backward()
-            if step == 1 and hvd.rank() == 0:
-                continue
-            optimizer.step()
-        except (hvd.PassesDiffer, hvd.RankMismatchError) as error:
-            errors.append(type(error))
-            if len(errors) == 2:
-                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-                hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer.zero_grad()
-    assert errors == [hvd.PassesDiffer, hvd.RankMismatchError]
-    loss_of(model, batch_of(hvd.rank(), 9)).backward()
-    optimizer.step()
-    assert_same_on_all_ranks(hvd, model)
 
 
 def test_parameters_of_two_optimizers_are_refused(hvd):
