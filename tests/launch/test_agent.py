@@ -265,19 +265,6 @@ def test_an_agent_stays_after_a_start_that_failed(agent):
     assert agent.receive("ended")["status"] == 0
 
 
-def test_the_ranks_of_an_agent_that_gets_sigterm_before_their_start_are_reported(agent):
-    agent.prepare("import time; time.sleep(60)", stay=True)
-    process = psutil.Process(agent.process.pid)
-    wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
-    # Both arrive at the same time.
-    process.suspend()
-    agent.start_prepared()
-    process.terminate()
-    process.resume()
-    assert agent.receive("ended", "done") == {"kind": "ended", "rank": 5, "status": -15}
-    assert not agent.receive("done")["stays"]
-
-
 def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
     """If it ended, mpirun would end the other ranks at once, which have errors to report."""
     with socket.create_server(("127.0.0.1", 0)) as server:

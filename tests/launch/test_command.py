@@ -141,15 +141,15 @@ def test_messages_are_not_written_to_a_file_in_place_of_a_closed_stream(tmp_path
     assert (tmp_path / "latest" / "rank.0.log").read_text() == "up\n"
 
 
-def test_a_script_alone_is_run_with_python(tmp_path):
-    (tmp_path / "executable.py").write_text("print('run')")
-    (tmp_path / "executable.py").chmod(0o755)
-    assert run("-np", "1", "./executable.py", cwd=tmp_path).stdout == "[0] run\n"
-    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
-    assert run("-np", "1", "train.py", "-x", cwd=tmp_path).stdout == "[0] ['-x']\n"
-    missing = run("-np", "1", "gone.py", cwd=tmp_path)
-    assert missing.returncode == 2
-    assert f"there is no file gone.py in {tmp_path}" in missing.stderr
+def test_a_script_alone_is_run_with_python(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "executable.py").touch(0o755)
+    (tmp_path / "train.py").touch()
+    for words in ("./executable.py", "train.py -x"):
+        assert cli.main(["run", "-np", "1", "--dry-run", *words.split()]) == 0
+        assert capfd.readouterr().out.endswith(f" {sys.executable} {words} &\n")
+    assert cli.main(["run", "-np", "1", "gone.py"]) == 2
+    assert f"there is no file gone.py in {tmp_path}" in capfd.readouterr().err
 
 
 def test_a_time_limit_may_be_longer_than_the_system_can_wait():
@@ -369,12 +369,12 @@ def test_a_job_that_has_saved_can_be_resumed_although_its_processes_do_not_end(t
         "with hvd.Checkpointer('saved', model=torch.nn.Linear(1, 1)) as checkpointer:\n"
         "    checkpointer.save_and_stop(1)\n"
     )
-    done = run("-np", "2", "--stop-grace", "1", "train.py", env=ONE_THREAD, cwd=tmp_path)
+    done = run("-np", "2", "--stop-grace", "4", "train.py", env=ONE_THREAD, cwd=tmp_path)
     assert done.returncode == 75, done.stderr
     report = done.stderr[done.stderr.index("hvdkit run: ") :]
     assert report.startswith(
         "hvdkit run: ranks 0 on localhost, 1 on localhost had reached the end of the script, but "
-        "their processes did not end within 1 s (--stop-grace), so the launcher ended them."
+        "their processes did not end within 4 s (--stop-grace), so the launcher ended them."
     )
     assert report.endswith("stopped; start the job again to resume it (exit status 75)\n")
 
