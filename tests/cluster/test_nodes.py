@@ -236,39 +236,6 @@ def test_a_rendezvous_over_ipv6(start, cluster):
     assert [end(job)[0] for job in jobs] == [0, 0]
 
 
-def test_strangers_do_not_delay_the_nodes(start, cluster):
-    first = start(0, "true")
-    address = cluster.cluster.hosts[0].address, PORT
-    code = (
-        "import socket, sys, time\n"
-        "def line():\n"
-        "    while True:\n"
-        "        try:\n"
-        f"            return socket.create_connection({address}, timeout=5)\n"
-        "        except ConnectionRefusedError:\n"
-        "            time.sleep(0.1)\n"
-        "lines = [line() for _ in range(5)]\n"
-        'rest = b\', "nodes": 2, "hostname": "x", "slots": 1, "machine": "x"}\\n\'\n'
-        'lines[3].sendall(b\'0 {"nonce": "\\\\ud800", "size": 2, "number": 1\' + rest)\n'
-        'lines[4].sendall(b\'0 {"nonce": 1, "number": 1e999\' + rest)\n'
-        "lines[1].sendall(b'0 ' + b'[' * 9000 + b'\\n')\n"
-        "lines[2].sendall(b'0 {\"number\": 1}\\n')\n"
-        "print('up', flush=True); time.sleep(30)"
-    )
-    stranger = subprocess.Popen(
-        cluster.cluster.hosts[1].command([sys.executable, "-c", code]), stdout=subprocess.PIPE
-    )
-    try:
-        assert stranger.stdout.readline() == b"up\n"
-        second = start(1, "true")
-        ends = end(first), end(second)
-        assert [status for status, _, _ in ends] == [0, 0]
-        assert "Traceback" not in ends[0][2]
-    finally:
-        stranger.kill()
-        stranger.communicate(timeout=600)
-
-
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -1,13 +1,11 @@
 """`hvdkit run --launcher mpi` on several hosts. `test_launchers.py` has each installed MPI."""
 
-import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.launches import BOTH, describe, python, wait_for
+from tests.cluster.launches import BOTH, python
 from tests.cluster.test_engine_hosts import INT8, INT8_BYTES, SCATTER, SUMS, check_sent
 from tests.cluster.test_launchers import MPIRUNS
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
@@ -56,26 +54,6 @@ hvd.init()
         "MPI did not connect ranks 0 on host0, 1 on host1 within 20 s (--start-timeout). Rank 1 on "
         "host1 is stopped (SIGSTOP)"
     ) in done.stderr
-
-
-@pytest.mark.long
-def test_an_mpirun_that_is_stopped_while_the_ranks_end(launches, start, monkeypatch):
-    skip_where_unsupported(Configuration("torch", "mpi", 2))
-    monkeypatch.setenv("HVDKIT_STALL_TIMEOUT", "3")
-    code = "import hvdkit.torch as hvd; hvd.init(); print('up', flush=True); time.sleep(3)"
-    job = start(*MPI, *python(code))
-    wait_for(job, "[0] up", "[1] up")
-    # `mpirun` of Open MPI 5 executes `prterun`.
-    names = ("mpirun", "prterun")
-    found = [p for p in launches.processes() if str(*describe(p)[:1]).endswith(names)]
-    for pid in found:
-        os.kill(pid, signal.SIGSTOP)
-    text = "Ranks 0, 1 are in hvd.shutdown(), or have reached the end of the script but not ended."
-    assert any(text in line for line in iter(job.stderr.readline, ""))
-    for pid in found:
-        os.kill(pid, signal.SIGCONT)
-    _, err = job.communicate(timeout=600)
-    assert job.returncode == 0, err
 
 
 @pytest.mark.parametrize("mpirun", MPIRUNS.values(), ids=MPIRUNS)

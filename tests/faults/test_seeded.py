@@ -17,7 +17,8 @@ MOST_THREADS, MOST_FILES, MOST_MEMORY = 2, 2, 20e6
 @pytest.mark.parametrize("framework", ["torch", "keras-tensorflow"])
 def test_the_rank_at_fault_is_named_in_nearly_all_cases(framework):
     skip_where_unsupported(Configuration(framework, "mpi", 4))
-    outcomes = seeded.run_all({"torch": seeded.CASES}.get(framework, seeded_keras.CASES))
+    cases = {"torch": seeded.CASES}.get(framework, seeded_keras.CASES)
+    outcomes = list(seeded.run_all(cases))
     assert len(outcomes) >= 40
     wrong = [f"{o.case.name}, rank {o.rank}: {o.text[-3000:]}" for o in outcomes if not o.named]
     assert len(wrong) <= (1 - _NAMED) * len(outcomes), "\n\n".join(wrong)
