@@ -31,7 +31,7 @@ def refusing(launches):
 
 @pytest.mark.long
 def test_four_hosts(make_hosts, tmp_path):
-    """All through the last host, which drops connections while another one is logging in."""
+    """The last host drops connections while another one is logging in."""
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     if (missing := ssh_servers.missing()) is not None:
         pytest.skip(missing)
@@ -45,9 +45,14 @@ def test_four_hosts(make_hosts, tmp_path):
     ):
         job = Launches(cluster, access, tmp_path)
         names = ",".join(f"host{number}:1" for number in range(4))
-        done = job.run("-H", names, "--ssh-arg=-Jhost3", sys.executable, "-c", code)
+        done = job.run("-H", names, sys.executable, "-c", code)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 4.0" for r in range(4)]
+        # All through the last host, which refuses some of these connections.
+        names = [name for host in cluster.hosts[1:3] for name in (host.name, host.address)]
+        done = job.run("-H", ",".join(names), "--ssh-arg=-Jhost3", "hostname")
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == 4
         assert "MaxStartups" in (tmp_path / "host3" / "log").read_text()
 
 
