@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 
-from tests.cluster.test_run import link_down
 from tests.elastic.jobs import ElasticJob
 from tests.elastic.training import TORCH, check
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
@@ -57,15 +56,3 @@ def test_a_new_host_that_cannot_take_part_does_not_interrupt_the_job(start):
     assert job.finish() == 0
     assert "the hosts have changed" not in job.text
     check(job.lines, ranks=1)
-
-
-@pytest.mark.long
-def test_a_host_whose_link_goes_down_and_comes_back(start, launches):
-    job = start("host0:1,host1:1", "-x", "HOROVOD_GLOO_TIMEOUT_SECONDS=10")
-    job.wait_for("batch 0 3 ")
-    with link_down(launches):
-        assert int(job.wait_for(r"begin 0 (\d+) size 1", 240)[1]) >= 3
-        job.wait_for("batch")
-    job.wait_for(r"begin \d \d+ size 2", 120)
-    assert job.finish(180) == 0
-    check(job.lines, ranks=2)
