@@ -1,12 +1,15 @@
 """The keepers between an agent and its ranks."""
 
+import contextlib
+import os
 import signal
 import sys
 
 import psutil
 
+from tests.launch import escaping
 from tests.launch.commands import execute, wait_until
-from tests.launch.test_agent import WITH_CHILD, launched, running, wait_until_gone
+from tests.launch.test_agent import RANK, WITH_CHILD, launched, running, wait_until_gone
 
 GROUP = """
 import os, signal, subprocess, sys, time
@@ -102,6 +105,30 @@ def test_an_agent_that_a_user_has_started_ends_the_orphans_of_its_ranks_only(tmp
             assert running(service.pid)
         finally:
             service.kill()
+
+
+def test_an_agent_that_a_user_has_started_ends_a_daemon_of_a_killed_keeper(tmp_path):
+    """The daemon has no environment, session and parent that tell the job."""
+    arguments = [escaping.__file__, str(tmp_path / "left"), "stay"]
+    code = (
+        f"import runpy, sys; sys.argv = {arguments}; runpy.run_path(sys.argv[0], None, '__main__')"
+    )
+    overrides = {"command": [*RANK, code], "directory": "/", "path": None}
+    node = (
+        f"import io; from hvdkit.launch.nodes.node_agent import NodeAgent; "
+        f"NodeAgent(io.FileIO(0), io.FileIO(1, 'wb'), {overrides}).run()"
+    )
+    with launched(node) as agent:
+        agent.start(code)
+        agent.line()
+        (left,) = tmp_path.glob("left.*")
+        try:
+            keeper_of(agent).kill()
+            agent.receive("done")
+            wait_until_gone(int(left.suffix[1:]))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(left.suffix[1:]), signal.SIGKILL)
 
 
 def test_a_signal_to_a_new_keeper_does_not_run_the_handlers_of_its_parent():
