@@ -89,14 +89,11 @@ def ssh_servers(
             key = (own / "host_key.pub").read_text().rsplit(" ", 1)[0]
             known.append(f"{host.name},{host.address},{host.address6} {key}\n")
             second = f"ListenAddress {host.address6}" if host.has_address6() else ""
-            (own / "sshd_config").write_text(
-                _SERVER.format(
-                    folder=own,
-                    address=host.address,
-                    second=second,
-                    settings=(settings or {}).get(host.name, ""),
-                )
+            own_settings = (settings or {}).get(host.name, "")
+            text = _SERVER.format(
+                folder=own, address=host.address, second=second, settings=own_settings
             )
+            (own / "sshd_config").write_text(text)
             commands = (before or {}).get(host.name, ())
             script = "; ".join(["set -e", *commands, f'exec {_SSHD} -D -e -f "$0"'])
             servers.append(

@@ -97,8 +97,7 @@ print("reduced", flush=True)
 """
 
 
-@pytest.mark.parametrize("key", ["a key", None])
-def test_strangers_that_connect_to_each_port_do_not_keep_ranks_from_starting(make_hosts, key):
+def test_strangers_that_connect_to_each_port_do_not_keep_ranks_from_starting(make_hosts):
     skip_where_unsupported(Configuration("torch", "gloo", 4))
     scanner = str(Path(__file__).with_name("port_scanner.py"))
     with make_hosts(1) as cluster:
@@ -110,7 +109,7 @@ def test_strangers_that_connect_to_each_port_do_not_keep_ranks_from_starting(mak
                     cluster,
                     [sys.executable, "-c", SCANNED],
                     sizes=(3,),
-                    key=key,
+                    key="a key",
                     HOROVOD_DYNAMIC_PROCESS_SETS="1",
                     HOROVOD_GLOO_TIMEOUT_SECONDS="5",
                 )
@@ -137,8 +136,18 @@ def check_sent(outputs, hosts, expected):
         assert 0.9 < ratio < 1.1, output
 
 
-SUMS = """
+#: The beginning of a program that looks how many bytes its host has sent.
+SENT = """
 from pathlib import Path
+
+def sent():
+    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
+    return sum(int(counter.read_text()) for counter in counters)
+
+"""
+SUMS = (
+    SENT
+    + """
 import torch
 from horovod.torch import mpi_ops
 import hvdkit.torch as hvd
@@ -149,10 +158,6 @@ def reduce(tensor, name="sum", op=hvd.Sum):
 
 def values(size, dtype, rank):
     return ((torch.arange(size) * 7 + rank * 5) % 31).to(dtype)
-
-def sent():
-    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
-    return sum(int(counter.read_text()) for counter in counters)
 
 hvd.init()
 assert runtime.host_collectives.flat_reason() == "", runtime.host_collectives.flat_reason()
@@ -192,33 +197,25 @@ hvd.barrier()
 print("sent", (sent() - before) / 20e6, flush=True)
 hvd.shutdown()
 """
-
-
-INT8 = """
-from pathlib import Path
+)
+INT8 = (
+    SENT
+    + """
 import torch
 import hvdkit.torch as hvd
 from hvdkit.torch import runtime, shared_memory
 from tests.parallel.torch.int8_oracle import check_engine, reduce_in_engine
-
-def sent():
-    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
-    return sum(int(counter.read_text()) for counter in counters)
 
 hvd.init()
 assert runtime.host_collectives.sends_int8()
 new = lambda size: shared_memory.empty(size, torch.float32)
 check_engine(hvd, new)
 check_engine(hvd)
-if hvd.rank() == 0:
-    for number in range(3):
-        assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size()).all()
-    hvd.join()
-else:
-    for number in range(3):
-        assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size()).all()
+for number in range(3):
+    assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size()).all()
+if hvd.rank():
     assert reduce_in_engine(new(50_000).fill_(1.0)).eq(hvd.size() - 1).all()
-    hvd.join()
+hvd.join()
 tensor = new(5_000_000).zero_()
 reduce_in_engine(tensor)
 hvd.barrier()
@@ -228,8 +225,7 @@ hvd.barrier()
 print("sent", (sent() - before) / 5e6, flush=True)
 hvd.shutdown()
 """
-
-
+)
 SCATTER = """
 import hvdkit.torch as hvd
 from hvdkit.torch import runtime
@@ -371,7 +367,7 @@ sys.exit(1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("after", [0.01, 0.1, 0.2, 0.3, 0.4])
+@pytest.mark.parametrize("after", [0.01, 0.1, 0.3])
 def test_a_rank_dies_during_a_sum(make_hosts, after):
     with make_hosts(2) as cluster:
         group = start_on_hosts(cluster, [sys.executable, "-c", DIES, str(after)])
@@ -385,17 +381,14 @@ def test_a_rank_dies_during_a_sum(make_hosts, after):
         assert float(found[1]) < 5
 
 
-SLOW = """
+SLOW = (
+    SENT
+    + """
 import os, signal, sys, threading, time
-from pathlib import Path
 import torch
 from horovod.torch import mpi_ops
 import hvdkit.torch as hvd
 from hvdkit.torch import shared_memory
-
-def sent():
-    counters = Path("/sys/class/net").glob("e*/statistics/tx_bytes")
-    return sum(int(counter.read_text()) for counter in counters)
 
 def stop_in_the_sum(before):
     while sent() < before + 2_000_000:
@@ -419,6 +412,7 @@ except hvd.HorovodInternalError as error:
     sys.exit(1)
 hvd.shutdown()
 """
+)
 
 
 @pytest.mark.long

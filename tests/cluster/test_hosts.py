@@ -38,28 +38,6 @@ def test_each_host_has_its_own_name_and_address(make_hosts):
         assert os.uname().nodename not in (first.name, second.name)
 
 
-def test_hosts_reach_each_other_and_the_machine(make_hosts):
-    serve = (
-        "import socket, sys; server = socket.create_server((sys.argv[1], 0));"
-        "server.settimeout(20); print(server.getsockname()[1], flush=True);"
-        "print(server.accept()[1][0])"
-    )
-    connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 20)"
-    with make_hosts(2) as cluster:
-        first, second = cluster.hosts
-        for where, address in ((first.command, first.address), (list, cluster.address)):
-            server = subprocess.Popen(
-                where([sys.executable, "-c", serve, address]), stdout=subprocess.PIPE, text=True
-            )
-            try:
-                run(second, sys.executable, "-c", connect, address, server.stdout.readline())
-                assert server.communicate(timeout=600)[0] == f"{second.address}\n"
-            finally:
-                server.kill()
-                server.wait(timeout=600)
-                server.stdout.close()
-
-
 def test_nothing_is_left_of_hosts(make_hosts):
     mark = f"hvd{os.getpid():x}-"
     with make_hosts(2) as cluster:

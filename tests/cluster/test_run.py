@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from hvdkit.faults.command import why
 from tests.cluster import ssh_servers
 from tests.cluster.launches import BOTH, Launches, describe, python, wait_for
-from tests.cluster.test_launchers import PLACES, REDUCE
 from tests.launch.commands import execute, wait_until
 from tests.parallel.rank_pool import REPOSITORY, Configuration, skip_where_unsupported
 
@@ -31,21 +29,11 @@ def refusing(launches):
     keys.write_text(content)
 
 
-def test_a_host_that_ssh_reaches_over_ipv6(launches):
-    skip_where_unsupported(Configuration("torch", "gloo", 2))
-    host = launches.cluster.hosts[1]
-    if not host.has_address6():
-        pytest.skip("this machine has no IPv6")
-    done = launches.run("-H", f"host0:1,[{host.address6}]:1", sys.executable, "-c", REDUCE)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == PLACES[2]
-
-
 @pytest.mark.long
 def test_four_hosts(make_hosts, tmp_path):
+    """The last host drops connections while another one is logging in."""
     skip_where_unsupported(Configuration("torch", "gloo", 4))
-    missing = ssh_servers.missing()
-    if missing is not None:
+    if (missing := ssh_servers.missing()) is not None:
         pytest.skip(missing)
     code = (
         "import torch, hvdkit.torch as hvd; hvd.init();"
@@ -53,24 +41,16 @@ def test_four_hosts(make_hosts, tmp_path):
     )
     with (
         make_hosts(4, interfaces=("eth0", "ens3", "lan", "enp1s0")) as cluster,
-        # The last host drops connections while another one is logging in.
         ssh_servers.ssh_servers(cluster, tmp_path, settings={"host3": "MaxStartups 1"}) as access,
     ):
-        # Started on the first host, which has no rank.
-        hosts = "host3:1,host2:1,host1:1"
-        done = Launches(cluster, access, tmp_path).run("-H", hosts, sys.executable, "-c", code)
-        assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 3.0" for r in range(3)]
-        done = Launches(cluster, access, tmp_path).run(
-            "-H", f"host0:1,{hosts}", sys.executable, "-c", code
-        )
+        job = Launches(cluster, access, tmp_path)
+        names = ",".join(f"host{number}:1" for number in range(4))
+        done = job.run("-H", names, sys.executable, "-c", code)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"[{r}] {r} {r} 4.0" for r in range(4)]
         # All through the last host, which refuses some of these connections.
         names = [name for host in cluster.hosts[1:3] for name in (host.name, host.address)]
-        done = Launches(cluster, access, tmp_path).run(
-            "-H", ",".join(names), "--ssh-arg=-Jhost3", "hostname"
-        )
+        done = job.run("-H", ",".join(names), "--ssh-arg=-Jhost3", "hostname")
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 4
         assert "MaxStartups" in (tmp_path / "host3" / "log").read_text()
@@ -106,18 +86,21 @@ def test_hosts_that_do_not_reach_each_other(make_hosts, tmp_path):
     )
 
 
-def test_hosts_may_have_different_numbers_of_ranks(launches):
+@pytest.mark.parametrize("version", [4, 6])
+def test_hosts_may_have_different_numbers_of_ranks(launches, version):
+    """Over IPv6, ssh reaches the second host. The ranks use IPv4."""
+    host = launches.cluster.hosts[1]
+    if version == 6 and not host.has_address6():
+        pytest.skip("this machine has no IPv6")
     code = (
         "names = ('RANK', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE', 'GLOO_IFACE');"
         "print(*(os.environ['HOROVOD_' + name] for name in names))"
     )
-    done = launches.run("-H", "host1:2,host0:1", *python(code))
+    name = "host1" if version == 4 else f"[{host.address6}]"
+    done = launches.run("-H", f"{name}:2,host0:1", *python(code))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "[0] 0 0 2 0 2 ens3",
-        "[1] 1 1 2 0 1 ens3",
-        "[2] 2 0 1 1 2 eth0",
-    ]
+    lines = ["[0] 0 0 2 0 2 ens3", "[1] 1 1 2 0 1 ens3", "[2] 2 0 1 1 2 eth0"]
+    assert sorted(done.stdout.splitlines()) == lines
 
 
 def test_the_rendezvous_listens_only_on_the_network_of_the_job(launches):
@@ -155,65 +138,21 @@ def test_a_host_that_refuses_ssh(launches, refusing):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--ssh-port 2222 true", "host1: no ssh server listens on port 2222"),
-        ("--ssh-arg=-oUserKnownHostsFile=/dev/null true", "host1: its host key is not known here"),
-        ("-H host0:1,host7:1 true", "host7: its name does not resolve"),
         # An unused address of the network: ssh would wait for ten seconds.
         ("-H host0:1,{unused}:1 --start-timeout 1 true", "{unused}: did not answer within 1 s"),
         ("{python} {script}", "host1: no file {script}"),
         ("--python /no/python true", "host1: there is no executable Python at /no/python"),
-        ("--python /usr/bin/python3 true", "host1: /usr/bin/python3 there has no hvdkit"),
     ],
 )
 def test_a_host_that_cannot_take_part(launches, words, expected):
-    if "/usr/bin/python3" in words and not os.path.exists("/usr/bin/python3"):
-        pytest.skip("no second Python here")
     names = {"unused": f"{launches.cluster.address.rpartition('.')[0]}.250"}
     names |= {"python": sys.executable, "script": launches.folder / "only_here" / "train.py"}
     words = words.format(**names).split()
     done = launches.run(*(() if "-H" in words else BOTH), *words)
     assert done.returncode == 1
     assert expected.format(**names) in done.stderr
-    assert ("ssh-keyscan -p 22 host1" in done.stderr) == ("host key" in expected)
     assert "no file" not in expected or "host0:" not in done.stderr
     assert "trained" not in done.stdout
-
-
-@pytest.mark.long
-def test_ranks_that_ignore_sigterm_are_killed(launches):
-    code = (
-        "signal.signal(15, signal.SIG_IGN); print('ignoring');"
-        "subprocess.Popen(['sleep', '60'], start_new_session=True);"
-        "time.sleep(1); sys.exit(3) if rank == 0 else time.sleep(60)"
-    )
-    began = time.monotonic()
-    done = launches.run(*BOTH, *python(code))
-    assert 10 < time.monotonic() - began < 50
-    assert done.returncode == 3
-
-
-def test_ctrl_c_twice_ends_at_once(start):
-    code = "signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); print('up');"
-    job = start(*BOTH, *python(code + "time.sleep(60)"))
-    wait_for(job, "[0] up", "[1] up")
-    job.send_signal(signal.SIGINT)
-    time.sleep(1)
-    assert job.poll() is None
-    began = time.monotonic()
-    job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=600)
-    assert time.monotonic() - began < 9  # less than the 10 s of an ordinary end
-    assert job.returncode == 128 + signal.SIGINT
-    assert "ending all ranks now" in err
-
-
-def test_ctrl_c_without_a_handler_in_the_script(start):
-    job = start(*BOTH, *python("print('up'); time.sleep(60)"))
-    wait_for(job, "[0] up", "[1] up")
-    job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=600)
-    assert job.returncode == 128 + signal.SIGINT
-    assert err.splitlines()[-1] == "hvdkit run: ended by SIGINT"
 
 
 @pytest.mark.parametrize(
@@ -238,9 +177,9 @@ def test_a_rank_that_never_registers_is_named(launches):
         "import hvdkit.torch as hvd; hvd.init()"
     )
     # The agents must start in this time, too.
-    done = launches.run(*BOTH, "--start-timeout", "15", *python(code))
+    done = launches.run(*BOTH, "--start-timeout", "8", *python(code))
     assert done.returncode == 1
-    assert "rank 1 on host1 did not register within 15 s of the first rank" in done.stderr
+    assert "rank 1 on host1 did not register within 8 s of the first rank" in done.stderr
     assert "  thinking" in done.stderr
 
 
@@ -323,19 +262,6 @@ def test_doctor_examines_the_hosts(launches):
     launches.check_nothing_is_left(5)
 
 
-def test_doctor_reports_the_python_that_a_start_refuses(launches, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.version_info = (3, 99, 0)")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:$PYTHONPATH exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    refused = launches.run(*BOTH, "--python", str(python), "true")
-    done = doctor(launches, "--python", str(python))
-    assert (refused.returncode, done.returncode) == (1, 1), refused.stderr + done.stdout
-    for text in (refused.stderr, done.stdout):
-        assert "it has Python 3.99.0, but the launcher has" in text
-    assert "host1" in done.stdout
-
-
 @pytest.fixture
 def firewall(launches):
     """Let the first host refuse connections from the second."""
@@ -355,19 +281,3 @@ def test_a_start_that_cannot_succeed_is_stopped_by_the_preflight(launches, firew
     assert "TCP: 2 of 4 connections fail: host1 to host0" in done.stderr
     assert "host1 to the launcher" in done.stderr
     assert launches.run(*BOTH, "--no-preflight", "true").returncode == 0
-
-
-@pytest.mark.long
-def test_a_host_whose_link_goes_down(launches, start):
-    job = start(*BOTH, *python("print('up'); time.sleep(300)"))
-    wait_for(job, "[0] up", "[1] up")
-    with link_down(launches) as second:
-        # ssh detects the loss after 3 x 10 s.
-        _, err = job.communicate(timeout=70)
-        assert job.returncode == 1
-        assert "lost host1" in err
-        assert not launches.cluster.hosts[0].processes() - launches.servers
-        # The other host's ranks end after 60 s without a heartbeat.
-        wait_for_no_rank(second)
-    # TCP repeats the last bytes of sshd after longer and longer times.
-    launches.check_nothing_is_left(120)

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -76,12 +75,6 @@ def test_nodes_that_srun_starts_connect(jobs):
     # Node 0 shows all ranks, the other node its own.
     lines = [f"[{n}] place {n} {n % 2} 2 {n // 2} 2 sum 10.0" for n in range(4)]
     assert sorted(done.stdout.splitlines()) == sorted([*lines, *lines[2:]])
-
-
-def test_more_ranks_than_tasks(jobs):
-    done = jobs.run(*UNEVEN, *HVDKIT, "run", "-np", "4", "true")
-    assert done.returncode == 2
-    assert "-np is 4, but the allocation has 3 tasks (host0:2, host1:1)" in done.stderr
 
 
 def test_a_missing_program_is_reported_once_per_node(jobs):
@@ -243,18 +236,6 @@ def test_a_lightning_trainer_uses_the_ranks_of_hvdkit(jobs, lightning, launch):
         needs(jobs, "pmix")
     both = lightning_results(jobs.run(*launch, *lightning("two")))
     assert both == [["2", "24", both[0][2]]] * 2
-
-
-def test_a_lightning_trainer_in_a_batch_job(jobs, lightning, tmp_path):
-    command = shlex.join([*HVDKIT, "run", *lightning("two")])
-    output = tmp_path / "out"
-    options = ("--wait", "--nodes=2", "--ntasks=2", f"--chdir={REPOSITORY}", f"--output={output}")
-    done = jobs.run("sbatch", *options, f"--wrap={command}")
-    text = output.read_text()
-    assert done.returncode == 0, text[-3000:]
-    lines = [line.split()[-3:] for line in text.splitlines() if re.match(r"\[\d\] 2 24 ", line)]
-    assert len(lines) == 2, text[-3000:]
-    assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

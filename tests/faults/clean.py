@@ -14,14 +14,15 @@ import argparse
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+
+from tests.launch.commands import started
 
 TORCH = """\
 import sys, time
@@ -104,15 +105,8 @@ print("trained", flush=True)
 SCRIPTS = {"torch": TORCH, "keras": KERAS}
 
 
-@dataclass(frozen=True)
-class Use:
-    """The resources of a process.
-
-    Attributes:
-        memory: its resident memory in bytes.
-        threads: the number of its threads.
-        files: the number of its open files.
-    """
+class Use(NamedTuple):
+    """The resources of a process: its resident memory in bytes, its threads and open files."""
 
     memory: int
     threads: int
@@ -121,13 +115,9 @@ class Use:
 
 @dataclass
 class Outcome:
-    """A job without a fault.
+    """A job: the status and lines of the launcher, the lines of the ranks, and what they used.
 
-    Attributes:
-        status: the exit status of the launcher.
-        lines: the lines of the ranks.
-        said: the lines of the launcher itself.
-        uses: step -> name of a process -> its resources in this step.
+    `uses` has for some steps the resources of each process, by its name.
     """
 
     status: int = 0
@@ -136,32 +126,20 @@ class Outcome:
     uses: dict[int, dict[str, Use]] = field(default_factory=dict)
 
 
-def run(
-    folder: Path, framework: str, ranks: int, steps: int, env: Mapping[str, str] | None = None
-) -> Outcome:
+def run(folder: Path, framework: str, ranks: int, steps: int) -> Outcome:
     """Run a job of `ranks` ranks in `folder`."""
     (folder / "train.py").write_text(SCRIPTS[framework])
-    variables = {name: value for name, value in os.environ.items() if name != "PWD"}
-    variables |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"} | dict(env or {})
-    command = [sys.executable, "-m", "hvdkit", "run", "-np", str(ranks), "--output-dir", "runs"]
+    env = {name: value for name, value in os.environ.items() if name != "PWD"}
+    env |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    words = ("-np", ranks, "--output-dir", "runs", sys.executable, "train.py", steps)
     outcome = Outcome()
-    with (
-        (folder / "said").open("w+") as said,
-        subprocess.Popen(
-            [*command, sys.executable, "train.py", str(steps)],
-            cwd=folder,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-        ) as job,
-    ):
-        assert job.stdout is not None
-        for line in job.stdout:
-            outcome.lines.append(line.rstrip("\n"))
-            if match := re.search(r"at step (\d+)$", line):
-                outcome.uses[int(match[1])] = uses(psutil.Process(job.pid))
-        outcome.status = job.wait()
+    with (folder / "said").open("w+") as said:
+        with started(*words, cwd=folder, env=env, stderr=said) as job:
+            for line in job.stdout:
+                outcome.lines.append(line.rstrip("\n"))
+                if match := re.search(r"at step (\d+)$", line):
+                    outcome.uses[int(match[1])] = uses(psutil.Process(job.pid))
+            outcome.status = job.wait()
         said.seek(0)
         for line in said.read().splitlines():
             (outcome.lines if re.match(r"\[\d+\] ", line) else outcome.said).append(line)

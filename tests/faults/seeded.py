@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from tests.launch.commands import execute
 
 _RANKS = 4
 _SECONDS = 420.0
@@ -144,10 +145,7 @@ print("trained", flush=True)
 
 
 def _mpi(case: Case) -> Case:
-    return Case(
-        f"{case.name} (MPI)", case.says, case.fault, case.before_init, case.build,
-        arguments=("--launcher", "mpi"),
-    )  # fmt: skip
+    return replace(case, name=f"{case.name} (MPI)", arguments=("--launcher", "mpi"))
 
 
 _SLEEPS = Case("sleeps in its data", IN_FAULT, "time.sleep(100)")
@@ -300,53 +298,39 @@ class Outcome:
 
 
 def run(case: Case, rank: int, python: str = sys.executable) -> Outcome:
-    """Run a job in which `rank` has the fault.
-
-    Args:
-        case: the fault.
-        rank: the rank at fault.
-        python: the interpreter of the launcher and the ranks.
-    """
+    """Run a job in which `rank` has the fault, with an interpreter for the launcher and ranks."""
     with tempfile.TemporaryDirectory(prefix="hvdkit-seeded-") as name:
         script = Path(name) / "train.py"
         script.write_text(case.script(rank))
-        command = [python, "-m", "hvdkit", "run", "-np", str(case.ranks), *case.arguments]
-        done = subprocess.run(
-            [*command, "--output-dir", f"{name}/runs", python, str(script)],
-            env=dict(os.environ) | _ENV | {"TMPDIR": name} | case.env,
-            cwd=name,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        words = ("-np", str(case.ranks), *case.arguments, "--output-dir", f"{name}/runs")
+        env = dict(os.environ) | _ENV | {"TMPDIR": name} | case.env
+        command = [python, "-m", "hvdkit", "run", *words, python, str(script)]
+        done = execute(command, env=env, cwd=name, timeout=_SECONDS)
     text = done.stderr + done.stdout
     pattern = case.says.replace("{rank}", str(rank))
     return Outcome(case, rank, bool(re.search(pattern, text)), done.returncode, text)
 
 
-def run_all(cases: Sequence[Case]) -> list[Outcome]:
-    """Run the cases, some at a time. Their ranks at fault take turns."""
+def run_all(cases: Sequence[Case], wanted: str = "") -> Iterator[Outcome]:
+    """Run the cases whose names contain a text, some at a time. Their ranks at fault take turns."""
+    numbered = [(case, n % case.ranks) for n, case in enumerate(cases) if wanted in case.name]
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        ranks = [number % case.ranks for number, case in enumerate(cases)]
-        return list(pool.map(run, cases, ranks))
+        yield from pool.map(lambda each: run(*each), numbered)
 
 
 def main(every: Sequence[Case]) -> int:
     """Print a table of those of the cases whose names contain the words of the command."""
     wanted = " ".join(sys.argv[1:])
-    numbered = [(number, case) for number, case in enumerate(every) if wanted in case.name]
-    count = 0
-    with ThreadPoolExecutor(_PARALLEL) as pool:
-        for outcome in pool.map(lambda each: run(each[1], each[0] % each[1].ranks), numbered):
-            count += outcome.named
-            mark = "named" if outcome.named else "NOT NAMED"
-            print(f"| {outcome.case.name} | {outcome.rank} | {mark} | {outcome.status} |")
-            if not outcome.named or wanted:
-                print(textwrap.indent(outcome.text[-3000:], "      "))
-            sys.stdout.flush()
-    print(f"named in {count} of {len(numbered)}")
-    return int(count < len(numbered))
+    named = []
+    for outcome in run_all(every, wanted):
+        named.append(outcome.named)
+        mark = "named" if outcome.named else "NOT NAMED"
+        print(f"| {outcome.case.name} | {outcome.rank} | {mark} | {outcome.status} |")
+        if not outcome.named or wanted:
+            print(textwrap.indent(outcome.text[-3000:], "      "))
+        sys.stdout.flush()
+    print(f"named in {sum(named)} of {len(named)}")
+    return int(not all(named))
 
 
 if __name__ == "__main__":

@@ -395,7 +395,7 @@ def a_call(draw):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_records_that_do_not_fit_together(start, seed):
     """Random records of different jobs, and cut files, raise no error but `HvdkitError`."""
     draw = random.Random(seed)

@@ -1,12 +1,7 @@
 """The folder for records is removed, also after its process was killed."""
 
-import os
 import resource
-import signal
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,31 +60,6 @@ def test_a_full_disk_does_not_hide_how_far_init_is(parent):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         folder.remove()
-
-
-def test_the_folder_of_a_killed_process_is_removed_by_the_next(parent):
-    code = """
-import time
-from hvdkit.faults import record_folder
-from hvdkit.faults.record_folder import RecordFolder
-folder = RecordFolder()
-print(folder.path, flush=True)
-time.sleep(60)
-"""
-    env = dict(os.environ) | {"TMPDIR": str(parent)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True
-    ) as process:
-        killed = process.stdout.readline().strip()
-        first = RecordFolder()
-        assert {Path(killed), first.path} == set(parent.iterdir())
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=600)
-    second = RecordFolder()
-    assert {first.path, second.path} == set(parent.iterdir())
-    first.remove()
-    second.remove()
-    assert not list(parent.iterdir())
 
 
 def test_a_record_that_cannot_be_read_is_returned_by_the_next_call(parent, monkeypatch):

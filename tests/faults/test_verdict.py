@@ -105,17 +105,6 @@ def test_ranks_on_other_hosts_are_not_blamed(size, data):
     assert "report" not in verdict.text
 
 
-@pytest.mark.parametrize("size", [2, 3, 6])
-def test_a_rank_that_makes_an_additional_call_is_named_in_a_deadlock(size):
-    for rank in range(size):
-        verdict = judge(simulate(size, ["bucket"] * 2, {rank: 1}, {rank: "extra"}), {}, size)
-        assert verdict.whole_text.endswith("has not called: a deadlock.")
-        if size > 2:
-            assert list(verdict.missing) == [rank]
-            named = f"Rank {rank} on host{rank} has not called it: the rank waits for the all"
-            assert named in verdict.text
-
-
 def test_what_a_deadlock_needs():
     hint = "give all of them the same name"
     program, other = ["line 5 of train.py"], "line 9 of train.py"

@@ -201,29 +201,10 @@ main()
 
 
 @pytest.mark.parametrize("agent", [FULL], indirect=True)
-@pytest.mark.parametrize(
-    ("code", "hint"),
-    [
-        ("os.kill(os.getpid(), 9)", "probably memory"),
-        ("sys.exit(137)", "probably memory"),
-        ("os.kill(os.getpid(), 15)", None),
-        ("sys.exit(1)", None),
-    ],
-)
+@pytest.mark.parametrize(("code", "hint"), [("137", "probably memory"), ("1", None)])
 def test_the_probable_cause_of_sigkill_is_sent(agent, code, hint):
-    agent.start(f"import os, sys; {code}")
+    agent.start(f"raise SystemExit({code})")
     assert agent.receive("ended").get("hint") == hint
-
-
-@pytest.mark.long
-def test_an_agent_waits_until_the_launcher_has_read_its_last_messages(agent):
-    """The launcher does not read while `less` reads nothing from it, but it sends heartbeats."""
-    agent.start("print('x' * 500_000)")
-    for _ in range(10):
-        time.sleep(1)
-        agent.send("heartbeat")
-    assert agent.receive("ended")["status"] == 0
-    agent.receive("done")
 
 
 def test_an_agent_whose_output_is_not_read_still_notices_the_end_of_its_input(agent, tmp_path):
@@ -271,14 +252,6 @@ def test_a_limit_of_processes_is_named(agent):
     agent.receive("done")
 
 
-def test_an_agent_that_cannot_make_a_folder_says_so(agent):
-    agent.prepare("")
-    process = psutil.Process(agent.process.pid)
-    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), process.num_fds()))
-    agent.start_prepared()
-    assert "temporary directory" in agent.receive("failed")["reason"]
-
-
 def test_an_agent_stays_after_a_start_that_failed(agent):
     """A node of `--nodes` could not join the job again."""
     agent.send("task", command=["/no/program"], directory="/", path=None, files=[], stay=True)
@@ -290,19 +263,6 @@ def test_an_agent_stays_after_a_start_that_failed(agent):
     agent.start_prepared()
     assert agent.line() == "up\n"
     assert agent.receive("ended")["status"] == 0
-
-
-def test_the_ranks_of_an_agent_that_gets_sigterm_before_their_start_are_reported(agent):
-    agent.prepare("import time; time.sleep(60)", stay=True)
-    process = psutil.Process(agent.process.pid)
-    wait_until(lambda: process.status() == psutil.STATUS_SLEEPING)
-    # Both arrive at the same time.
-    process.suspend()
-    agent.start_prepared()
-    process.terminate()
-    process.resume()
-    assert agent.receive("ended", "done") == {"kind": "ended", "rank": 5, "status": -15}
-    assert not agent.receive("done")["stays"]
 
 
 def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
@@ -375,13 +335,13 @@ def test_the_launcher_decides_how_long_ranks_may_save_after_the_agent_gets_a_sig
     assert agent.process.wait(timeout=600) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_batch_systems_signal_is_forwarded_to_the_rank(agent, number):
     """Slurm sends SIGUSR2 to all processes of a step, for scripts that handle it."""
     code = (
         "import signal, sys, time; handle = lambda *_: sys.exit(75);"
         "[signal.signal(n, handle) for n in (2, 10, 12, 15)]; print('up', flush=True);"
-        f"time.sleep({1 if number == signal.SIGUSR2 else 60}); sys.exit(3)"
+        f"time.sleep({0.5 if number == signal.SIGUSR2 else 60}); sys.exit(3)"
     )
     task = {"command": [*RANK, code], "directory": "/", "path": None, "files": []}
     agent.send("task", **task, forward_signals=True)

@@ -104,7 +104,5 @@ def test_ranks_are_bound_here():
     expected = [sorted(cpus) for cpus in assign(topology(), 2)]
     bound = [f"[{rank}] {cpus}" for rank, cpus in enumerate(expected)]
     assert lines("--bind", sys.executable, "-c", code) == bound
-    usable = sorted(os.sched_getaffinity(0))
-    assert lines(sys.executable, "-c", code) == [f"[{rank}] {usable}" for rank in range(2)]
     dry = lines("--bind", "--dry-run", "true")
     assert f"    rank 1 on CPUs {show_list(expected[1])}" in dry

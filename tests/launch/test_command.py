@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit import cli
 from tests.launch.commands import execute, python, run, started, started_command, wait_until
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
@@ -63,13 +64,6 @@ def test_the_environment_of_a_rank(tmp_path):
     assert done.stdout == f"{line}[0] ['-np', '3', '--help']\n", done.stderr
 
 
-def test_torchs_variables_can_be_left_out():
-    names = "('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')"
-    code = python(f"print([name for name in {names} if name in os.environ])")
-    assert run("-np", "1", "--no-torch-env", *code).stdout == "[0] []\n"
-    assert run("-np", "1", *code).stdout.count("'") == 10
-
-
 def test_a_working_directory_that_was_deleted(tmp_path):
     env = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONSAFEPATH": "1"}
     line = 'mkdir gone; cd gone; rmdir ../gone; exec "$@"'
@@ -80,28 +74,24 @@ def test_a_working_directory_that_was_deleted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "visible", "ranks", "stderr"),
+    ("arguments", "env", "ranks", "said"),
     [
-        ((), "4,7", 2, "2 ranks, one for each GPU"),
-        (("-np", "auto"), "4,7", 2, "2 ranks, one for each GPU"),
-        ((), "", 1, "1 rank, because there is no GPU here; -np N starts N"),
-        (("-np", "3"), "4,7", 3, ""),
-        (("-H", "localhost:2"), "4", 2, ""),
+        ("", {"CUDA_VISIBLE_DEVICES": "4,7"}, 2, "2 ranks, one for each GPU"),
+        ("-np auto", {"CUDA_VISIBLE_DEVICES": "4,7"}, 2, "2 ranks, one for each GPU"),
+        ("", {"CUDA_VISIBLE_DEVICES": ""}, 1, "1 rank, because there is no GPU here; -np N star"),
+        ("-np 3", {"CUDA_VISIBLE_DEVICES": "4,7"}, 3, ""),
+        ("-H localhost:2", {"CUDA_VISIBLE_DEVICES": "4"}, 2, ""),
+        ("", {"LSB_MCPU_HOSTS": "localhost 3"}, 3, "the hosts of LSB_MCPU_HOSTS: localhost:3"),
     ],
 )
-def test_the_number_of_ranks(arguments, visible, ranks, stderr):
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
-    done = run(*arguments, *python("print(rank)"), env=env)
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank}" for rank in range(ranks)]
-    assert done.stderr == (f"hvdkit run: {stderr}\n" if stderr else "")
-
-
-def test_the_hosts_of_a_batch_system_are_used(tmp_path):
-    nodes = tmp_path / "nodes"
-    nodes.write_text("localhost\nlocalhost\n")
-    done = run(*python("print(rank)"), env=os.environ | {"PBS_NODEFILE": str(nodes)})
-    assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1"]
-    assert done.stderr == "hvdkit run: the hosts of PBS_NODEFILE: localhost:2\n"
+def test_the_number_of_ranks(arguments, env, ranks, said, monkeypatch, capfd):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", "--dry-run", *arguments.split(), "true"]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.count(" HOROVOD_RANK=") == ranks
+    assert said in shown.err
+    assert bool(said) == bool(shown.err)
 
 
 TORCH_ENV = """
@@ -151,27 +141,20 @@ def test_messages_are_not_written_to_a_file_in_place_of_a_closed_stream(tmp_path
     assert (tmp_path / "latest" / "rank.0.log").read_text() == "up\n"
 
 
-def test_a_script_alone_is_run_with_python(tmp_path):
-    (tmp_path / "executable.py").write_text("print('run')")
-    (tmp_path / "executable.py").chmod(0o755)
-    assert run("-np", "1", "./executable.py", cwd=tmp_path).stdout == "[0] run\n"
-    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
-    assert run("-np", "1", "train.py", "-x", cwd=tmp_path).stdout == "[0] ['-x']\n"
-    missing = run("-np", "1", "gone.py", cwd=tmp_path)
-    assert missing.returncode == 2
-    assert f"there is no file gone.py in {tmp_path}" in missing.stderr
+def test_a_script_alone_is_run_with_python(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "executable.py").touch(0o755)
+    (tmp_path / "train.py").touch()
+    for words in ("./executable.py", "train.py -x"):
+        assert cli.main(["run", "-np", "1", "--dry-run", *words.split()]) == 0
+        assert capfd.readouterr().out.endswith(f" {sys.executable} {words} &\n")
+    assert cli.main(["run", "-np", "1", "gone.py"]) == 2
+    assert f"there is no file gone.py in {tmp_path}" in capfd.readouterr().err
 
 
 def test_a_time_limit_may_be_longer_than_the_system_can_wait():
     done = run("-np", "1", "--start-timeout", "1e300", "--stop-grace", "1e300", "true")
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_missing_program_is_reported_before_the_start():
-    done = run("-np", "2", "no-such-program")
-    assert done.returncode == 1
-    problem = "no program 'no-such-program' on PATH; install it, or give its full path"
-    assert done.stderr == f"hvdkit run: localhost: {problem}\n"
 
 
 def test_the_commands_of_a_dry_run_work(tmp_path):
@@ -243,18 +226,9 @@ def test_a_killed_mpirun_is_named(tmp_path):
 # Failures
 
 
-@pytest.mark.parametrize(
-    ("launcher", "expected"),
-    [
-        ("gloo", "Rank 1 on localhost had ended without an error"),
-        (
-            "mpi",
-            "Rank 1 on localhost has not called it: the process has ended.\nEvery rank that still "
-            "runs waits for a rank that has ended: the job cannot continue.",
-        ),
-    ],
-)
-def test_ranks_that_wait_for_a_rank_that_has_ended_do_not_wait_for_long(launcher, expected):
+@pytest.mark.parametrize("launcher", ["gloo", pytest.param("mpi", marks=pytest.mark.long)])
+def test_ranks_that_wait_for_a_rank_that_has_ended_do_not_wait_for_long(launcher):
+    """Over Gloo, the engine ends the job. Over MPI, the launcher gives a verdict."""
     skip_where_unsupported(Configuration("torch", launcher, 2))
     code = (
         "import os, torch, hvdkit.torch as hvd\n"
@@ -264,26 +238,25 @@ def test_ranks_that_wait_for_a_rank_that_has_ended_do_not_wait_for_long(launcher
         "hvd.allreduce(torch.ones(1), name='b')"
     )
     env = ONE_THREAD | {"HVDKIT_STALL_TIMEOUT": "3"}
-    done = run("--launcher", launcher, "-np", "3", sys.executable, "-c", code, env=env)
+    done = run("--launcher", launcher, "-np", "2", sys.executable, "-c", code, env=env)
     assert done.returncode == 1
-    assert expected in done.stderr
+    found = {
+        "gloo": "had ended without an error",
+        "mpi": "has not called it: the process has ended",
+    }
+    assert f"Rank 1 on localhost {found[launcher]}" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("code", "status", "expected"),
     [
         ("sys.exit(3) if rank else time.sleep(60)", 3, "rank 1 on localhost failed: exit status 3"),
-        ("os.kill(os.getpid(), 11) if rank else time.sleep(60)", 139, "Segmentation fault"),
         # A rank that has stopped does not interrupt one that may save.
-        ("sys.exit(75) if rank else (time.sleep(2), sys.exit(75))", 75, "to resume it"),
-        ("sys.exit(75) if rank else time.sleep(1)", 75, "start the job again to resume it"),
-        ("sys.exit(75) if rank else time.sleep(60)", 1, "only rank 1 on localhost made an orderly"),
-        # A failure takes precedence over an orderly stop.
-        ("time.sleep(1 - rank); sys.exit(75 if rank else 3)", 3, "exit status 3"),
+        ("sys.exit(75) if rank else (time.sleep(1), sys.exit(75))", 75, "to resume it"),
         ("import ctypes\ndef crash(): ctypes.string_at(0)\nrank and crash()", 139, " in crash"),
         # A helper process is not a rank that did not stop.
         (
-            "if rank == 0 and not os.fork(): signal.signal(15, signal.SIG_IGN); time.sleep(8)\n"
+            "if rank == 0 and not os.fork(): signal.signal(15, signal.SIG_IGN); time.sleep(3)\n"
             "sys.exit(75)",
             75,
             "hvdkit run: stopped; start the job again",
@@ -291,36 +264,9 @@ def test_ranks_that_wait_for_a_rank_that_has_ended_do_not_wait_for_long(launcher
     ],
 )
 def test_the_exit_status_is_that_of_the_rank_that_failed(code, status, expected):
-    done = run("-np", "2", "--stop-grace", "3", *python(f"\n{code}"))
+    done = run("-np", "2", "--stop-grace", "2", *python(f"\n{code}"))
     assert done.returncode == status
     assert expected in done.stderr
-
-
-# The class of Horovod's error, which a script need not import from hvdkit.
-LOST = """
-class HorovodInternalError(RuntimeError):
-    __module__ = "horovod.common.exceptions"
-
-try:
-    if rank != 3: raise HorovodInternalError("Horovod has been shut down")
-except RuntimeError:
-    if rank == 0: raise
-    if rank == 1: sys.exit(4)
-    raise KeyError(0)
-"""
-
-
-@pytest.mark.parametrize("seconds", [0.3, 2.0])
-def test_the_rank_that_others_have_lost_is_the_cause(seconds):
-    """The rank that fails ends after the ranks that lost it. None of them imports hvdkit."""
-    end = f"time.sleep({seconds}); print('ValueError: bad data', file=sys.stderr); sys.exit(7)"
-    done = run("-np", "4", *python(LOST + end))
-    assert done.returncode == 7
-    report = done.stderr[done.stderr.index("hvdkit run:") :]
-    named = "hvdkit run: rank 3 on localhost failed: exit status 7; 3 ranks failed"
-    assert report.startswith(named)
-    assert "ValueError: bad data" in report
-    assert "HorovodInternalError" not in report
 
 
 def test_the_rank_that_raised_is_the_cause_in_a_real_job():
@@ -362,29 +308,18 @@ def test_a_restart_uses_a_host_of_the_user_that_had_no_ranks():
 # Signals and orderly stops
 
 SAVES = "signal.signal(15, lambda *_: sys.exit(75))"
-IGNORES = "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]"
+# Only the second SIGTERM ends the rank.
+LATE = "signal.signal(15, lambda *_: signal.signal(15, signal.SIG_DFL))"
 
 
 @pytest.mark.parametrize(
     ("signals", "handler", "status", "said"),
     [
-        ([signal.SIGTERM], SAVES, 75, "start the job again to resume it"),
-        ([signal.SIGINT], IGNORES, 130, "did not stop within 1 s (--stop-grace)"),
-        # One rank saves, and the other ignores the signal: the job is not resumable.
-        (
-            [signal.SIGTERM],
-            f"{IGNORES} if rank else {SAVES}",
-            143,
-            "ended by SIGTERM; only rank 0 on localhost made an orderly stop",
-        ),
+        # One rank saves, and the other does not stop: the job is not resumable.
+        ([signal.SIGTERM], f"{LATE} if rank else {SAVES}", 143, "ended by SIGTERM; only rank 0 on"),
         # Ranks get SIGTERM for SIGHUP, and may die of a later SIGTERM.
         ([signal.SIGHUP], "0", 128 + signal.SIGHUP, "ended by SIGHUP"),
-        (
-            [signal.SIGUSR1, signal.SIGTERM],
-            "signal.signal(signal.SIGUSR1, lambda *_: None)",
-            128 + signal.SIGUSR1,
-            "ended by SIGUSR1",
-        ),
+        ([signal.SIGUSR1, signal.SIGTERM], "signal.signal(10, print)", 138, "ended by SIGUSR1"),
         # A batch system may send it to all processes, for scripts that handle it.
         ([signal.SIGUSR2], "assert not signal.getsignal(signal.SIGUSR2)", 0, ""),
     ],
@@ -425,12 +360,12 @@ def test_a_job_that_has_saved_can_be_resumed_although_its_processes_do_not_end(t
         "with hvd.Checkpointer('saved', model=torch.nn.Linear(1, 1)) as checkpointer:\n"
         "    checkpointer.save_and_stop(1)\n"
     )
-    done = run("-np", "2", "--stop-grace", "1", "train.py", env=ONE_THREAD, cwd=tmp_path)
+    done = run("-np", "2", "--stop-grace", "4", "train.py", env=ONE_THREAD, cwd=tmp_path)
     assert done.returncode == 75, done.stderr
     report = done.stderr[done.stderr.index("hvdkit run: ") :]
     assert report.startswith(
         "hvdkit run: ranks 0 on localhost, 1 on localhost had reached the end of the script, but "
-        "their processes did not end within 1 s (--stop-grace), so the launcher ended them."
+        "their processes did not end within 4 s (--stop-grace), so the launcher ended them."
     )
     assert report.endswith("stopped; start the job again to resume it (exit status 75)\n")
 
@@ -438,8 +373,7 @@ def test_a_job_that_has_saved_can_be_resumed_although_its_processes_do_not_end(t
 # Readers of the output that do not read, or have ended, and full disks
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(15, marks=pytest.mark.long)])
-def test_a_job_ends_although_its_output_is_not_read(number, tmp_path):
+def test_a_job_ends_although_its_output_is_not_read(tmp_path):
     """The reader is like `less`. After a second Ctrl-C, the launcher does not wait for it."""
     code = (
         "stop = lambda *_: (open('stopped', 'w'), os._exit(75));"
@@ -452,11 +386,10 @@ def test_a_job_ends_although_its_output_is_not_read(number, tmp_path):
     with started("-np", "1", *python(code), stderr=subprocess.STDOUT, cwd=tmp_path) as job:
         assert job.stdout.readline() == "[0] up\n"
         wait_until((tmp_path / "full").exists)
-        job.send_signal(number)
+        job.send_signal(signal.SIGINT)
         wait_until((tmp_path / "stopped").exists)
-        if number == signal.SIGINT:
-            time.sleep(0.6)  # otherwise, it counts as the first Ctrl-C
-            job.send_signal(number)
+        time.sleep(0.6)  # otherwise, it counts as the first Ctrl-C
+        job.send_signal(signal.SIGINT)
         assert job.wait(timeout=600) == 75  # the rank has saved, before a second signal
 
 

@@ -70,7 +70,6 @@ def test_the_command_line_wins(tmp_path):
     ("text", "words"),
     [
         ("num-procs = 2", "num-procs is not an option of `hvdkit run`.*Did you mean num-proc"),
-        ("config = 'other'", "config is not an option"),
         ("num-proc = true", "num-proc is True; expected a string or a number"),
         ("all-output = 1", "all-output is 1; expected true or false"),
         ("x = 'A'", "x is 'A'; expected a list of strings"),
@@ -79,10 +78,6 @@ def test_the_command_line_wins(tmp_path):
         ("blacklist-cooldown-range = [1]", r"is \[1\]; expected a list of 2 numbers"),
         ("[run]\nnum-proc = 2", "run is not an option"),
         ("num-proc: 2", "it is not TOML"),
-        # Python has limits of its own.
-        (f"num-proc = {'9' * 6000}", "it is not TOML: Exceeds the limit"),
-        ("command = " + "[" * 9_000, "it is not TOML: maximum recursion"),
-        ("a" + ".a" * 5_000 + " = 1", "a is not an option"),
         ("#" * 20_001, "more than 20,000 bytes"),
     ],
 )

@@ -1,9 +1,5 @@
 import contextlib
 import http.client
-import json
-import signal
-import socket
-import sys
 import time
 from types import SimpleNamespace
 
@@ -11,7 +7,6 @@ import psutil
 import pytest
 
 from hvdkit import cli
-from hvdkit.errors import RESUMABLE
 from hvdkit.launch import controller, gloo, prepare
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.launcher import Workers
@@ -45,26 +40,6 @@ def test_ranks_without_the_key_count_if_an_engine_cannot_send_it(engines, counte
         put(server, "/global/0")
         put(server, "/global/77")  # of a stranger
         assert found.registered() == counted
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_stop_signal_while_connections_are_tried(tmp_path, monkeypatch, restarts):
-    """The failure stays the outcome of a job that would not start again."""
-
-    def stop(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(gloo, "broken_connections", stop)
-    hosts = f"localhost:1,{socket.gethostname()}:1"
-    # Both ranks fail as over a lost connection, so the failure does not show its host.
-    fails = "raise OSError('gloo/transport/tcp/pair.cc:1: Read timeout')"
-    arguments = ["--no-preflight", "-H", hosts, "--restarts", str(restarts)]
-    command = ["run", *arguments, "--output-dir", str(tmp_path), sys.executable, "-c", fails]
-    assert cli.main(command) == (RESUMABLE if restarts else 1)
-    folder = tmp_path / "latest"
-    assert (folder / "error.json").is_file()
-    start = json.loads((folder / "start.json").read_text())
-    assert (start["status"], start["failed"]) == (1, True)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -256,7 +256,6 @@ def test_elastic_states_of_horovod_are_left_to_horovod(text, expected, tmp_path)
     ("words", "expected"),
     [
         ("true", "-np was not given: expected -np N"),
-        ("-np 0 true", "--num-proc is 0: expected at least 1"),
         ("-np 2 --gloo --mpi true", "--gloo and --mpi were given: expected one of them"),
         ("-np 2 --cycle-time-ms -1 true", "--cycle-time-ms is -1.0: expected at least 0"),
         ("-np 2 --autotune-gaussian-process-noise 2 true", "is 2.0: expected 0 to 1"),
@@ -282,16 +281,13 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
         ("- 1", "has a list: expected sections"),
         ("controller: tcp", "controller is 'tcp': expected gloo or mpi"),
         ("params: {cycle_time_ms: soon}", "params.cycle_time_ms is 'soon': expected a number"),
-        ("params: {cache_capacity: -1}", "params.cache_capacity is -1: expected at least 0"),
         ("timeline: {mark_cycles: 1}", "timeline.mark_cycles is 1: expected true or false"),
         ("logging: {level: LOUD}", "logging.level is 'LOUD': expected TRACE, DEBUG"),
         # Nine times nine aliases ...: more values than the memory has.
         (ALIASES + "params:\n  cache_capacity: *l\n", "cache_capacity is a list: expected one"),
         ("[" * 700, "it is not YAML: maximum recursion"),
-        ("- " * 1_500, "it is not YAML: maximum recursion"),
         (f"params:\n  cache_capacity: {'9' * 6000}", "it is not YAML: Exceeds the limit"),
         (f"logging:\n  level: {'b' * 300}", "b…: expected TRACE"),
-        ("#" * 20_001, "more than 20,000 bytes"),
         ("a: !!python/object/apply:os.abort []", "it is not YAML: could not determine"),
     ],
 )
@@ -335,44 +331,16 @@ def test_prefixes_with_the_time_and_files_of_larger_jobs(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"rank.{n:02}" for n in range(17)]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user can only be tried by root")
-def test_a_file_that_is_a_link_of_another_user(tmp_path):
-    own, folder = tmp_path / "own", tmp_path / "rank.0"
-    own.write_text("old")
-    folder.mkdir()
-    (folder / "stdout").symlink_to(own)
-    os.chown(folder / "stdout", 65534, 65534, follow_symlinks=False)
-    done = run("-np", "1", "--output-filename", str(tmp_path), "echo", "x")
-    assert done.returncode == 2
-    assert "it is a link of another user" in done.stderr
-    assert own.read_text() == "old"
-
-
-def test_a_pipe_instead_of_a_yaml_file(tmp_path):
-    os.mkfifo(tmp_path / "x.yaml")
-    with pytest.raises(UsageError, match="not a regular file"):
-        translated("-np", "2", "--config-file", str(tmp_path / "x.yaml"), "true")
-
-
 def test_an_unknown_key_cannot_change_the_terminal(tmp_path, capfd):
     (tmp_path / "x.yaml").write_text('"\\e[2J": 1\n')
     translated("-np", "2", "--config-file", str(tmp_path / "x.yaml"), "true")
     assert "x.yaml: \N{REPLACEMENT CHARACTER}[2J has no effect" in capfd.readouterr().err
 
 
-def test_files_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    done = run("-np", "1", "--output-filename", str(tmp_path / "file"), "true")
-    assert done.returncode == 2
-    assert done.stderr == f"horovodrun: --output-filename {tmp_path}/file: Not a directory\n"
-
-
 def test_the_status_is_that_of_the_rank_that_failed():
     done = run("-np", "2", *python("sys.exit(3 if rank == '1' else 0)"))
     assert done.returncode == 3
     assert "rank 1 on localhost failed: exit status 3" in done.stderr
-    done = run("-np", "2", *python("os.kill(os.getpid(), 9)"))
-    assert done.returncode == 128 + 9
 
 
 def test_an_elastic_job_with_a_discovery_script(tmp_path):
@@ -420,17 +388,6 @@ def test_horovods_own_launcher(monkeypatch, capfd):
     assert started[0] == (sys.executable, [*command, "--check-build"])
     assert [words for _, (*_, words) in started] == ["--check-build", "true"]
     assert capfd.readouterr().out == "0.28.1\n"
-
-
-@pytest.mark.long
-def test_the_table_of_horovods_own_launcher():
-    engine = installed()
-    if engine is None:
-        pytest.skip("no Horovod here")
-    build = run("--check-build", timeout=900)
-    assert build.returncode == 0
-    assert build.stdout.startswith("Horovod v0.28.1:\n")
-    assert ("[X] PyTorch" in build.stdout) == ("torch" in engine.frameworks)
 
 
 def test_the_documentation_has_the_options():

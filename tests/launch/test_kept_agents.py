@@ -44,10 +44,3 @@ def test_an_agent_that_was_stopped_between_two_starts_is_replaced():
         connect(launcher)
         (successor,) = agents()
         assert successor != agent
-
-
-def test_a_host_with_another_version_cannot_take_part(monkeypatch):
-    monkeypatch.setattr("hvdkit.__version__", "9.9")
-    with Gloo(settings(60)) as launcher:
-        (problem,) = launcher.problems(PLAN, 60).values()
-    assert "but the launcher has 9.9" in problem

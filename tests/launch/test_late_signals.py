@@ -1,19 +1,14 @@
 """Stop signals that `hvdkit run` gets after its ranks have ended."""
 
-import contextlib
 import json
 import signal
-import sys
-import time
 
-import psutil
 import pytest
 
 from hvdkit import cli
 from hvdkit.launch import output_folder
 from hvdkit.launch.connection import ProcessConnection
 from hvdkit.signals import begin_to_note, forget_noted, note, noted, stop_noting
-from tests.launch.commands import started_command, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +78,10 @@ def test_a_signal_while_the_agents_are_closed_changes_nothing(
 
 
 def test_a_signal_while_the_agents_are_closed_does_not_hide_an_error(closes, tmp_path, capfd):
-    assert run(tmp_path, "/no/such/program") == 1
+    assert run(tmp_path, "no-such-program") == 1
     assert len(closes) == 1
-    assert "/no/such/program" in capfd.readouterr().err
+    # The host finds this before the start.
+    assert "localhost: no program 'no-such-program' on PATH" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("options", [("--restarts", "1"), ("--elastic", "--restarts", "1")])
@@ -102,42 +98,3 @@ def test_a_signal_after_the_ranks_have_failed_prevents_the_restart(
     assert (tmp_path / "latest" / "error.json").is_file()
     shown = capfd.readouterr().err
     assert "no restart after SIGTERM. The job ends with status 75" in shown
-
-
-# `hvdkit run` that waits for seconds where it usually waits for a quarter of a minute.
-RUN = """
-import sys
-from hvdkit.launch import agent_pool, job
-agent_pool._CLOSE_SECONDS, job._ANSWER_SECONDS = 1.5, 0.5
-from hvdkit.cli import main
-sys.exit(main(["run", "-np", "1", "--output-dir", sys.argv[1], sys.executable, "-c", sys.argv[2]]))
-"""
-
-
-def test_ctrl_c_does_not_hide_that_ranks_may_still_run(tmp_path):
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with started_command(sys.executable, "-c", RUN, tmp_path, code) as job:
-        rank = psutil.Process(int(job.stdout.readline().split()[-1]))
-        agent = rank.parent().parent()
-        agent.suspend()
-        try:
-            for _ in range(2):
-                job.send_signal(signal.SIGINT)
-                time.sleep(0.7)
-            start = tmp_path / "latest" / "start.json"
-            wait_until(lambda: json.loads(start.read_text())["status"] is not None)
-            # The launcher closes the agent, which does not answer.
-            assert job.poll() is None
-            job.send_signal(signal.SIGINT)
-            job.send_signal(signal.SIGTERM)
-            shown = job.stderr.read().splitlines()
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                agent.kill()
-    assert job.returncode == 130
-    assert shown[-2:] == [
-        "hvdkit run: ended by SIGINT",
-        "localhost did not confirm that its ranks have ended; look with `ps` there",
-    ]
-    assert "localhost did not confirm" in json.loads(start.read_text())["reason"]
-    psutil.wait_procs([rank], timeout=20)

@@ -47,10 +47,6 @@ def accepted_rank(listener, rank):
         return accepted
 
 
-def test_an_agent_with_the_token_is_accepted(listener):
-    assert accepted_rank(listener, 1) == 1
-
-
 def test_an_agent_that_does_not_know_the_token(listener):
     with pytest.raises(WrongKey):
         connected(listener, 1, "0" * 32)
@@ -74,22 +70,6 @@ def test_the_connection_of_a_host_that_does_not_answer_ends(silence, expected):
                 assert accepted.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     finally:
         listener.close()
-
-
-def test_a_silent_connection_does_not_delay_others():
-    def authenticate(connection):
-        return ("agent", SealedConnection(connection, b"", True)) if connection.recv(1) else None
-
-    server = socket.create_server(("127.0.0.1", 0))
-    listener = Listener(server, 2, authenticate)
-    address = server.getsockname()
-    with socket.create_connection(address) as silent, socket.create_connection(address) as agent:
-        agent.sendall(b"x")
-        name, connection = wait_until(listener.accept)
-        listener.close()
-        with connection:
-            assert name == "agent"
-        assert silent.recv(1) == b""
 
 
 def test_an_agent_is_accepted_while_strangers_hold_many_connections(listener):

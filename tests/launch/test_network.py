@@ -10,7 +10,6 @@ from hvdkit.launch.network import (
     Interface,
     choose_interfaces,
     faster_network,
-    own_interfaces,
     reached_address,
     rendezvous_address,
 )
@@ -131,9 +130,3 @@ def test_the_rendezvous_is_on_the_ranks_network():
     chosen = {"a": Interface("eth0", "10.0.0.1", 24)}
     own = [Interface("wlan0", "192.168.1.9", 24), Interface("eth1", "10.0.0.7", 24)]
     assert rendezvous_address(chosen, own) == "10.0.0.7"
-
-
-def test_this_machines_interfaces_without_loopback():
-    for interface in own_interfaces():
-        assert interface.name != "lo"
-        assert interface.network.prefixlen == interface.prefix

@@ -6,7 +6,6 @@ Here the agent is root without the capability CAP_KILL, and the processes belong
 import ctypes
 import os
 import signal
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -91,21 +90,6 @@ except HvdkitError as error:
     with killed_at_the_end(int(pid)):
         assert f"processes [{pid}] of a group" in error
         assert "this user may not signal them" in error
-
-
-def test_a_discovery_script_that_leaves_a_process_of_another_user(tmp_path):
-    script = tmp_path / "script"
-    script.write_text(f"#!{sys.executable}\n{CHILD}")
-    script.chmod(0o755)
-    output = run(
-        f"""
-from hvdkit.launch.discovery import discover
-print(*(host.name for host in discover(pathlib.Path({str(script)!r}))))
-"""
-    )
-    # The script prints a number instead of a host.
-    with killed_at_the_end(int(output)):
-        pass
 
 
 FOLDER = """

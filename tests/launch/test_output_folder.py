@@ -116,14 +116,6 @@ def test_a_failure_of_no_rank_is_written(tmp_path):
     assert why(folder).startswith("The job failed: lost localhost: its agent was killed")
 
 
-def test_a_signal_is_named(tmp_path):
-    code = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSEGV)"
-    run(tmp_path, code)
-    error = json.loads((tmp_path / "logs" / "latest" / "error.json").read_text())
-    assert (error["rank"], error["status"], error["signal"]) == (1, None, "SIGSEGV")
-    assert (error["exception"], error["traceback"]) == (None, [])
-
-
 def test_the_end_of_a_start_that_a_signal_stopped_early_is_written(tmp_path):
     """The signal comes while the agent starts. Ranks run only after that."""
     file = tmp_path / "logs" / "latest" / "start.json"

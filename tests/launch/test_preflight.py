@@ -238,33 +238,27 @@ def examine_here(plan=LOCAL):
     return {diagnostic.name: diagnostic for diagnostic in found}
 
 
-ENGINE = """
+WITHOUT_ENGINE = """
 from importlib import metadata
 
 find = metadata.version
 
 def version(name):
-    if name != "horovod":
-        return find(name)
-    if {version!r} is None:
+    if name == "horovod":
         raise metadata.PackageNotFoundError(name)
-    return {version!r}
+    return find(name)
 
 metadata.version = version
 """
 
 
-@pytest.mark.parametrize(
-    ("version", "status", "found"),
-    [("0.28.1+hvdkit.1", OK, "0.28.1+hvdkit.1 (localhost)"), (None, ERROR, "none (localhost)")],
-)
-def test_doctor_finds_hosts_without_horovod(tmp_path, monkeypatch, version, status, found):
-    (tmp_path / "sitecustomize.py").write_text(ENGINE.format(version=version))
+def test_doctor_finds_hosts_without_horovod(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_ENGINE)
     paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     horovod = examine_here()["horovod"]
-    assert (horovod.status, horovod.found) == (status, found)
-    assert ("hvdkit build" in horovod.advice) == (status == ERROR)
+    assert (horovod.status, horovod.found) == (ERROR, "none (localhost)")
+    assert "hvdkit build" in horovod.advice
 
 
 def test_doctor_reports_what_prevents_a_start(tmp_path, monkeypatch):

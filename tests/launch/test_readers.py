@@ -27,7 +27,7 @@ def test_a_reader_may_pause_after_the_limit():
         with open(source, "rb", buffering=0) as file:
             while data := file.read(65536):
                 found.append(data)
-                time.sleep(0.5)
+                time.sleep(0.3)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

@@ -47,12 +47,6 @@ def test_each_error_of_ssh_has_advice(status, said, expected):
     assert "\n" not in text
 
 
-def test_what_a_login_writes_to_standard_output_is_shown():
-    said = "This account is currently not available."
-    assert f"({said})" in SSH.explain(Host("h", 1), 1, "", "/py", said)
-    assert "(it failed)" in SSH.explain(Host("h", 1), 1, "it failed", "/py", said)
-
-
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

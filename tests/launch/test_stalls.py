@@ -219,17 +219,6 @@ def test_another_late_call_gets_a_verdict_after_the_first_one():
     assert second.is_final  # the limit of the first one has passed
 
 
-def test_silent_ranks_have_some_seconds(tmp_path):
-    job = Launcher(tmp_path)
-    assert job.stall() is None
-    job.add(101.0, e.Observed(101.0, (0, 1), (1,)))
-    assert job.check(104.0) is None
-    verdict = job.check(105.5)
-    assert verdict.outlook.endswith("or earlier (HOROVOD_GLOO_TIMEOUT_SECONDS).")
-    assert (tmp_path / "records" / "verdict.txt").read_text().endswith(verdict.text + "\n")
-    assert json.loads((tmp_path / "records" / "states.json").read_text()) == {"1": "stopped"}
-
-
 def test_records_that_do_not_explain_the_end_are_not_kept(tmp_path):
     job = Launcher(tmp_path)
     # Only `hvdkit inspect` has asked for it.
@@ -263,21 +252,6 @@ def test_a_stall_that_the_engines_do_not_end():
     assert len(job.asked) == 2
 
 
-def test_the_verdict_on_a_stall_in_which_ranks_fail():
-    job = Launcher()
-    job.add(100.0, record(0, "x", "stall"), e.Observed(100.0, (1,), (1,)))
-    job.check(100.1, record(0, "x"))
-    verdict = job.check(106.0)
-    assert job.watch.stalls.verdict_on_failure() == ""
-    failed = json.loads(error(0, "x", waited=125.0, limit=1800))
-    job.add(165.0, json.dumps(failed))
-    assert job.watch.stalls.verdict_on_failure() == verdict.text
-    assert "the process is stopped" in verdict.text
-    # A later failure.
-    job.add(166.0, error(0, "y", waited=0.1))
-    assert job.watch.stalls.verdict_on_failure() == ""
-
-
 def raised(rank, at, error, kind="own"):
     return e.Reported(at, rank, RankReport("exception", error, kind))
 
@@ -301,14 +275,6 @@ def test_ranks_that_do_not_end_after_the_limit(tmp_path, has_verdict):
         assert "Rank 1 on h has not called it: the rank is at" in text
         assert "The rank has written a traceback: ValueError: bad" in text
     assert verdict.text.endswith("(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).")
-
-
-def test_ranks_that_continue_after_the_limit():
-    """All of them have started Horovod again."""
-    job = Launcher()
-    assert job.stall(record(1, "")) is not None
-    job.add(132.0, error(0, "x", waited=91.0))
-    assert job.check(300.0, record(0, ""), record(1, "")) is None
 
 
 def test_a_rank_that_raised_and_does_not_end_is_named():
@@ -368,14 +334,6 @@ def test_a_host_that_did_not_answer_is_named(tmp_path):
     assert "All ranks have called it: the network" in verdict.text
     assert verdict.text.endswith(f"\n{job.silent[0]}")
     assert job.silent[0] in why(tmp_path)
-
-
-def test_the_answer_to_a_question_may_replace_the_record_of_a_stall():
-    """Rank 1 has ended. The last ranks are asked in the moment in which rank 0 reports a stall."""
-    job = Launcher(patience=60.0)
-    job.add(100.0, e.Ended(100.0, 1, 0))
-    verdict = job.check(161.0, record(0, "x", waited=60.5, groups={"0": [0, 1]}))
-    assert "Rank 1 on h has not called it: the process has ended." in verdict.text
 
 
 @pytest.mark.parametrize("open_call", ["", "x"])

@@ -84,6 +84,8 @@ for engine in (5, 6):
         client.request(method, "/global/1", b"mine" if method == "PUT" else None)
         print(client.getresponse().status)
 """
+
+
 SIZE = "import hvdkit.torch as hvd; hvd.init(); print(f'{hvd.size()}\\n', end='')"
 
 
@@ -164,10 +166,6 @@ def test_variables_that_rank_0_does_not_write_are_refused(port):
 
 def test_the_rendezvous_stores_nothing_without_the_key_if_the_engines_send_it(port):
     assert run_rank_0(STRANGER, 1, port).split() == ["200", "200", "200", "404"]
-
-
-def test_a_single_rank(port):
-    assert run_rank_0(SIZE, 1, port) == "1\n"
 
 
 @pytest.mark.long

@@ -56,15 +56,17 @@ class Agent:
 
     def __init__(self, world, host, events):
         self.world, self.host, self.events = world, host, events
-        self.ended = False
+        self.ended, self.version = False, None
         self.silent_since = float("inf")
         if host.name in world.lost:
             self.lose()
 
-    def send(self, kind, **_):
+    def send(self, kind, **fields):
         if self.ended:
             return
         name = self.host.name
+        # The version of the list of hosts that the ranks know.
+        self.version = fields.get("version", self.version)
         if kind == "keep":
             self.answer({"kind": "kept", "folders": [f"/{name}"]})
         elif kind == "task":

@@ -8,11 +8,11 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from hvdkit.errors import UsageError
+from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.listener import Listener
 from hvdkit.launch.nodes import joining
 from hvdkit.launch.nodes.gathering import _check_not_in_use, _write_privately
-from hvdkit.launch.nodes.handshake import Authenticator, machine
+from hvdkit.launch.nodes.handshake import Authenticator, NodeInfo, machine
 from hvdkit.launch.nodes.joining import _connected, read_file
 from hvdkit.launch.nodes.settings import NodeSettings
 
@@ -100,6 +100,28 @@ def test_a_pipe_of_another_user_does_not_stop_a_node(tmp_path, node):
     else:
         with pytest.raises(OSError, match="not a regular file"):
             read_file(file)
+
+
+def test_a_node_that_does_not_fit_is_refused(tmp_path):
+    nodes = Authenticator(settings(tmp_path / "job", 0), KEY)
+    for number, count, size, reason in (
+        (1, 3, None, "it has --nodes 3, node 0 has --nodes 2"),
+        (1, 2, 4, "it has -np 4, node 0 has no -np"),
+        (2, 2, None, "it is node 2; expected 1 to 1"),
+        (1, 2, None, None),
+        (1, 2, None, "there is a node 1 already; give each its own --node-rank"),
+    ):
+        assert nodes._register(NodeInfo(number, "host1", 1, "x"), count, size) == reason
+    nodes.forget(1)
+    assert nodes._register(NodeInfo(1, "host1", 1, "x"), 2, None) is None
+
+
+def test_a_file_that_other_users_may_have_written(tmp_path):
+    file = tmp_path / "job"
+    _write_privately(file, json.dumps({"addresses": [FIRST], "port": 9, "key": "theirs"}))
+    file.chmod(0o644)
+    with pytest.raises(HvdkitError, match="with mode 644; expected user 0 and mode 600"):
+        read_file(file)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.launch.nodes import settings
-from tests.launch.commands import run
 
 KEY = "0123456789abcdef"
 
@@ -66,9 +65,3 @@ def test_the_key(tmp_path):
         settings.read_key(tmp_path / "none", {}, optional=True)
     with pytest.raises(UsageError, match="openssl rand -hex 16"):
         settings.read_key(None, {}, optional=False)
-
-
-def test_a_single_node(tmp_path):
-    options = ("--nodes", "1", "--node-rank", "0", "--rdzv-file", tmp_path / "job")
-    done = run(*options, "-np", "2", "sh", "-c", "echo $RANK")
-    assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1"]

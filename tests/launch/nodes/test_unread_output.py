@@ -5,8 +5,16 @@ import subprocess
 import sys
 import time
 
-from tests.launch.commands import started
+from tests.launch.commands import started_command
 
+# `hvdkit run` that waits a second for its reader after a signal, where it usually waits for ten.
+RUN = """
+import sys
+from hvdkit.launch import readers
+readers._SOON_SECONDS = 1.0
+from hvdkit.cli import main
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
 # Rank 1 writes more than the pipe and the agent take. Both ranks save on SIGTERM.
 CODE = """
 import os, signal, time
@@ -22,17 +30,16 @@ while True:
 
 
 def test_the_node_answers_and_forwards_signals(tmp_path):
-    options = ["--nodes", "2", "-np", "2", "--rdzv-file", str(tmp_path / "job")]
-    # The job loses a node whose agent does not answer for about 7 s.
-    options += ["--restarts", "1", "--host-timeout", "3"]
+    # The job loses a node whose agent does not answer for about 4 s.
+    options = ("--nodes", "2", "-np", "2", "--restarts", "1", "--host-timeout", "2")
+    run = (sys.executable, "-c", RUN, *options, "--rdzv-file", tmp_path / "job", "--node-rank")
     command = (sys.executable, "-c", CODE)
-    null = {"stdout": subprocess.DEVNULL, "cwd": tmp_path}
     with (
-        started(*options, "--node-rank", "0", *command, **null) as first,
-        started(*options, "--node-rank", "1", *command, cwd=tmp_path) as second,
+        started_command(*run, 0, *command, stdout=subprocess.DEVNULL, cwd=tmp_path) as first,
+        started_command(*run, 1, *command, cwd=tmp_path) as second,
     ):
         assert second.stdout.readline() == "[1] up\n"
-        time.sleep(10)
+        time.sleep(6)
         assert (first.poll(), second.poll()) == (None, None)
         second.send_signal(signal.SIGTERM)
         assert (first.wait(timeout=600), second.wait(timeout=600)) == (75, 75)

@@ -102,31 +102,23 @@ def test_each_rank_gets_a_spare(pool, tmp_path):
     assert set(pool.group.started) == set(started.values())
 
 
-def kill_first_spare(pool):
-    pool._spares[0].process.kill()
-    pool._spares[0].process.wait(SECONDS)
-
-
-def test_a_rank_gets_the_spare_of_another_one_if_their_reports_are_equal(pool, tmp_path):
-    prepare(pool, tmp_path)
-    kill_first_spare(pool)
-    pool.step(tmp_path)
-    started = pool.claim(slots()[:1])
-    assert output_of(started[0]) == b"0 True\n"
-
-
-def test_a_rank_gets_no_spare_that_has_read_the_variables_of_another_one(pool, tmp_path):
-    """The script sets a variable to a value of the rank before it imports modules."""
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_rank_gets_the_spare_of_another_one_only_if_their_reports_are_equal(
+    pool, tmp_path, differ
+):
+    """The script may set a variable to a value of the rank before it imports modules."""
     for rank in range(2):
-        group = GROUP | {"variables": {"TMPDIR": f"/tmp/{rank}"}}
+        group = GROUP | {"variables": {"TMPDIR": f"/tmp/{rank if differ else 0}"}}
         report(tmp_path, rank, {"imports": [group]})
     watch(pool, tmp_path, ranks=())
     wait_until_ready(pool, tmp_path, [0, 1])
-    kill_first_spare(pool)
+    pool._spares[0].process.kill()
+    pool._spares[0].process.wait(SECONDS)
     pool.step(tmp_path)
-    started = pool.claim(slots())
-    assert list(started) == [1]
-    assert output_of(started[1]) == b"1 True\n"
+    started = pool.claim(slots()[:1])
+    assert list(started) == ([] if differ else [0])
+    for process in started.values():
+        assert output_of(process) == b"0 True\n"
 
 
 @pytest.mark.parametrize("variables", [{}, {"TMPDIR": "/tmp/1"}])
@@ -230,33 +222,16 @@ def test_a_spare_that_sigkill_does_not_end_does_not_block(pool, tmp_path, monkey
         child.wait(SECONDS)
 
 
-def test_a_module_that_the_script_has_blocked_is_not_reported(monkeypatch, tmp_path):
-    """`sys.modules[name] = None` makes an import fail, as scripts do for an optional dependency."""
+def test_a_rank_reports_modules_and_variables(tmp_path, monkeypatch):
+    # It makes an import fail, as scripts do for an optional dependency.
     monkeypatch.setitem(sys.modules, "h5py", None)
-    environ = {loaded_modules.FOLDER_VARIABLE: str(tmp_path)}
-    loaded_modules.report(0, environ, loaded_modules.ImportGroups())
-    (group,) = json.loads((tmp_path / loaded_modules.file_name(0)).read_text())["imports"]
-    assert "numpy" in group["modules"]
-    assert "h5py" not in group["modules"]
-
-
-def test_a_spare_imports_modules_that_are_loaded_later(pool, tmp_path):
-    first = {"modules": {}, "variables": {}}
-    watch(pool, tmp_path, {"imports": [first]}, (0, 1))
-    wait_until_ready(pool, tmp_path, (0, 1))
-    for rank in range(2):
-        report(tmp_path, rank, {"imports": [first, GROUP]})
-    wait_until_ready(pool, tmp_path, (0, 1), loads=2)
-    started = pool.claim(slots())
-    assert [output_of(started[rank]) for rank in range(2)] == [b"0 True\n", b"1 True\n"]
-
-
-def test_a_rank_reports_modules_and_variables(tmp_path):
-    env = {"HVDKIT_RECORD_DIR": str(tmp_path), "OMP_NUM_THREADS": "3", "SECRET_TOKEN": "x"}
+    read = {"OMP_NUM_THREADS": "3", "TMPDIR": "/t", "TORCHINDUCTOR_USE_FAST_MATH": "1"}
+    env = read | {"HVDKIT_RECORD_DIR": str(tmp_path), "SECRET_TOKEN": "x"}
     loaded_modules.report(1, env, loaded_modules.ImportGroups())
     (group,) = json.loads((tmp_path / "modules-1.json").read_text())["imports"]
     assert group["modules"]["numpy"] == numpy.__spec__.origin
-    assert group["variables"] == {"OMP_NUM_THREADS": "3"}
+    assert "h5py" not in group["modules"]
+    assert group["variables"] == read
 
 
 def test_modules_are_imported_with_the_variables_of_their_time(new_pool, tmp_path):
@@ -283,10 +258,3 @@ print(h5py.THREADS, scipy.THREADS)
     wait_until_ready(pool, tmp_path, [0], loads=2)
     started = pool.claim(own)
     assert output_of(started[0]) == before
-
-
-def test_variables_that_imports_read_are_reported():
-    names = ["TORCHINDUCTOR_USE_FAST_MATH", "TMPDIR", "TQDM_DISABLE", "NPY_DISABLE_CPU_FEATURES"]
-    imports = loaded_modules.ImportGroups()
-    imports.note(dict.fromkeys(names, "1"))
-    assert imports.groups[0]["variables"] == dict.fromkeys(names, "1")

@@ -3,7 +3,6 @@
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -218,14 +217,6 @@ def test_a_spare_ends_with_its_agent(group, folder):
     spare = spare_of(group, [sys.executable, "script.py"], folder, environment())
     spare.close()
     assert spare.process.wait(SECONDS) == 0
-    spare.kill()
-
-
-def test_a_stopped_spare_does_not_start(group, folder):
-    spare = spare_of(group, [sys.executable, "script.py"], folder, environment())
-    os.kill(spare.process.pid, signal.SIGSTOP)
-    spare.start(environment())
-    assert not has_started(spare, 0.2)
     spare.kill()
 
 
