@@ -1,5 +1,6 @@
 """Checkpoints of PyTorch training on real ranks."""
 
+import contextlib
 import multiprocessing
 import os
 import random
