@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from hvdkit.core.compression import Float16, NoCompression
 from hvdkit.core.consistency import RankMismatchError
@@ -13,6 +13,7 @@ from hvdkit.core.step_errors import BackwardFailed, GradientsChanged, PassesDiff
 from hvdkit.errors import HvdkitError
 from tests.core import simulated_ranks
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank, on_ranks, simulated
+from tests.searching import search_settings
 from tests.torch.simulated_optimizer import SimulatedOptimizer, backward
 from tests.torch.test_rounds import names_of
 
@@ -294,13 +295,7 @@ def run_examples(examples, monkeypatch):
     monkeypatch.setattr(simulated_ranks, "_TIMEOUT", 20.0)
     ends = {"right": 0, "error": 0}
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(examples)
     @given(loops())
     def run(drawn):
         ranks, count, wire_format, iterations = drawn
