@@ -951,46 +951,37 @@ def test_a_run_continues_without_a_restore(place, resume_at):
     assert len({entry.run for entry in Store(str(place)).entries()}) == 1
 
 
-def test_a_step_that_is_saved_again_is_no_progress(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("begins", "saves", "first", "later"),
+    [
+        ("restore()", (4, 5, 4, 5, 6), [True, True, False, False, True], [False] * 5),
+        # A job that begins a run at each restart, and always fails.
+        ("overwrite", (3, 6, 9), [True] * 3, [False] * 3),
+        ("restore(3)", (3, 6, 9), [True] * 3, [False] * 3),
+    ],
+)
+def test_a_step_that_is_saved_again_is_no_progress(
+    tmp_path, monkeypatch, begins, saves, first, later
+):
     """Otherwise, a job that always fails at the same place is restarted forever."""
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
     told = tmp_path / record_files.SAVED
 
     def run(collectives):
-        with make(collectives, tmp_path / "steps") as saving:
-            saving.restore()
-            saving.state_replaced()
-            found = []
-            for step in (4, 5, 4, 5, 6):
-                told.unlink(missing_ok=True)
-                saving.save(step, wait=True)
-                found.append(told.exists())
-        return found
-
-    assert on_ranks(run, size=1) == [[True, True, False, False, True]]
-    assert on_ranks(run, size=1) == [[False, False, False, False, False]]
-
-
-@pytest.mark.parametrize("back", ["overwrite", "restore(3)"])
-def test_a_run_that_begins_again_is_no_progress(tmp_path, monkeypatch, back):
-    """Otherwise, a job that begins a run at each restart, and always fails, restarts forever."""
-    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
-    told = tmp_path / record_files.SAVED
-
-    def run(collectives):
-        with make(collectives, tmp_path / "steps", overwrite=back == "overwrite") as saving:
-            if (tmp_path / "steps").exists() and back != "overwrite":
+        with make(collectives, tmp_path / "steps", overwrite=begins == "overwrite") as saving:
+            if begins == "restore()":
+                saving.restore()
+                saving.state_replaced()
+            elif begins == "restore(3)" and (tmp_path / "steps").exists():
                 saving.restore(3)
             found = []
-            for step in (3, 6, 9):
+            for step in saves:
                 told.unlink(missing_ok=True)
                 saving.save(step, wait=True)
                 found.append(told.exists())
         return found
 
-    assert on_ranks(run, size=1) == [[True, True, True]]
-    assert on_ranks(run, size=1) == [[False, False, False]]
-    assert on_ranks(run, size=1) == [[False, False, False]]
+    assert [on_ranks(run, size=1) for _ in range(3)] == [[first], [later], [later]]
 
 
 @simulated(SIZE)
@@ -1054,7 +1045,8 @@ def test_a_synchronous_save_makes_no_copy(tmp_path, monkeypatch, wait):
     on_ranks(run)
 
 
-def test_a_synchronous_save_that_is_interrupted_writes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("at", "wait"), [("start", True), ("start", False), ("ended", True)])
+def test_a_save_that_is_interrupted_writes_nothing(tmp_path, monkeypatch, at, wait):
     """The caller may change the state before all of it is written."""
     reached, go_on = threading.Event(), threading.Event()
 
@@ -1064,65 +1056,31 @@ def test_a_synchronous_save_that_is_interrupted_writes_nothing(tmp_path, monkeyp
             go_on.wait(10)
 
     monkeypatch.setattr(disk, "before_step", before)
+    function = getattr(background._Write, at)
 
-    def interrupted(writer, seconds):
+    def interrupted(write, *_):
+        if at == "start":
+            function(write)
         reached.wait(10)
-        raise KeyboardInterrupt
-
-    finished = BackgroundWriter.finished
-
-    def run(collectives):
-        part = state(1)
-        saving = make(collectives, tmp_path, part)
-        begin = BackgroundWriter.begin
-
-        def begun(writer, snapshot):
-            begin(writer, snapshot)
-            monkeypatch.setattr(BackgroundWriter, "finished", interrupted)
-
-        monkeypatch.setattr(BackgroundWriter, "begin", begun)
-        with pytest.raises(KeyboardInterrupt):
-            saving.save(1, wait=True)
-        part.arrays["weights"][:] = 2
-        go_on.set()
-        monkeypatch.setattr(BackgroundWriter, "finished", finished)
-        monkeypatch.setattr(BackgroundWriter, "begin", begin)
-        with pytest.raises(CheckpointError, match="step 1 was not saved: .* was interrupted"):
-            saving.save(2)
-        saving.save(2, wait=True)
-        saving.close()
-
-    on_ranks(run, size=1)
-    assert steps(tmp_path) == [2]
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_an_interrupt_while_a_write_begins_writes_nothing(tmp_path, monkeypatch, wait):
-    go_on = threading.Event()
-    monkeypatch.setattr(
-        disk, "before_step", lambda step, file: step == "fsync" and go_on.wait(10) and None
-    )
-    start = background._Write.start
-
-    def interrupted(write):
-        start(write)
         raise KeyboardInterrupt
 
     def run(collectives):
         part = state(1)
         saving = make(collectives, tmp_path, part)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(background._Write, "start", interrupted)
+            patch.setattr(background._Write, at, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saving.save(1, wait=wait)
         part.arrays["weights"][:] = 2
         go_on.set()
         with pytest.raises(CheckpointError, match="step 1 was not saved: .* was interrupted"):
-            saving.wait()
+            saving.save(2)
+        assert steps(tmp_path) == []
+        saving.save(2, wait=True)
         saving.close()
 
     on_ranks(run, size=1)
-    assert steps(tmp_path) == []
+    assert steps(tmp_path) == [2]
 
 
 def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
