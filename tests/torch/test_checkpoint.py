@@ -57,7 +57,7 @@ class Stateful:
         self.value = value
 
     def state_dict(self):
-        return {"value": self.value, "tensor": torch.ones(2)} if self.value else {}
+        return {"value": self.value, "tensor": torch.ones(2)}
 
     def load_state_dict(self, state):
         self.value = state.get("value")
@@ -119,7 +119,11 @@ def test_arrays_and_tensors_in_items_of_all_kinds(hvd, tmp_path):
 
 
 def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
-    meter = Stateful()
+    class Meter(Stateful):
+        def state_dict(self):
+            return super().state_dict() if self.value else {}
+
+    meter = Meter()
     with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), lr_scheduler=meter) as saving:
         saving.save(1)
         meter.value = 3
@@ -127,29 +131,34 @@ def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
     assert meter.value is None
 
 
+# As text, because the parameters of a test are sent to its ranks.
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"model": None}, "model is None: expected a module"),
-        ({"model": {}}, "model is {}: expected a module"),
-        ({"metadata": [1]}, "metadata is a list: expected a dict"),
-        ({"metadata": {"x": torch.ones(2)}}, r"metadata\['x'\] is a torch.Tensor.* x.numpy\(\)"),
-        ({"metadata": {"x": np.array(["a"])}}, r"the array metadata\['x'\] is of <U1"),
-        ({"generators": [random.Random()]}, "generators is a list: expected a dict"),
+        ("model=None", "model is None: expected a module"),
+        ("model={}", "model is {}: expected a module"),
+        ("metadata=[1]", "metadata is a list: expected a dict"),
+        ("metadata={'x': torch.ones(2)}", r"metadata\['x'\] is a torch.Tensor.* x.numpy\(\)"),
+        ("metadata={'x': np.array(['a'])}", r"the array metadata\['x'\] is of <U1"),
+        ("generators=[random.Random()]", "generators is a list: expected a dict"),
         *(
-            ({"generators": {"x": wrong}}, r"generators\['x'\] is a .*expected a torch.Generator,")
-            for wrong in (3, random.SystemRandom(), np.random.PCG64(1))
+            (
+                f"generators={{'x': {wrong}}}",
+                r"generators\['x'\] is a .*expected a torch.Generator,",
+            )
+            for wrong in ("3", "random.SystemRandom()", "np.random.PCG64(1)")
         ),
-        ({"keep_best": "loss"}, "keep_best has 'loss'; expected KeepBest"),
-        ({"keep_best": ["loss"]}, "keep_best has 'loss'; expected KeepBest"),
-        ({"keep_last": 1.5}, "keep_last is 1.5; expected a whole number"),
-        ({"keep_every": True}, "keep_every is True; expected a whole number"),
+        ("keep_best='loss'", "keep_best has 'loss'; expected KeepBest"),
+        ("keep_best=['loss']", "keep_best has 'loss'; expected KeepBest"),
+        ("keep_last=1.5", "keep_last is 1.5; expected a whole number"),
+        ("keep_every=True", "keep_every is True; expected a whole number"),
     ],
 )
 def test_wrong_arguments(hvd, tmp_path, wrong, words):
     def save():
-        with hvd.Checkpointer(tmp_path, **{"model": torch.nn.Linear(1, 1)} | wrong) as saving:
-            saving.save(1)
+        arguments = {"model": torch.nn.Linear(1, 1)} | eval(f"dict({wrong})")
+        with hvd.Checkpointer(tmp_path, **arguments) as checkpointer:
+            checkpointer.save(1)
 
     with pytest.raises(UsageError, match=words):
         save()
@@ -196,19 +205,15 @@ def test_generators(hvd, tmp_path, kind):
 
 
 def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
-    def restored(**options):
-        with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer:
-            return checkpointer.restore(**options)
-
-    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as saving:
-        saving.save(1)
-        expected = torch.rand(1)
+    model = torch.nn.Linear(1, 1)
+    save_once(hvd, tmp_path, model=model)
+    expected = torch.rand(1)
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
         with pytest.raises(HvdkitError, match=r"NumPy's global generator .*MT19937.* PCG64"):
-            restored()
-        assert restored(strict=False) is not None
+            restore_once(hvd, tmp_path, model=model)
+        assert restore_once(hvd, tmp_path, strict=False, model=model) is not None
         assert torch.rand(1) == expected
     finally:
         np.random.set_bit_generator(before)
@@ -216,45 +221,32 @@ def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
 
 @pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])
 def test_generators_with_other_names(hvd, tmp_path, names):
-    def checkpointer(own):
-        return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=own)
-
-    with checkpointer({"noise": random.Random(1)}) as saving:
-        saving.save(1)
     own = {name: random.Random(2) for name in names}
-    with (
-        pytest.raises(UsageError, match="has the generators 'noise', but generators= has "),
-        checkpointer(own) as restoring,
-    ):
-        restoring.restore()
-    with checkpointer(own) as restoring:
-        restoring.restore(strict=False)
-    if "noise" in own:
-        assert own["noise"].random() == random.Random(1).random()
-    for name in {*own} - {"noise"}:
-        assert own[name].random() == random.Random(2).random()
+    model = torch.nn.Linear(1, 1)
+    save_once(hvd, tmp_path, model=model, generators={"noise": random.Random(1)})
+    with pytest.raises(UsageError, match="has the generators 'noise', but generators= has "):
+        restore_once(hvd, tmp_path, model=model, generators=own)
+    restore_once(hvd, tmp_path, strict=False, model=model, generators=own)
+    for name, generator in own.items():
+        assert generator.random() == random.Random(1 if name == "noise" else 2).random()
 
 
-def test_another_scheduler(hvd, tmp_path):
-    def checkpointer(make):
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        scheduler = make(optimizer)
-        return hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler)
-
-    with checkpointer(lambda optimizer: lr_scheduler.StepLR(optimizer, 3)) as saving:
-        saving.save(1)
-    with (
-        pytest.raises(UsageError, match="is a CosineAnnealingLR whose state has T_max"),
-        checkpointer(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3)) as restoring,
-    ):
-        restoring.restore()
-    # The state of a StepLR has all entries of an ExponentialLR.
-    with (
-        pytest.raises(UsageError, match="the saved state of a StepLR has step_size instead"),
-        checkpointer(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5)) as restoring,
-    ):
-        restoring.restore()
+@pytest.mark.parametrize(
+    ("scheduler", "option", "said"),
+    [
+        ("CosineAnnealingLR", 3, "is a CosineAnnealingLR whose state has T_max"),
+        # The state of a StepLR has all entries of an ExponentialLR.
+        ("ExponentialLR", 0.5, "the saved state of a StepLR has step_size instead"),
+    ],
+)
+def test_another_scheduler(hvd, tmp_path, scheduler, option, said):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    items = {"model": model, "optimizer": optimizer}
+    save_once(hvd, tmp_path, lr_scheduler=lr_scheduler.StepLR(optimizer, 3), **items)
+    other = getattr(lr_scheduler, scheduler)(optimizer, option)
+    with pytest.raises(UsageError, match=said):
+        restore_once(hvd, tmp_path, lr_scheduler=other, **items)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -618,7 +610,7 @@ def test_every_dtype_of_torch(hvd, tmp_path):
 
 
 def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
-    def checkpointer(value):
+    def items(value):
         model = torch.nn.Module()
         model.spectrum = torch.nn.Parameter(torch.full((3, 2), value, dtype=torch.complex128))
         model.other = torch.nn.Parameter(torch.ones(2 if value else 3))
@@ -627,23 +619,18 @@ def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter) * 2
             optimizer.step()
-        made = hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
-        return made, model, optimizer
+        return {"model": model, "optimizer": optimizer}
 
-    saving, saved, optimizer = checkpointer(1 + 2j)
-    with saving:
-        saving.save(1)
-    restoring, restored, _ = checkpointer(0)
-    with restoring:
-        restoring.restore(strict=False)
-    assert torch.equal(saved.spectrum, restored.spectrum)
-    assert restored.other.tolist() == [1, 1, 1]
-    _, again, other = checkpointer(1j)
-    restore_once(hvd, tmp_path, model=again, optimizer=other)
-    one, two = (each.state[each.param_groups[0]["params"][0]] for each in (optimizer, other))
+    saved, partly, again = items(1 + 2j), items(0), items(1j)
+    save_once(hvd, tmp_path, **saved)
+    restore_once(hvd, tmp_path, strict=False, **partly)
+    assert torch.equal(saved["model"].spectrum, partly["model"].spectrum)
+    assert partly["model"].other.tolist() == [1, 1, 1]
+    restore_once(hvd, tmp_path, **again)
+    assert torch.equal(saved["model"].spectrum, again["model"].spectrum)
+    one, two = (each["optimizer"].state[each["model"].spectrum] for each in (saved, again))
     assert one["exp_avg"].dtype == torch.complex128
     assert torch.equal(one["exp_avg"], two["exp_avg"])
-    assert torch.equal(saved.spectrum, again.spectrum)
 
 
 @pytest.mark.parametrize("change", ["renamed", "dtype"])
@@ -710,22 +697,14 @@ def test_a_model_that_is_not_in_the_checkpoint_keeps_its_optimizer_state(hvd, tm
 @pytest.mark.parametrize("name", ["old", "new"])
 def test_a_state_dict_of_copies_restored_in_part(hvd, tmp_path, name):
     """The optimizer state follows the parameter, whose memory is not in the `state_dict`."""
-
-    def checkpointer(layer):
-        model = with_copies(layer)
-        optimizer = torch.optim.Adam(model.parameters())
-        return model, optimizer, hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
-
-    model, optimizer, saving = checkpointer("old")
+    model, restored = with_copies("old"), with_copies(name)
+    optimizer, own = (torch.optim.Adam(each.parameters()) for each in (model, restored))
     model["old"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with saving:
-        saving.save(1)
-    restored, optimizer, restoring = checkpointer(name)
-    with restoring:
-        restoring.restore(strict=False)
+    save_once(hvd, tmp_path, model=model, optimizer=optimizer)
+    restore_once(hvd, tmp_path, strict=False, model=restored, optimizer=own)
     assert torch.equal(model["old"].weight, restored[name].weight) == (name == "old")
-    assert bool(optimizer.state) == (name == "old")
+    assert bool(own.state) == (name == "old")
 
 
 def test_a_parameter_that_one_of_two_models_restores(hvd, tmp_path):
@@ -746,38 +725,27 @@ def test_a_parameter_that_one_of_two_models_restores(hvd, tmp_path):
 
 def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
     """Statistics are the state of one rank. Nothing else compares their sizes."""
-
-    def checkpointer(width):
-        model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
-        model[1].running_mean.fill_(width)
-        return model, hvd.Checkpointer(tmp_path, model=model)
-
-    with checkpointer(3)[1] as saving:
-        saving.save(1)
-    model, restoring = checkpointer(4)
-    with restoring:
-        restoring.restore(strict=False)
+    saved, model = (
+        torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+        for width in (3, 4)
+    )
+    model[1].running_mean.fill_(4.0)
+    save_once(hvd, tmp_path, model=saved)
+    restore_once(hvd, tmp_path, strict=False, model=model)
     assert model[1].running_mean.tolist() == [4.0] * 4
 
 
 def test_a_scaler_that_was_disabled(hvd, tmp_path):
     """torch's `load_state_dict` would refuse the empty state after other items are restored."""
-
-    def checkpointer(value, enabled):
-        model = torch.nn.Linear(1, 1)
-        torch.nn.init.constant_(model.weight, value)
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-        return model, hvd.Checkpointer(tmp_path, model=model, scaler=scaler)
-
-    with checkpointer(1.0, enabled=False)[1] as saving:
-        saving.save(1)
-    model, restoring = checkpointer(2.0, enabled=True)
-    with restoring:
-        with pytest.raises(UsageError, match="is an enabled GradScaler, but was disabled when"):
-            restoring.restore()
-        assert model.weight.item() == 2.0
-        restoring.restore(strict=False)
-        assert model.weight.item() == 1.0
+    saved, model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    off, on = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (False, True))
+    before = model.weight.item()
+    save_once(hvd, tmp_path, model=saved, scaler=off)
+    with pytest.raises(UsageError, match="is an enabled GradScaler, but was disabled when"):
+        restore_once(hvd, tmp_path, model=model, scaler=on)
+    assert model.weight.item() == before
+    restore_once(hvd, tmp_path, strict=False, model=model, scaler=on)
+    assert torch.equal(model.weight, saved.weight)
 
 
 SUBCLASSES = """

@@ -112,27 +112,25 @@ def test_a_pass_that_raises_invalidates_the_optimizers_that_it_has_reached(colle
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_engine_that_has_ended_voids_the_gradients(begun):
-    def run(collectives):
-        script = Script(collectives, 1)
-        script.backward({0}, 1.0)
-        script.step()
+@simulated(2)
+def test_an_engine_that_has_ended_voids_the_gradients(collectives, begun):
+    script = Script(collectives, 1)
+    script.backward({0}, 1.0)
+    script.step()
 
-        def start_sum(values, name):
-            def fail():
-                raise RuntimeError("a rank has died")
+    def start_sum(values, name):
+        def fail():
+            raise RuntimeError("a rank has died")
 
-            return fail if begun else fail()
+        return fail if begun else fail()
 
-        collectives.start_sum = start_sum
-        for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
-            script.zero()
-            script.optimizers[0].gradients.invalid_reason = ""
-            with pytest.raises(RuntimeError):
-                call()
-            assert script.optimizers[0].gradients.invalid_reason == "a rank has died"
-
-    on_ranks(1 + 1, run)
+    collectives.start_sum = start_sum
+    for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
+        script.zero()
+        script.optimizers[0].gradients.invalid_reason = ""
+        with pytest.raises(RuntimeError):
+            call()
+        assert script.optimizers[0].gradients.invalid_reason == "a rank has died"
 
 
 @simulated(2)

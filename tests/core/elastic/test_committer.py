@@ -222,30 +222,6 @@ def test_no_commit_at_all(world, caplog):
     assert not caplog.records
 
 
-def test_a_commit_that_one_host_cannot_store_raises_on_all_ranks(world):
-    def work(committer, rank):
-        committer.commit(writes(b"good"))
-
-        def write(file, _):
-            if rank == 1:
-                raise TypeError("cannot pickle '_thread.lock' object")
-            file.write(b"bad")
-
-        committer.commit(write)
-
-    for error in world.run(work):
-        assert isinstance(error, HvdkitError)
-        assert "commit 2 of the elastic state was not stored: rank 1: TypeError" in str(error)
-
-
-def test_a_copy_that_one_host_cannot_store_raises_on_all_ranks(world):
-    CommitStore([world.folders[0]], 0).write(CommitId(0, 1), writes(CONTENT))
-    (world.folders[2] / "0.draft").mkdir()
-    for error in world.run(lambda committer, _: resumed(committer), start=1):
-        assert isinstance(error, HvdkitError)
-        assert "not copied to a new host: rank 2: IsADirectoryError" in str(error)
-
-
 @pytest.mark.parametrize("one_host", [True, False])
 def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
     """The ranks of a host need no further collective for this."""
@@ -269,19 +245,6 @@ def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
     assert world.names == ["hvdkit.elastic.window", *more, "hvdkit.elastic.commit"]
 
 
-def test_values_that_the_first_rank_cannot_pickle_raise_on_all_ranks(world):
-    def work(committer, rank):
-        committer.resume(pytest.fail)
-        committer.commit(writes(b"good"), values=lambda: rank)
-        committer.commit(writes(b"bad"), values=lambda: threading.Lock())
-
-    for error in world.run(work):
-        assert isinstance(error, HvdkitError)
-        assert "commit 2 of the elastic state was not stored: rank 0: TypeError" in str(error)
-    for folder in world.folders:
-        assert newest(CommitStore([folder], 0)) == (CommitId(0, 1), b"good")
-
-
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -289,12 +252,17 @@ def test_values_that_the_first_rank_cannot_pickle_raise_on_all_ranks(world):
         ("file to copy", "not copied to a new host: rank 1: (PermissionError|OSError)"),
         ("load", "commit 3 of the elastic state was not restored: rank 1: EOFError. Put"),
         ("save", "commit 4 of the elastic state was not stored: rank 1: MemoryError. Two"),
+        ("write", "commit 4 of the elastic state was not stored: rank 1: TypeError"),
+        ("values", "commit 4 of the elastic state was not stored: rank 0: TypeError"),
+        ("copy", "not copied to a new host: rank 2: IsADirectoryError"),
     ],
 )
-def test_a_commit_that_one_rank_cannot_read_raises_on_all_ranks(world, monkeypatch, broken, said):
+def test_an_error_on_one_rank_is_raised_on_all_ranks(world, monkeypatch, broken, said):
     CommitStore([world.folders[1]], 0).write(CommitId(1, 3), writes(CONTENT))
     if broken == "folder":
         world.folders[1].rename(world.folders[1].with_name("gone"))
+    if broken == "copy":
+        (world.folders[2] / "0.draft").mkdir()
     if broken == "file to copy":
 
         def no_map(path, *_):
@@ -308,15 +276,23 @@ def test_a_commit_that_one_rank_cannot_read_raises_on_all_ranks(world, monkeypat
                 raise EOFError
 
         def saves():
-            if rank == 1:
+            if (broken, rank) == ("save", 1):
                 raise MemoryError
 
+        def write(file, *_):
+            if (broken, rank) == ("write", 1):
+                raise TypeError("cannot pickle '_thread.lock' object")
+            file.write(b"next")
+
         committer.resume(fails)
-        committer.commit(writes(b"next"), saves)
+        committer.commit(write, saves, values=threading.Lock if broken == "values" else lambda: 0)
 
     for error in world.run(work, start=2):
         assert isinstance(error, HvdkitError)
         assert re.search(said, str(error))
+    if broken == "values":
+        for folder in world.folders:
+            assert newest(CommitStore([folder], 0)) == (CommitId(1, 3), CONTENT)
 
 
 def test_a_change_that_one_host_knows_ends_all_ranks(world):
