@@ -11,6 +11,7 @@ import pytest
 from hvdkit.checkpoint import chunks, manifest, reading, storage, tree
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.posix import disk
+from hvdkit.checkpoint.reading import Outline
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
@@ -150,6 +151,12 @@ def test_nothing_is_read_ahead_once_a_step_is_closed(place, monkeypatch, way):
 def _readers_beyond(before):
     new = set(threading.enumerate()) - before
     return {thread for thread in new if thread.name.startswith("hvdkit-checkpoint-read")}
+
+
+def test_the_outline_goes_to_other_ranks_as_bytes(place):
+    save(place, 3)
+    with Store(str(place)).newest_good() as opened:
+        assert Outline.from_bytes(opened.outline.to_bytes()) == opened.outline
 
 
 @pytest.mark.parametrize(
