@@ -5,6 +5,60 @@ from hvdkit.errors import UsageError
 from tests.core.simulated_ranks import on_ranks, simulated
 
 
+@pytest.mark.parametrize("passes", [0, 1, 2, 5])
+def test_a_mean_ends_with_the_last_call(passes):
+    window = Window(3)
+    for _ in range(2):
+        for call in range(3):
+            for _ in range(passes):
+                assert window.next_pass_reduces == (call == 2)
+                window.count_pass()
+            assert window.open == (call < 2)
+            assert window.keeps_gradients == (call > 0)
+            assert window.divisor == 3
+            assert window.position == (call, 3)
+            if window.open:
+                window.count_call()
+                assert window.made == call + 1
+        window.end()
+        assert not window.open
+        assert window.position == (2, 3)
+        window.close()
+
+
+def test_a_sum_counts_the_passes_since_the_last_step():
+    window = Window(3, mean=False)
+    for passes in (0, 1, 3):
+        for number in range(passes):
+            assert window.next_pass_reduces == (number == 2)
+            window.count_pass()
+            window.count_pass(counted=False)
+        assert (window.made, window.divisor) == (passes, 1)
+        assert window.position == (0, 3)
+        assert not window.open
+        assert not window.keeps_gradients
+        window.close()
+
+
+def test_a_window_that_ends_early_has_the_mean_of_its_batches():
+    window = Window(4)
+    for _ in range(3):
+        window.count_pass()
+        window.count_pass()
+        window.count_call()
+        window.count_pass()
+    for _ in range(2):
+        assert window.end_early()
+        assert (window.open, window.divisor, window.keeps_gradients) == (False, 4, False)
+    window.close()
+    window.count_pass()
+    window.count_call()
+    assert window.end_early()
+    assert (window.open, window.divisor) == (False, 1)
+    window.close()
+    assert (window.open, window.divisor, window.made) == (True, 4, 0)
+
+
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_resumed_window(mean):
     window = Window(3, mean)

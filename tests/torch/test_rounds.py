@@ -118,6 +118,24 @@ def test_only_the_last_pass_of_a_window_communicates(collectives, size, mean, av
     assert optimizer.values[0] == total
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@simulated("size")
+def test_a_window_that_is_flushed_steps_with_the_mean_of_its_passes(collectives, size, passes):
+    optimizer = SimulatedOptimizer(collectives, window=Window(3))
+    for _ in range(2):
+        optimizer.zero()
+        for k in range(passes):
+            optimizer.backward(6.0 * (k + 1))
+            if k < 2:
+                optimizer.step()
+        assert optimizer.flush()
+    optimizer.zero()
+    # Without a pass there are no gradients for a step.
+    assert not optimizer.flush()
+    assert [step[0][0] for step in optimizer.stepped] == [3.0 * (passes + 1)] * 2
+
+
 @pytest.mark.parametrize("passes", [[2, 1], [2, 0, 1]])
 def test_windows_with_different_passes_that_are_flushed_are_an_error(passes):
     def run(collectives):
