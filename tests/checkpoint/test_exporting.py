@@ -40,11 +40,3 @@ def test_an_error_leaves_no_content(tmp_path, make):
     with pytest.raises(HvdkitError, match="cannot write .*out: No space left on device"):
         fail()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_missing_folder_is_an_error(tmp_path):
-    with (
-        pytest.raises(HvdkitError, match="cannot write .*gone/out: No such file"),
-        exporting(tmp_path / "gone" / "out") as beside,
-    ):
-        beside.touch()

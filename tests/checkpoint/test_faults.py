@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,37 +35,6 @@ def two_steps(folder):
     """Return a folder with two steps: with `keep_last=2` the next commit deletes one."""
     save(folder, 1, 2, keep_last=2)
     return folder
-
-
-@pytest.mark.parametrize("step", [3, 2], ids=["new", "once_more"])
-def test_a_writer_killed_before_any_system_call_loses_nothing(tmp_path, step):
-    template = two_steps(tmp_path / "template")
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.killed", tmp_path, template, str(step)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    killed_before = answer.stdout.splitlines()
-    assert {line.split()[0] for line in killed_before} == {
-        *("mkdir", "create", "write", "fsync", "read", "rename", "unlink", "rmdir"),
-    }
-    for number, line in enumerate(killed_before, 1):
-        folder = tmp_path / str(number)
-        store = Store(folder, keep_last=2)
-        for info in store.steps():
-            assert store.verify(info.step) == [], line
-        newest = store.steps()[-1].step
-        assert newest in (2, step), line
-        assert leftovers(folder), line
-        assert_newest_good(store, newest)
-        with store.open_for_writing() as writer:
-            assert leftovers(folder) == [lock.LEASE_FILE], line
-            writer.write(snapshot(4))
-        assert_newest_good(store, 4)
-        assert leftovers(folder) == [], line
 
 
 @pytest.mark.parametrize(

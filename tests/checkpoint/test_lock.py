@@ -161,12 +161,6 @@ def test_a_writer_in_another_container_of_this_host(tmp_path, holder):
         Store(tmp_path).open_for_writing()
 
 
-def test_a_process_with_the_id_of_a_dead_writer(tmp_path):
-    own = lock.Lease.own()
-    leave_lease(tmp_path, machine=own.machine, pid=os.getppid(), started=own.started - 10**9)
-    save(tmp_path, 1)
-
-
 def test_a_writer_on_another_host_with_heartbeats(tmp_path, impatient):
     leave_lease(tmp_path)
     stop = threading.Event()

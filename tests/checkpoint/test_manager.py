@@ -35,7 +35,12 @@ from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.errors import RESUMABLE, UsageError
 from tests.checkpoint.material import as_version_1, forge, remove, step_folder
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
-from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
+from tests.core.simulated_ranks import (
+    SimulatedCollectives,
+    SimulatedGroup,
+    on_every_rank,
+    simulated,
+)
 
 # tests/checkpoint/test_store.py tests the stores themselves.
 pytestmark = pytest.mark.long_with("s3")
@@ -182,18 +187,6 @@ def test_a_metric_that_no_step_has(tmp_path, caplog):
     ]
 
 
-def test_the_best_step_by_a_metric_that_no_step_has(tmp_path):
-    def run(collectives):
-        with make(collectives, tmp_path, state(1)) as saving:
-            assert saving.best("loss") is None
-            saving.save(1, metrics={"val_loss": float("nan")})
-            assert saving.best("val_loss") is None
-            with pytest.raises(UsageError, match="has the metric 'loss': expected one of val_loss"):
-                saving.best("loss")
-
-    on_ranks(run)
-
-
 _TRAIN_AND_SAVE = st.tuples(
     # Steps trained before the save; 0 saves the same step again.
     st.integers(0, 2),
@@ -238,44 +231,17 @@ def test_the_best_step_is_never_forgotten(tmp_path_factory, saves, keep_last):
     on_ranks(run, 1)
 
 
-def test_another_state_does_not_get_the_metrics_of_its_step(tmp_path):
+@simulated(1)
+def test_another_state_does_not_get_the_metrics_of_its_step(collectives, tmp_path):
     """A script that restores a step and counts its own steps from 0 may save this number again."""
-
-    def run(collectives):
-        part = state(1)
-        with make(collectives, tmp_path, part) as saving:
-            saving.save(1, metrics={"accuracy": 0.9})
-        with make(collectives, tmp_path, part) as saving:
-            saving.restore()
-            part.arrays["weights"][:] = 2
-            saving.save(1)
-            assert saving.steps()[-1].metrics == {}
-
-    on_ranks(run, 1)
-
-
-@pytest.mark.parametrize("value", ["0.1", b"1", 10**400, None])
-def test_a_metric_that_is_no_number(tmp_path, value):
-    def run(collectives):
-        with (
-            make(collectives, tmp_path, state(1)) as saving,
-            pytest.raises(UsageError, match="the metric 'loss' is .*: expected a number"),
-        ):
-            saving.save(1, metrics={"loss": value})
-
-    on_ranks(run)
-
-
-def test_a_job_without_a_checkpoint_begins_at_the_beginning(tmp_path):
-    def run(collectives):
-        part = state(4)
-        with make(collectives, tmp_path / "nothing", part) as restoring:
-            assert restoring.restore() is None
-        assert same(part, 4)
-        assert part.adopted == 0
-
-    on_ranks(run)
-    assert not (tmp_path / "nothing").exists()
+    part = state(1)
+    with make(collectives, tmp_path, part) as saving:
+        saving.save(1, metrics={"accuracy": 0.9})
+    with make(collectives, tmp_path, part) as saving:
+        saving.restore()
+        part.arrays["weights"][:] = 2
+        saving.save(1)
+        assert saving.steps()[-1].metrics == {}
 
 
 def test_training_goes_on_while_the_copy_is_written(tmp_path, monkeypatch):
@@ -299,98 +265,67 @@ def test_training_goes_on_while_the_copy_is_written(tmp_path, monkeypatch):
     on_ranks(run)
 
 
-def test_the_next_save_waits_for_the_one_before(place):
-    def run(collectives):
-        part = state(0)
-        with make(collectives, place, part) as saving:
-            for step in range(1, 6):
-                part.value = step
-                part.arrays["weights"][:] = step
-                part.arrays["steps"][()] = step
-                saving.save(step)
+@simulated(SIZE)
+def test_the_next_save_waits_for_the_one_before(collectives, place):
+    part = state(0)
+    with make(collectives, place, part) as saving:
         for step in range(1, 6):
-            with make(collectives, place, part) as restoring:
-                restoring.restore(step)
-            assert same(part, step)
+            part.value = step
+            part.arrays["weights"][:] = step
+            part.arrays["steps"][()] = step
+            saving.save(step)
+    for step in range(1, 6):
+        with make(collectives, place, part) as restoring:
+            restoring.restore(step)
+        assert same(part, step)
 
-    on_ranks(run)
 
-
-def test_synchronous_saves_are_on_the_disk_at_once(tmp_path):
-    def run(collectives):
-        with make(collectives, tmp_path, asynchronous=False) as saving:
-            saving.save(1)
-            assert steps(tmp_path) == [1]
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_synchronous_saves_are_on_the_disk_at_once(collectives, tmp_path):
+    with make(collectives, tmp_path, asynchronous=False) as saving:
+        saving.save(1)
+        assert steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("how", ["save", "maybe_save", "wait", "close"])
-def test_a_failed_write_is_raised_on_every_rank_at_the_next_call(tmp_path, monkeypatch, how):
-    def run(collectives):
-        saving = make(collectives, tmp_path)
-        saving.save(1)
-        saving.wait()
-        if collectives.rank == 0:
-            monkeypatch.setattr(disk, "before_step", failing("write"))
-        saving.save(2)
-        if collectives.rank == 0:
-            while not saving._writer.failed:
-                time.sleep(0.01)
-            monkeypatch.setattr(disk, "before_step", None)
-        calls = {
-            "save": lambda: saving.save(3),
-            "maybe_save": lambda: saving.maybe_save(3),
-            "wait": saving.wait,
-            "close": saving.close,
-        }
-        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
-            calls[how]()
-        assert steps(tmp_path) == [1]
-        # The error is raised once. The next call works.
-        if how != "close":
-            saving.save(4)
-            saving.close()
-            assert steps(tmp_path) == [1, 4]
-
-    on_ranks(run)
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
-    (tmp_path / "file").write_text("")
-
-    def run(collectives):
-        with (
-            make(collectives, tmp_path / "file" / "folder") as saving,
-            pytest.raises(CheckpointError, match=r"rank 0: .*file"),
-        ):
-            saving.save(1)
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_failed_write_is_raised_on_every_rank_at_the_next_call(
+    collectives, tmp_path, monkeypatch, how
+):
+    saving = make(collectives, tmp_path)
+    saving.save(1)
+    saving.wait()
+    if collectives.rank == 0:
+        monkeypatch.setattr(disk, "before_step", failing("write"))
+    saving.save(2)
+    if collectives.rank == 0:
+        while not saving._writer.failed:
+            time.sleep(0.01)
+        monkeypatch.setattr(disk, "before_step", None)
+    calls = {
+        "save": lambda: saving.save(3),
+        "maybe_save": lambda: saving.maybe_save(3),
+        "wait": saving.wait,
+        "close": saving.close,
+    }
+    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+        calls[how]()
+    assert steps(tmp_path) == [1]
+    # The error is raised once. The next call works.
+    if how != "close":
+        saving.save(4)
+        saving.close()
+        assert steps(tmp_path) == [1, 4]
 
 
-def test_an_unwritable_folder_is_an_error_at_the_first_step(tmp_path):
-    (tmp_path / "file").write_text("")
-
-    def run(collectives):
-        with make(collectives, tmp_path / "file" / "folder", every_steps=1000) as saving:
-            for _ in range(2):
-                with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
-                    saving.maybe_save(1)
-
-    on_ranks(run)
-
-
-def test_a_second_writer_is_refused_on_every_rank(place):
-    def run(collectives):
-        with make(collectives, place) as first, make(collectives, place) as second:
-            first.save(1)
-            with pytest.raises(CheckpointError, match="rank 0: "):
-                second.save(1)
-            first.wait()
-            assert second.restore().step == 1
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_second_writer_is_refused_on_every_rank(collectives, place):
+    with make(collectives, place) as first, make(collectives, place) as second:
+        first.save(1)
+        with pytest.raises(CheckpointError, match="rank 0: "):
+            second.save(1)
+        first.wait()
+        assert second.restore().step == 1
 
 
 @pytest.mark.parametrize("kind", [UsageError, ValueError, MemoryError])
@@ -414,65 +349,128 @@ def test_a_problem_of_one_rank_is_an_error_on_all(place, kind, where):
     assert steps(place) == []
 
 
-def test_a_state_that_cannot_be_saved_is_named(place):
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m, rank: m.save(9 if rank == 2 else 10), "ranks 0, 1: 10; rank 2: 9"),
+        (lambda m, rank: m.maybe_save(9 if rank == 2 else 10), "ranks 0, 1: 10; rank 2: 9"),
+        (lambda m, rank: m.maybe_save("3" if rank == 1 else 3), "rank 1: step is '3': expected a"),
+        (lambda m, rank: m.save(1, wait=rank == 0), "ranks disagree about whether to wait"),
+        (lambda m, rank: m.restore(1 if rank else None), "disagree about the argument .step. of"),
+        (lambda m, rank: m.restore(strict=rank != 1), "about the argument .strict. of restore"),
+        *(
+            (
+                lambda m, rank, name=name, args=args: (
+                    m.maybe_save(1) if rank else getattr(m, name)(*args)
+                ),
+                rf"which method to call \(rank 0: {name}; rank.* maybe_save".replace(
+                    "close", "wait"
+                ),
+            )
+            for name, *args in [
+                *(("save", 1), ("close",), ("restore",), ("steps",), ("wait",), ("delete", 1))
+            ]
+        ),
+        (lambda m, rank: m.wait() if rank else m.steps(), "which method to call"),
+    ],
+)
+def test_ranks_that_disagree_are_an_error(place, call, said):
     def run(collectives):
-        others = {"metadata": Plain(lambda: {"x": object()}, print)}
-        with (
-            make(collectives, place, others=others) as saving,
-            pytest.raises(UsageError, match=r"metadata\['x'\]"),
-        ):
-            saving.save(1)
-
-    on_ranks(run)
-
-
-def test_ranks_that_save_different_steps_are_an_error(place):
-    def run(collectives):
-        with make(collectives, place, every_steps=10) as saving:
-            with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
-                saving.save(9 if collectives.rank == 2 else 10)
-            with pytest.raises(UsageError, match="ranks 0, 1: 10; rank 2: 9"):
-                saving.maybe_save(9 if collectives.rank == 2 else 10)
+        manager = make(collectives, place, every_steps=10)
+        with pytest.raises(UsageError, match=said):
+            call(manager, collectives.rank)
+        manager.abandon()
 
     on_ranks(run)
     assert steps(place) == []
 
 
-def test_ranks_with_different_positions_in_the_data_are_an_error(place):
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (lambda rank: {"x": object()}, r"data\['x'\]"),
+        (lambda rank: {"consumed": 5 + (rank == 1)}, r"'data' \(ranks 0, 2: \w+; rank 1: \w+\)"),
+    ],
+)
+@simulated(SIZE)
+def test_an_item_that_cannot_be_saved_or_that_differs_is_named(collectives, place, item, said):
+    others = {"data": Plain(lambda: item(collectives.rank), print)}
+    with (
+        make(collectives, place, others=others) as saving,
+        pytest.raises(UsageError, match=said),
+    ):
+        saving.save(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "call", "said"),
+    [
+        ({"every_steps": 0}, None, "every_steps is 0"),
+        ({"every_steps": 2.5}, None, "every_steps is 2.5"),
+        ({"every_minutes": 0}, None, "every_minutes is 0"),
+        ({"stop_signals": [999]}, None, "stop_signals is"),
+        ({"stop_signals": [signal.SIGKILL]}, None, "SIGKILL"),
+        ({"others": {"my model": Plain(dict, print)}}, None, "'my model'; expected a letter"),
+        *(
+            ({}, lambda m, step=step: m.save(step), f"step is {step!r}")
+            for step in (-1, None, True, 1.5, 10**12)
+        ),
+        ({}, lambda m: m.save(1, epoch=1.5), "epoch is 1.5: expected a whole number"),
+        ({}, lambda m: m.save(1, epoch=-1), "epoch is -1: expected a whole number"),
+        ({}, lambda m: m.save(1, metrics={3: 1.0}), "metrics has the name 3: expected a string"),
+        ({}, lambda m: m.save(1, metrics=[1.0]), r"metrics is \[1.0\]: expected a dict"),
+        *(
+            ({}, lambda m, x=x: m.save(1, metrics={"loss": x}), "the metric 'loss' is .*: expected")
+            for x in ("0.1", b"1", 10**400, None)
+        ),
+        ({}, lambda m: m.restore(step="2"), "expected a whole number"),
+        ({}, lambda m: m.restore(run=1.5), "expected a whole number"),
+        *(
+            ({}, lambda m, call=call: (m.close(), m.close(), call(m)), "closed")
+            for call in (
+                *(Manager.restore, lambda m: m.save(1), lambda m: m.maybe_save(1)),
+                Manager.__enter__,
+            )
+        ),
+    ],
+)
+def test_invalid_arguments(place, how, call, said):
+    def use(collectives):
+        manager = make(collectives, place, **how)
+        try:
+            call(manager)
+        finally:
+            manager.abandon()
+
     def run(collectives):
-        others = {"data": Plain(lambda: {"consumed": 5 + (collectives.rank == 1)}, print)}
-        with (
-            make(collectives, place, others=others) as saving,
-            pytest.raises(UsageError, match=r"'data' \(ranks 0, 2: \w+; rank 1: \w+\)"),
-        ):
-            saving.save(1)
+        with pytest.raises(UsageError, match=said):
+            use(collectives)
 
     on_ranks(run)
 
 
-@pytest.mark.parametrize("step", [-1, None, True, 1.5])
-def test_a_step_is_a_whole_number(place, step):
+@pytest.mark.parametrize("call", ["save", "maybe_save"])
+def test_an_unwritable_folder_is_an_error_at_the_first_step(tmp_path, call):
+    (tmp_path / "file").write_text("")
+
     def run(collectives):
-        with (
-            make(collectives, place) as saving,
-            pytest.raises(UsageError, match=f"step is {step!r}"),
-        ):
-            saving.save(step)
+        with make(collectives, tmp_path / "file" / "folder", every_steps=1000) as saving:
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+                    getattr(saving, call)(1)
 
     on_ranks(run)
 
 
-def test_saves_by_steps(place):
-    def run(collectives):
-        with make(collectives, place, every_steps=4) as saving:
-            # A loop may count by more than one.
-            saved = [step for step in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13) if saving.maybe_save(step)]
-        with make(collectives, place, every_steps=4) as restoring:
-            assert restoring.restore().step == 12
-            later = [step for step in range(13, 18) if restoring.maybe_save(step)]
-        return saved, later
-
-    assert on_ranks(run) == [([4, 9, 12], [16])] * SIZE
+@simulated(SIZE)
+def test_saves_by_steps(collectives, place):
+    with make(collectives, place, every_steps=4) as saving:
+        # A loop may count by more than one.
+        saved = [step for step in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13) if saving.maybe_save(step)]
+    with make(collectives, place, every_steps=4) as restoring:
+        assert restoring.restore().step == 12
+        later = [step for step in range(13, 18) if restoring.maybe_save(step)]
+    assert (saved, later) == ([4, 9, 12], [16])
 
 
 def test_saves_by_the_first_ranks_clock(place, monkeypatch):
@@ -646,19 +644,19 @@ def test_a_damaged_step_is_skipped_on_all_ranks(place, caplog):
     ("wanted", "kind", "words"),
     [(2, CheckpointError, "model.safetensors"), (5, UsageError, "5")],
 )
-def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(place, wanted, kind, words):
-    def run(collectives):
-        saved(collectives, place, 1, 2)
-        if collectives.rank == 0:
-            corrupt(place, 2)
-        with (
-            make(collectives, place, part := state(0)) as restoring,
-            pytest.raises(kind, match=words),
-        ):
-            restoring.restore(wanted)
-        assert same(part, 0)
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_step_that_cannot_be_restored_is_an_error_on_every_rank(
+    collectives, place, wanted, kind, words
+):
+    saved(collectives, place, 1, 2)
+    if collectives.rank == 0:
+        corrupt(place, 2)
+    with (
+        make(collectives, place, part := state(0)) as restoring,
+        pytest.raises(kind, match=words),
+    ):
+        restoring.restore(wanted)
+    assert same(part, 0)
 
 
 @pytest.fixture
@@ -713,84 +711,75 @@ def test_steps_of_version_1_are_restored_and_continued(place, small_chunks, dama
         assert not any(store.verify(step) for step in (1, 2, 3, 4))
 
 
+@simulated(SIZE)
 def test_a_storage_that_fails_after_a_damaged_chunk_is_an_error_on_every_rank(
-    place, small_chunks, monkeypatch
+    collectives, place, small_chunks, monkeypatch
 ):
-    def run(collectives):
-        saved(collectives, place, 1, 2)
-        if collectives.rank == 0:
-            corrupt(place, 2)
+    saved(collectives, place, 1, 2)
+    if collectives.rank == 0:
+        corrupt(place, 2)
 
-            def is_same(storage, entry):
-                raise CheckpointError("cannot look")
+        def is_same(storage, entry):
+            raise CheckpointError("cannot look")
 
-            monkeypatch.setattr(type(Store(str(place))._storage), "is_same", is_same)
-        with (
-            make(collectives, place) as restoring,
-            pytest.raises(CheckpointError, match="rank 0: cannot look .*half restored"),
-        ):
-            restoring.restore()
-
-    on_ranks(run)
+        monkeypatch.setattr(type(Store(str(place))._storage), "is_same", is_same)
+    with (
+        make(collectives, place) as restoring,
+        pytest.raises(CheckpointError, match="rank 0: cannot look .*half restored"),
+    ):
+        restoring.restore()
 
 
-def test_two_steps_are_not_mixed_where_a_part_may_be_missing(place, small_chunks):
+@simulated(SIZE)
+def test_two_steps_are_not_mixed_where_a_part_may_be_missing(collectives, place, small_chunks):
     """The older step lacks a part that the damaged step has."""
-
-    def run(collectives):
-        saved(collectives, place, 1)
-        with make(collectives, place, others={"more": state(0)}) as saving:
-            saving.restore(strict=False)
-            saving.save(2)
-        if collectives.rank == 0:
-            corrupt(place, 2)
-        more = state(7)
-        with make(collectives, place, part := state(0), others={"more": more}) as restoring:
-            assert restoring.restore(strict=False).step == 1
-        assert same(part, 1)
-        assert same(more, 7)
-
-    on_ranks(run)
+    saved(collectives, place, 1)
+    with make(collectives, place, others={"more": state(0)}) as saving:
+        saving.restore(strict=False)
+        saving.save(2)
+    if collectives.rank == 0:
+        corrupt(place, 2)
+    more = state(7)
+    with make(collectives, place, part := state(0), others={"more": more}) as restoring:
+        assert restoring.restore(strict=False).step == 1
+    assert same(part, 1)
+    assert same(more, 7)
 
 
+@simulated(SIZE)
 def test_a_step_that_is_removed_while_it_is_read_is_not_no_checkpoint(
-    tmp_path, small_chunks, monkeypatch
+    collectives, tmp_path, small_chunks, monkeypatch
 ):
-    def run(collectives):
-        saved(collectives, tmp_path, 1)
-        if collectives.rank == 0:
-            corrupt(tmp_path, 1)
-            note = Search._note
+    saved(collectives, tmp_path, 1)
+    if collectives.rank == 0:
+        corrupt(tmp_path, 1)
+        note = Search._note
 
-            def removed(search, entry, problems):
-                remove(tmp_path / entry.name)
-                return note(search, entry, problems)
+        def removed(search, entry, problems):
+            remove(tmp_path / entry.name)
+            return note(search, entry, problems)
 
-            monkeypatch.setattr(Search, "_note", removed)
-        with (
-            make(collectives, tmp_path) as restoring,
-            pytest.raises(CheckpointError, match="removed while it was read.*half restored"),
-        ):
-            restoring.restore()
-
-    on_ranks(run)
+        monkeypatch.setattr(Search, "_note", removed)
+    with (
+        make(collectives, tmp_path) as restoring,
+        pytest.raises(CheckpointError, match="removed while it was read.*half restored"),
+    ):
+        restoring.restore()
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_part_of_empty_tensors_alone(place, version):
-    def run(collectives):
-        part = Arrays(3, empty=np.empty((0, 2), np.float32))
-        with make(collectives, place, part) as saving:
-            saving.save(1)
-        if collectives.rank == 0 and version == 1:
-            as_version_1(step_folder(Store(str(place)), 1))
-        collectives.sum([1], "it is of that version")
-        part = Arrays(0, empty=np.empty((0, 2), np.float32))
-        with make(collectives, place, part) as restoring:
-            assert restoring.restore().step == 1
-        assert part.value == 3
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_part_of_empty_tensors_alone(collectives, place, version):
+    part = Arrays(3, empty=np.empty((0, 2), np.float32))
+    with make(collectives, place, part) as saving:
+        saving.save(1)
+    if collectives.rank == 0 and version == 1:
+        as_version_1(step_folder(Store(str(place)), 1))
+    collectives.sum([1], "it is of that version")
+    part = Arrays(0, empty=np.empty((0, 2), np.float32))
+    with make(collectives, place, part) as restoring:
+        assert restoring.restore().step == 1
+    assert part.value == 3
 
 
 @pytest.mark.parametrize("wanted", [None, 2])
@@ -811,23 +800,23 @@ def test_if_all_steps_are_damaged_the_error_says_half_restored(place, small_chun
     assert Store(str(place)).quarantined() == []
 
 
-def test_an_older_step_that_does_not_fit_leaves_the_state_half_restored(place, small_chunks):
-    def run(collectives):
-        saved(collectives, place, 1)
-        with make(collectives, place, others={"more": Plain(dict, print)}) as saving:
-            saving.restore(only=("model",))
-            saving.save(2)
-        with make(collectives, place, run=1) as saving:
-            saving.save(3)
-        if collectives.rank == 0:
-            corrupt(place, 2)
-        with (
-            make(collectives, place, others={"more": Plain(dict, print)}) as restoring,
-            pytest.raises(CheckpointError, match="half restored"),
-        ):
-            restoring.restore(run=2)
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_an_older_step_that_does_not_fit_leaves_the_state_half_restored(
+    collectives, place, small_chunks
+):
+    saved(collectives, place, 1)
+    with make(collectives, place, others={"more": Plain(dict, print)}) as saving:
+        saving.restore(only=("model",))
+        saving.save(2)
+    with make(collectives, place, run=1) as saving:
+        saving.save(3)
+    if collectives.rank == 0:
+        corrupt(place, 2)
+    with (
+        make(collectives, place, others={"more": Plain(dict, print)}) as restoring,
+        pytest.raises(CheckpointError, match="half restored"),
+    ):
+        restoring.restore(run=2)
 
 
 @pytest.mark.parametrize("call", ["save", "maybe_save"])
@@ -852,26 +841,23 @@ def test_a_half_restored_state_is_not_saved(place, small_chunks, call):
     assert [info.step for info in Store(str(place)).steps()] == [1, 2, 3]
 
 
-def test_steps_that_start_again_with_an_epoch_are_an_error(tmp_path):
+@simulated(SIZE)
+def test_steps_that_start_again_with_an_epoch_are_an_error(collectives, tmp_path):
     """Otherwise nothing would be saved after the first epoch."""
-
-    def run(collectives):
-        with make(collectives, tmp_path, every_steps=4) as saving:
-            for step in (0, 0, 1, 2, 3):
-                assert not saving.maybe_save(step)
-            expected = "rank 1: maybe_save.1. after step 3: expected the number of steps trained"
-            with pytest.raises(UsageError, match=expected):
-                saving.maybe_save(1 if collectives.rank == 1 else 3)
-            saving.save(6)
-            with pytest.raises(UsageError, match="after step 6"):
-                saving.maybe_save(5)
-            saving.save(5)
-            assert saving.restore(5).step == 5
-            assert not saving.maybe_save(5)
-            saving.restore(6, only=("model",))
-            assert saving.maybe_save(1) is False
-
-    on_ranks(run)
+    with make(collectives, tmp_path, every_steps=4) as saving:
+        for step in (0, 0, 1, 2, 3):
+            assert not saving.maybe_save(step)
+        expected = "rank 1: maybe_save.1. after step 3: expected the number of steps trained"
+        with pytest.raises(UsageError, match=expected):
+            saving.maybe_save(1 if collectives.rank == 1 else 3)
+        saving.save(6)
+        with pytest.raises(UsageError, match="after step 6"):
+            saving.maybe_save(5)
+        saving.save(5)
+        assert saving.restore(5).step == 5
+        assert not saving.maybe_save(5)
+        saving.restore(6, only=("model",))
+        assert saving.maybe_save(1) is False
 
 
 def test_a_commit_before_the_newest_checkpoint(place):
@@ -931,88 +917,52 @@ def test_a_run_continues_without_a_restore(place, resume_at):
     assert len({entry.run for entry in Store(str(place)).entries()}) == 1
 
 
-def test_a_step_that_is_saved_again_is_no_progress(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("begins", "saves", "first", "later"),
+    [
+        ("restore()", (4, 5, 4, 5, 6), [True, True, False, False, True], [False] * 5),
+        # A job that begins a run at each restart, and always fails.
+        ("overwrite", (3, 6, 9), [True] * 3, [False] * 3),
+        ("restore(3)", (3, 6, 9), [True] * 3, [False] * 3),
+    ],
+)
+def test_a_step_that_is_saved_again_is_no_progress(
+    tmp_path, monkeypatch, begins, saves, first, later
+):
     """Otherwise, a job that always fails at the same place is restarted forever."""
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
     told = tmp_path / record_files.SAVED
 
     def run(collectives):
-        with make(collectives, tmp_path / "steps") as saving:
-            saving.restore()
-            saving.state_replaced()
-            found = []
-            for step in (4, 5, 4, 5, 6):
-                told.unlink(missing_ok=True)
-                saving.save(step, wait=True)
-                found.append(told.exists())
-        return found
-
-    assert on_ranks(run, size=1) == [[True, True, False, False, True]]
-    assert on_ranks(run, size=1) == [[False, False, False, False, False]]
-
-
-@pytest.mark.parametrize("back", ["overwrite", "restore(3)"])
-def test_a_run_that_begins_again_is_no_progress(tmp_path, monkeypatch, back):
-    """Otherwise, a job that begins a run at each restart, and always fails, restarts forever."""
-    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
-    told = tmp_path / record_files.SAVED
-
-    def run(collectives):
-        with make(collectives, tmp_path / "steps", overwrite=back == "overwrite") as saving:
-            if (tmp_path / "steps").exists() and back != "overwrite":
+        with make(collectives, tmp_path / "steps", overwrite=begins == "overwrite") as saving:
+            if begins == "restore()":
+                saving.restore()
+                saving.state_replaced()
+            elif begins == "restore(3)" and (tmp_path / "steps").exists():
                 saving.restore(3)
             found = []
-            for step in (3, 6, 9):
+            for step in saves:
                 told.unlink(missing_ok=True)
                 saving.save(step, wait=True)
                 found.append(told.exists())
         return found
 
-    assert on_ranks(run, size=1) == [[True, True, True]]
-    assert on_ranks(run, size=1) == [[False, False, False]]
-    assert on_ranks(run, size=1) == [[False, False, False]]
+    assert [on_ranks(run, size=1) for _ in range(3)] == [[first], [later], [later]]
 
 
-def test_a_step_that_is_not_a_number_on_one_rank_is_an_error_on_all_ranks(tmp_path):
-    def run(collectives):
-        with make(collectives, tmp_path, every_steps=4) as saving:
-            with pytest.raises(UsageError, match="rank 1: step is '3': expected a whole number"):
-                saving.maybe_save("3" if collectives.rank == 1 else 3)
-            assert not saving.maybe_save(3)
-
-    on_ranks(run)
-
-
-@pytest.mark.parametrize("call", ["save", "close", "restore", "steps", "wait", "delete"])
-def test_a_rank_in_another_call_than_maybe_save_is_an_error_on_all_ranks(tmp_path, call):
-    def run(collectives):
-        manager = make(collectives, tmp_path, every_steps=5)
-        arguments = (1,) if call in ("save", "delete") else ()
-        name = {"close": "wait"}.get(call, call)
-        with pytest.raises(
-            UsageError, match=rf"which method to call \(rank 0: {name}; rank.* maybe_save"
-        ):
-            getattr(manager, call)(*arguments) if collectives.rank == 0 else manager.maybe_save(1)
-        manager.abandon()
-
-    on_ranks(run)
-
-
-def test_a_folder_of_damaged_steps_alone_does_not_start_from_zero(place):
-    def run(collectives):
-        saved(collectives, place, 1, 2)
-        if collectives.rank == 0:
-            corrupt(place, 1)
-            store = Store(str(place))
-            for entry in store.entries():
-                store._storage.quarantine(entry)
-        with (
-            make(collectives, place) as restoring,
-            pytest.raises(CheckpointError, match="only damaged ones in quarantine: .*step-0"),
-        ):
-            restoring.restore()
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_folder_of_damaged_steps_alone_does_not_start_from_zero(collectives, place):
+    saved(collectives, place, 1, 2)
+    if collectives.rank == 0:
+        corrupt(place, 1)
+        store = Store(str(place))
+        for entry in store.entries():
+            store._storage.quarantine(entry)
+    with (
+        make(collectives, place) as restoring,
+        pytest.raises(CheckpointError, match="only damaged ones in quarantine: .*step-0"),
+    ):
+        restoring.restore()
 
 
 def test_a_signal_after_the_last_step_has_its_usual_effect_at_the_end(tmp_path):
@@ -1061,7 +1011,8 @@ def test_a_synchronous_save_makes_no_copy(tmp_path, monkeypatch, wait):
     on_ranks(run)
 
 
-def test_a_synchronous_save_that_is_interrupted_writes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("at", "wait"), [("start", True), ("start", False), ("ended", True)])
+def test_a_save_that_is_interrupted_writes_nothing(tmp_path, monkeypatch, at, wait):
     """The caller may change the state before all of it is written."""
     reached, go_on = threading.Event(), threading.Event()
 
@@ -1071,84 +1022,31 @@ def test_a_synchronous_save_that_is_interrupted_writes_nothing(tmp_path, monkeyp
             go_on.wait(10)
 
     monkeypatch.setattr(disk, "before_step", before)
+    function = getattr(background._Write, at)
 
-    def interrupted(writer, seconds):
+    def interrupted(write, *_):
+        if at == "start":
+            function(write)
         reached.wait(10)
-        raise KeyboardInterrupt
-
-    finished = BackgroundWriter.finished
-
-    def run(collectives):
-        part = state(1)
-        saving = make(collectives, tmp_path, part)
-        begin = BackgroundWriter.begin
-
-        def begun(writer, snapshot):
-            begin(writer, snapshot)
-            monkeypatch.setattr(BackgroundWriter, "finished", interrupted)
-
-        monkeypatch.setattr(BackgroundWriter, "begin", begun)
-        with pytest.raises(KeyboardInterrupt):
-            saving.save(1, wait=True)
-        part.arrays["weights"][:] = 2
-        go_on.set()
-        monkeypatch.setattr(BackgroundWriter, "finished", finished)
-        monkeypatch.setattr(BackgroundWriter, "begin", begin)
-        with pytest.raises(CheckpointError, match="step 1 was not saved: .* was interrupted"):
-            saving.save(2)
-        saving.save(2, wait=True)
-        saving.close()
-
-    on_ranks(run, size=1)
-    assert steps(tmp_path) == [2]
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_an_interrupt_while_a_write_begins_writes_nothing(tmp_path, monkeypatch, wait):
-    go_on = threading.Event()
-    monkeypatch.setattr(
-        disk, "before_step", lambda step, file: step == "fsync" and go_on.wait(10) and None
-    )
-    start = background._Write.start
-
-    def interrupted(write):
-        start(write)
         raise KeyboardInterrupt
 
     def run(collectives):
         part = state(1)
         saving = make(collectives, tmp_path, part)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(background._Write, "start", interrupted)
+            patch.setattr(background._Write, at, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saving.save(1, wait=wait)
         part.arrays["weights"][:] = 2
         go_on.set()
         with pytest.raises(CheckpointError, match="step 1 was not saved: .* was interrupted"):
-            saving.wait()
+            saving.save(2)
+        assert steps(tmp_path) == []
+        saving.save(2, wait=True)
         saving.close()
 
     on_ranks(run, size=1)
-    assert steps(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda saving, rank: saving.save(1, wait=rank == 0), "whether to wait"),
-        (lambda saving, rank: saving.save(1) if rank else saving.restore(), "which method to call"),
-        (lambda saving, rank: saving.wait() if rank else saving.steps(), "which method to call"),
-        (lambda saving, rank: saving.delete(1) if rank else saving.steps(), "which method to call"),
-    ],
-)
-def test_ranks_in_different_calls_are_an_error(tmp_path, call, said):
-    def run(collectives):
-        saving = make(collectives, tmp_path)
-        with pytest.raises(UsageError, match=f"ranks disagree about {said}"):
-            call(saving, collectives.rank)
-        saving.close()
-
-    on_ranks(run)
+    assert steps(tmp_path) == [2]
 
 
 def test_ranks_communicate_while_they_wait_for_a_write(tmp_path, monkeypatch):
@@ -1253,35 +1151,19 @@ def test_a_slow_write_that_makes_progress_does_not_count_as_hung(monkeypatch):
     assert write.failure is None
 
 
-def test_restore_fails_if_no_step_is_good(place):
-    def run(collectives):
-        saved(collectives, place, 1)
-        if collectives.rank == 0:
-            corrupt(place, 1)
-        with (
-            make(collectives, place) as restoring,
-            pytest.raises(CheckpointError, match="rank 0: "),
-        ):
-            restoring.restore()
-
-    on_ranks(run)
-
-
-def test_a_state_that_does_not_fit_one_rank_changes_none(place):
-    def run(collectives):
-        saved(collectives, place, 1)
-        part = state(0)
-        if collectives.rank == 1:
-            part.arrays["weights"] = np.zeros((3, 5), np.float32)
-        with (
-            make(collectives, place, part) as restoring,
-            pytest.raises(UsageError, match=r"rank 1: .*\(nothing was restored\)"),
-        ):
-            restoring.restore()
-        assert same(part, 0)
-        assert part.adopted == 0
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_state_that_does_not_fit_one_rank_changes_none(collectives, place):
+    saved(collectives, place, 1)
+    part = state(0)
+    if collectives.rank == 1:
+        part.arrays["weights"] = np.zeros((3, 5), np.float32)
+    with (
+        make(collectives, place, part) as restoring,
+        pytest.raises(UsageError, match=r"rank 1: .*\(nothing was restored\)"),
+    ):
+        restoring.restore()
+    assert same(part, 0)
+    assert part.adopted == 0
 
 
 def test_parts_that_the_checkpoint_does_not_have_are_named(place, caplog):
@@ -1413,37 +1295,6 @@ def test_after_an_exception_a_rank_waits_only_for_its_write(place):
 
     on_ranks(run)
     assert steps(place) == [1]
-
-
-def test_a_closed_manager_refuses_all_calls(place):
-    def run(collectives):
-        saving = make(collectives, place)
-        saving.close()
-        saving.close()
-        calls = (saving.restore, lambda: saving.save(1), lambda: saving.maybe_save(1))
-        for call in (*calls, saving.__enter__):
-            with pytest.raises(UsageError, match="closed"):
-                call()
-
-    on_ranks(run)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({"every_steps": 0}, "every_steps is 0"),
-        ({"every_steps": 2.5}, "every_steps is 2.5"),
-        ({"every_minutes": 0}, "every_minutes is 0"),
-        ({"stop_signals": [999]}, "stop_signals is"),
-        ({"stop_signals": [signal.SIGKILL]}, "SIGKILL"),
-    ],
-)
-def test_invalid_arguments_are_refused(place, how, words):
-    def run(collectives):
-        with pytest.raises(UsageError, match=words):
-            make(collectives, place, **how)
-
-    on_ranks(run, 1)
 
 
 @pytest.mark.parametrize("chunk", [8, 64, 200, 1000, 1_000_000])
@@ -1644,58 +1495,6 @@ def test_a_run_that_went_back_is_the_newest_from_its_next_step_on(place):
     assert steps(place) == [1, 2, 3, 2, 3, 4, 3, 5]
 
 
-@pytest.mark.parametrize("asked", [{"step": "2"}, {"run": 1.5}])
-def test_invalid_arguments_of_restore(place, asked):
-    def run(collectives):
-        with (
-            make(collectives, place) as restoring,
-            pytest.raises(UsageError, match="expected a whole number"),
-        ):
-            restoring.restore(**asked)
-
-    on_ranks(run)
-
-
-def test_ranks_that_ask_for_different_steps(place):
-    def run(collectives):
-        saved(collectives, place, 1, 2)
-        with (
-            make(collectives, place) as restoring,
-            pytest.raises(UsageError, match="ranks disagree about the argument .step. of restore"),
-        ):
-            restoring.restore(1 if collectives.rank else None)
-
-    on_ranks(run)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"step": 1.5}, "step is 1.5: expected a whole number"),
-        ({"step": 10**12}, "step is 1000000000000: expected"),
-        ({"step": 1, "epoch": 1.5}, "epoch is 1.5: expected a whole number"),
-        ({"step": 1, "epoch": -1}, "epoch is -1: expected a whole number"),
-        ({"step": 1, "metrics": {3: 1.0}}, "metrics has the name 3: expected a string"),
-        ({"step": 1, "metrics": {"loss": "low"}}, "the metric 'loss' is 'low': expected a number"),
-        ({"step": 1, "metrics": [1.0]}, r"metrics is \[1.0\]: expected a dict"),
-    ],
-)
-def test_invalid_arguments_of_save(place, wrong, said):
-    def run(collectives):
-        with make(collectives, place) as saving, pytest.raises(UsageError, match=said):
-            saving.save(**wrong)
-
-    on_ranks(run)
-
-
-def test_a_part_with_a_wrong_name(place):
-    def run(collectives):
-        with pytest.raises(UsageError, match="'my model'; expected a letter"):
-            make(collectives, place, others={"my model": Plain(dict, print)})
-
-    on_ranks(run)
-
-
 def test_a_writing_thread_that_ends_is_an_error(place, monkeypatch):
     def ended(*_):
         raise SystemExit(1)
@@ -1751,6 +1550,11 @@ def test_steps_are_listed_alike_on_all_ranks(place):
     def run(collectives):
         with make(collectives, place, state(0)) as saving:
             assert (saving.steps(), saving.latest(), saving.best("loss")) == ([], None, None)
+            saving.save(0, metrics={"val_loss": float("nan")})
+            assert saving.best("val_loss") is None
+            with pytest.raises(UsageError, match="has the metric 'loss': expected one of val_loss"):
+                saving.best("loss")
+            saving.delete(0)
             for step, loss in ((1, 0.5), (2, 0.25), (3, float("nan")), (4, 0.25)):
                 saving.save(step, epoch=7, metrics={"loss": loss})
             found = saving.steps()

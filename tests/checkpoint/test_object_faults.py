@@ -26,7 +26,6 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart
 from tests.checkpoint import s3_server
 from tests.checkpoint.material import (
-    assert_holds,
     assert_newest_good,
     before_commit,
     leftovers,
@@ -578,15 +577,6 @@ def test_heartbeats_are_written_and_deleted(on_s3, impatient):
         while len(seen) < 3:
             seen.add(there.read(sign, 10_000))
     assert there.sizes("writers") == {}
-
-
-def test_a_step_stays_readable_from_its_listing(on_s3):
-    """The location in the listing is the URL of the step's objects."""
-    save(on_s3, 7)
-    (info,) = Store(str(on_s3)).steps()
-    with Store(str(on_s3)).newest_good(7) as opened:
-        assert_holds(opened, 7)
-    assert info.location.startswith(f"{on_s3}/steps/step-000000000007-")
 
 
 def test_a_record_of_the_log_that_would_fill_the_memory_is_not_read(caplog):

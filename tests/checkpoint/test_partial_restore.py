@@ -8,7 +8,8 @@ from hvdkit.checkpoint.state import Discarded
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.checkpoint.simulated_state import Arrays, ArrayTensor, Own
-from tests.checkpoint.test_manager import make, on_ranks, same, saved, state
+from tests.checkpoint.test_manager import SIZE, make, on_ranks, same, saved, state
+from tests.core.simulated_ranks import simulated
 
 
 def variables(**arrays):
@@ -77,61 +78,42 @@ def test_an_item_that_does_not_fit_stays_as_it_is(tmp_path, caplog):
     assert "model: the checkpoint has" in caplog.text
 
 
-def test_only_some_parts(tmp_path):
-    def run(collectives):
-        optimizer, own = state(1), Own("saved")
-        with make(collectives, tmp_path, state(1), {"optimizer": optimizer}, own) as saving:
-            saving.save(1)
-        model, optimizer, own = state(2), state(2), Own("mine")
-        with make(collectives, tmp_path, model, {"optimizer": optimizer}, own) as restoring:
-            with pytest.raises(UsageError, match=r"only is \('weights',\): expected some of model"):
-                restoring.restore(only=("weights",))
-            with pytest.raises(UsageError, match="only is 'model': expected some of"):
-                restoring.restore(only="model")
-            assert same(model, 2)
-            restoring.restore(only=("model",))
-            assert (same(model, 1), same(optimizer, 2), own.value) == (True, True, "mine")
-            restoring.restore(only=["optimizer", "own"])
-            assert (same(optimizer, 1), own.value) == (True, "saved")
-            # The next save begins a new run.
-            restoring.save(1)
-            restoring.wait()
-            if collectives.rank == 0:
-                assert [info.manifest.run for info in Store(tmp_path).steps()] == [1, 2]
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_only_some_parts(collectives, tmp_path):
+    optimizer, own = state(1), Own("saved")
+    with make(collectives, tmp_path, state(1), {"optimizer": optimizer}, own) as saving:
+        saving.save(1)
+    model, optimizer, own = state(2), state(2), Own("mine")
+    with make(collectives, tmp_path, model, {"optimizer": optimizer}, own) as restoring:
+        with pytest.raises(UsageError, match=r"only is \('weights',\): expected some of model"):
+            restoring.restore(only=("weights",))
+        with pytest.raises(UsageError, match="only is 'model': expected some of"):
+            restoring.restore(only="model")
+        assert same(model, 2)
+        restoring.restore(only=("model",))
+        assert (same(model, 1), same(optimizer, 2), own.value) == (True, True, "mine")
+        restoring.restore(only=["optimizer", "own"])
+        assert (same(optimizer, 1), own.value) == (True, "saved")
+        # The next save begins a new run.
+        restoring.save(1)
+        restoring.wait()
+        if collectives.rank == 0:
+            assert [info.manifest.run for info in Store(tmp_path).steps()] == [1, 2]
 
 
-def test_ranks_that_restore_different_parts_are_an_error(tmp_path):
-    def run(collectives):
-        saved(collectives, tmp_path, 1)
-        with (
-            make(collectives, tmp_path, part := state(2)) as restoring,
-            pytest.raises(
-                UsageError, match="ranks disagree about the argument .strict. of restore"
-            ),
-        ):
-            restoring.restore(strict=collectives.rank != 1)
-        assert same(part, 2)
-
-    on_ranks(run)
-
-
-def test_a_model_of_which_other_layers_fit_on_one_rank_is_an_error(tmp_path):
-    def run(collectives):
-        part, _ = variables(body=filled(1, 4), head=filled(1, 3))
-        with make(collectives, tmp_path, part) as saving:
-            saving.save(1)
-        size = 3 if collectives.rank == 1 else 5
-        part, arrays = variables(body=filled(7, 4), head=filled(7, size))
-        with (
-            make(collectives, tmp_path, part) as restoring,
-            pytest.raises(UsageError, match="ranks disagree about which parts of the"),
-        ):
-            restoring.restore(strict=False)
-        assert (arrays["body"] == 7).all()
-
-    on_ranks(run)
+@simulated(SIZE)
+def test_a_model_of_which_other_layers_fit_on_one_rank_is_an_error(collectives, tmp_path):
+    part, _ = variables(body=filled(1, 4), head=filled(1, 3))
+    with make(collectives, tmp_path, part) as saving:
+        saving.save(1)
+    size = 3 if collectives.rank == 1 else 5
+    part, arrays = variables(body=filled(7, 4), head=filled(7, size))
+    with (
+        make(collectives, tmp_path, part) as restoring,
+        pytest.raises(UsageError, match="ranks disagree about which parts of the"),
+    ):
+        restoring.restore(strict=False)
+    assert (arrays["body"] == 7).all()
 
 
 def test_a_discarded_tensor_keeps_its_size():

@@ -133,12 +133,3 @@ def test_what_was_written_is_read_back_from_the_disk(tmp_path, monkeypatch):
     for file in files:
         order = [step for step, name in done if name == file]
         assert order[order.index("fsync") :][:3] == ["fsync", "forget", "read"]
-
-
-def test_commits_of_one_writer_are_counted(tmp_path):
-    with Store(tmp_path).open_for_writing() as writer:
-        for step in (5, 3, 4):
-            writer.write(snapshot(step))
-    store = Store(tmp_path)
-    assert [info.step for info in store.steps()] == [5, 3, 4]
-    assert_newest_good(store, 4)

@@ -212,25 +212,18 @@ SCRIPTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("moment", [1, 6, 9, 12, 35])
-def test_a_signal_between_two_saves(kept, moment):
-    check(Script(moment=moment, ranks=(1,)))
-
-
-def test_a_signal_to_a_start_that_has_nothing_left_to_train(kept):
-    check(Script((Use(None),), moment=9, again=1, ranks=(0,)))
-
-
 @pytest.mark.parametrize(
     "script",
     [
+        # A start that has nothing left to train.
+        Script((Use(None),), moment=9, again=1, ranks=(0,)),
         # Two folders name a third one, and not each other.
         Script((Use(None, 2), Use(1, 4), Use(1, 1)), (1, 0, 2), False, 1, None, (0,)),
         # Killed before the first save of a network that was called.
         Script((Use(None, 1), Use(1, 4)), (1, 0, 2), False, 1, 9, ()),
     ],
 )
-def test_scripts_whose_start_took_two_steps(kept, script):
+def test_scripts_that_have_failed(kept, script):
     check(script)
 
 

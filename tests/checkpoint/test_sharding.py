@@ -17,7 +17,7 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import HvdkitError, UsageError
 from tests.checkpoint.simulated_state import Arrays
-from tests.core.simulated_ranks import on_every_rank
+from tests.core.simulated_ranks import on_every_rank, simulated
 
 ROWS = 23
 
@@ -192,40 +192,32 @@ def test_a_copy_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
     on_ranks(2, run)
 
 
-def test_tensors_that_are_replaced_during_training(tmp_path):
+@simulated(2)
+def test_tensors_that_are_replaced_during_training(collectives, tmp_path):
     """A function returns the tensor of each save and restore."""
-
-    def run(collectives):
-        first = 3 * collectives.rank
-        state = {}
-        part = ShardedItem({"a": Shard(lambda: state["a"], first, 6)}, ArrayTensor)
-        with manager(collectives, tmp_path, part) as saving:
-            with pytest.raises(
-                UsageError, match=r"function of sharded\['a'\] raised KeyError: 'a'"
-            ):
-                saving.save(1)
-            for step in (1, 2):
-                state["a"] = whole(step)[first : first + 3]
-                saving.save(step)
-            state["a"] = 0 * state["a"]
-            saving.restore()
-        np.testing.assert_array_equal(state["a"], whole(2)[first : first + 3])
-
-    on_ranks(2, run)
-
-
-def test_a_function_that_returns_copies(tmp_path):
-    """A restore into a copy would be lost."""
-
-    def run(collectives):
-        first = 3 * collectives.rank
-        part = ShardedItem({"a": Shard(lambda: whole(1)[first : first + 3], first, 6)}, ArrayTensor)
-        with manager(collectives, tmp_path, part) as saving:
+    first = 3 * collectives.rank
+    state = {}
+    part = ShardedItem({"a": Shard(lambda: state["a"], first, 6)}, ArrayTensor)
+    with manager(collectives, tmp_path, part) as saving:
+        with pytest.raises(UsageError, match=r"function of sharded\['a'\] raised KeyError: 'a'"):
             saving.save(1)
-            with pytest.raises(UsageError, match=r"of sharded\['a'\] returns a new copy at each"):
-                saving.restore()
+        for step in (1, 2):
+            state["a"] = whole(step)[first : first + 3]
+            saving.save(step)
+        state["a"] = 0 * state["a"]
+        saving.restore()
+    np.testing.assert_array_equal(state["a"], whole(2)[first : first + 3])
 
-    on_ranks(2, run)
+
+@simulated(2)
+def test_a_function_that_returns_copies(collectives, tmp_path):
+    """A restore into a copy would be lost."""
+    first = 3 * collectives.rank
+    part = ShardedItem({"a": Shard(lambda: whole(1)[first : first + 3], first, 6)}, ArrayTensor)
+    with manager(collectives, tmp_path, part) as saving:
+        saving.save(1)
+        with pytest.raises(UsageError, match=r"of sharded\['a'\] returns a new copy at each"):
+            saving.restore()
 
 
 def test_the_memory_of_the_whole_tensors_is_freed_after_the_write(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.errors import HvdkitError, UsageError
-from tests.checkpoint.material import save, snapshot, step_folder
+from tests.checkpoint.material import save, step_folder
 
 
 def stored(folder, tree, specs, others=None):
@@ -211,11 +211,3 @@ def test_a_model_without_tensors(tmp_path):
     with store.newest_good() as opened:
         weights.export_file(opened, tmp_path / "x.safetensors")
     assert read(tmp_path / "x.safetensors")[0] == {}
-
-
-def test_the_whole_material(tmp_path):
-    store = save(tmp_path / "place", 1)
-    with store.newest_good() as opened:
-        weights.export_file(opened, tmp_path / "x.safetensors")
-    part = snapshot(1).parts["model"]
-    assert read(tmp_path / "x.safetensors")[0] == expected(part.tensors, *part.tensors)

@@ -2,7 +2,7 @@ import pytest
 
 from hvdkit.core.accumulation import PassesDiffer, Window, check_passes, window_of
 from hvdkit.errors import UsageError
-from tests.core.simulated_ranks import on_every_rank
+from tests.core.simulated_ranks import on_ranks, simulated
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 5])
@@ -40,6 +40,25 @@ def test_a_sum_counts_the_passes_since_the_last_step():
         window.close()
 
 
+def test_a_window_that_ends_early_has_the_mean_of_its_batches():
+    window = Window(4)
+    for _ in range(3):
+        window.count_pass()
+        window.count_pass()
+        window.count_call()
+        window.count_pass()
+    for _ in range(2):
+        assert window.end_early()
+        assert (window.open, window.divisor, window.keeps_gradients) == (False, 4, False)
+    window.close()
+    window.count_pass()
+    window.count_call()
+    assert window.end_early()
+    assert (window.open, window.divisor) == (False, 1)
+    window.close()
+    assert (window.open, window.divisor, window.made) == (True, 4, 0)
+
+
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_resumed_window(mean):
     window = Window(3, mean)
@@ -51,12 +70,6 @@ def test_a_resumed_window(mean):
     assert window.begun == (3 if mean else 1)
     window.discard()
     assert window.made == 0
-
-
-def test_without_accumulation_no_window_is_open():
-    window = Window(1)
-    assert not window.open
-    assert window.divisor == 1
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", None, True])
@@ -81,62 +94,20 @@ def test_the_window_of_two_arguments():
             wrong()
 
 
-def test_a_window_that_ends_early_has_the_mean_of_its_batches():
-    window = Window(4)
-    for _ in range(3):
-        window.count_pass()
-        window.count_pass()
-        window.count_call()
-        window.count_pass()
-    for _ in range(2):
-        assert window.end_early()
-        assert (window.open, window.divisor, window.keeps_gradients) == (False, 4, False)
-    window.close()
-    window.count_pass()
-    window.count_call()
-    assert window.end_early()
-    assert (window.open, window.divisor) == (False, 1)
-    window.close()
-    assert (window.open, window.divisor, window.made) == (True, 4, 0)
+@pytest.mark.parametrize("joined", [(), (2, 3)])
+def test_equal_counts_cost_one_collective(joined):
+    """Ranks in `join` contribute zeros, and do not count."""
 
-
-def test_a_window_without_passes_does_not_end_early():
-    window = Window(4)
-    assert not window.end_early()
-    assert (window.open, window.divisor) == (True, 4)
-
-
-def test_comparing_equal_counts_costs_one_collective():
     def run(collectives):
         check_passes(collectives, 7)
         return collectives.names
 
-    assert on_every_rank(3, run) == [["hvdkit.passes"]] * 3
+    assert on_ranks(4, run, joined) == [["hvdkit.passes"]] * (4 - len(joined))
 
 
-def test_ranks_that_have_joined_are_not_compared():
-    class WithJoinedRanks:
-        """Two ranks have made 5 passes; the other ranks are in `join` and contribute zeros."""
-
-        ranks = (0, 1, 2, 3)
-
-        def sum(self, values, name):
-            return [2 * value for value in values]
-
-    check_passes(WithJoinedRanks(), 5)
-
-
-def test_unequal_counts_are_an_error_without_details_if_ranks_have_joined():
-    class WithJoinedRanks:
-        """One rank has made 5 passes, one has made 4, and one is in `join`."""
-
-        ranks = (0, 1, 2)
-
-        def sum(self, values, name):
-            return [own + more for own, more in zip(values, [1, 4, 16], strict=True)]
-
-        def allgather(self, data, name):
-            raise AssertionError("a rank that has joined does not enter this")
-
+@simulated(3, joined={2})
+def test_unequal_counts_are_an_error_without_details_if_ranks_have_joined(collectives):
     with pytest.raises(PassesDiffer, match=r"1 of them have called join\(\)"):
-        check_passes(WithJoinedRanks(), 5)
+        check_passes(collectives, 5 - collectives.rank)
+    # A rank that has joined does not enter a gather.
+    assert collectives.names == ["hvdkit.passes"]

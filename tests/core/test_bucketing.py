@@ -50,26 +50,6 @@ def test_default_sizes_suit_a_resnet_50():
     assert len(sizes) == 6
 
 
-def test_a_bucket_holds_one_dtype_and_one_device():
-    specs = [
-        spec("a", 10),
-        spec("b", 10, dtype="float16", itemsize=2),
-        spec("c", 10, device="cuda:0"),
-        spec("d", 10),
-    ]
-    made = plan(specs)
-    assert sorted(members(made)) == [(1,), (2,), (3, 0)]
-    for bucket in made.buckets:
-        assert {(specs[i].dtype, specs[i].device) for i in bucket.parameters} == {
-            (bucket.dtype, bucket.device)
-        }
-
-
-def test_a_parameter_above_the_limit_has_a_bucket_for_itself():
-    made = plan([spec("a", 10), spec("big", 10_000), spec("b", 10)], 100)
-    assert members(made) == [(2,), (1,), (0,)]
-
-
 def test_a_group_shares_one_bucket_of_any_size_with_no_one_else():
     specs = [spec(f"p{i}", 100) for i in range(8)]
     made = plan(specs, 800, groups=[[0, 3, 7], [5, 4]])
@@ -78,27 +58,19 @@ def test_a_group_shares_one_bucket_of_any_size_with_no_one_else():
     assert sorted(members(made)) == [(1,), (5, 4), (6, 2), (7, 3, 0)]
 
 
-def test_a_group_of_two_dtypes_has_a_bucket_for_each():
-    specs = [spec("a", 9), spec("b", 9, "float16", itemsize=2), spec("c", 9), spec("d", 9)]
-    assert sorted(members(plan(specs, groups=[[0, 1, 2]]))) == [(1,), (2, 0), (3,)]
-
-
-def test_a_sparse_parameter_is_alone_even_in_a_group():
-    specs = [spec(f"p{i}", 10) for i in range(4)]
-    made = plan(specs, groups=[[1, 2, 3]], sparse_dims={2: 1})
-    assert sorted(members(made)) == [(0,), (2,), (3, 1)]
-    assert {bucket.parameters: bucket.sparse_dims for bucket in made.buckets} == {
-        (0,): 0,
-        (2,): 1,
-        (3, 1): 0,
-    }
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_every_element_has_one_place(seed):
+    def kind(spec):
+        return spec.dtype, spec.device
+
     rng = random.Random(seed)
     specs = [
-        spec(f"p{i}", rng.randrange(0, 400), dtype=rng.choice(["float32", "int32"]))
+        spec(
+            f"p{i}",
+            rng.randrange(0, 400),
+            dtype=rng.choice(["float32", "int32"]),
+            device=rng.choice(["cpu", "cpu", "cuda:0"]),
+        )
         for i in range(rng.randrange(1, 40))
     ]
     everyone = list(range(len(specs)))
@@ -117,13 +89,14 @@ def test_every_element_has_one_place(seed):
     for i, bucket in places:
         assert made.bucket_of[i] == bucket.index
         if i in sparse:
-            assert bucket.parameters == (i,)
+            assert (bucket.parameters, bucket.sparse_dims) == ((i,), sparse[i])
         elif i in grouped:
-            same = {j for j in grouped if specs[j].dtype == specs[i].dtype and j not in sparse}
+            same = {j for j in grouped if kind(specs[j]) == kind(specs[i]) and j not in sparse}
             assert set(bucket.parameters) == same
         else:
             assert len(bucket.parameters) == 1 or bucket.elements * 4 <= limit
     for bucket in made.buckets:
+        assert {kind(specs[i]) for i in bucket.parameters} == {(bucket.dtype, bucket.device)}
         end = 0
         for i, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             assert offset == end

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.core.consistency import RankMismatchError, are_equal, check_consistency, digest
-from tests.core.simulated_ranks import on_every_rank
+from hvdkit.core.consistency import RankMismatchError, are_equal, check_consistency
+from tests.core.simulated_ranks import on_every_rank, on_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -43,49 +43,29 @@ def test_equal_numbers(numbers, repeat):
     assert on_every_rank(len(numbers), check) == [len(set(numbers)) == 1] * len(numbers)
 
 
-def test_a_shorter_description_differs():
-    def check(collectives):
-        check_consistency(collectives, ["a", "b"][: 1 + collectives.rank], "letters")
-
-    errors = on_every_rank(2, check)
-    assert "rank 0: nothing more; rank 1: b" in str(errors[0])
-
-
-def test_three_different_descriptions_are_all_listed():
-    errors = on_every_rank(3, lambda c: check_consistency(c, [f"line {c.rank}"], "lines"))
-    assert "rank 0: line 0; rank 1: line 1; rank 2: line 2" in str(errors[2])
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([["a"], ["a", "b"]], "rank 0: nothing more; rank 1: b"),
+        ([["line 0"], ["line 1"], ["line 2"]], "rank 0: line 0; rank 1: line 1; rank 2: line 2"),
+    ],
+)
+def test_the_first_lines_that_differ_are_listed(lines, said):
+    for error in on_every_rank(
+        len(lines), lambda ranks: check_consistency(ranks, lines[ranks.rank], "lines")
+    ):
+        assert said in str(error)
 
 
 def test_ranks_that_have_joined_do_not_count():
-    class WithJoinedRanks:
-        """Two ranks agree; two other ranks are in `join` and contribute zeros."""
+    """They contribute zeros to sums, and do not enter the gather of the lines."""
 
-        ranks = (0, 1, 2, 3)
-        generation = 1
+    def check(collectives):
+        check_consistency(collectives, ["a"], "letters")
+        with pytest.raises(
+            RankMismatchError, match=r"letters.*2 of 4 ranks have called hvd.join\(\)"
+        ):
+            check_consistency(collectives, ["ab"[collectives.rank]], "letters")
+        return collectives.names
 
-        def sum(self, values, name):
-            assert name == "hvdkit.agreement"
-            return [2 * value for value in values]
-
-    check_consistency(WithJoinedRanks(), ["a"], "letters")
-
-
-def test_lines_are_not_gathered_if_ranks_have_joined():
-    class WithJoinedRanks:
-        """Two ranks differ; two other ranks are in `join` and contribute zeros."""
-
-        ranks = (0, 1, 2, 3)
-        generation = 1
-
-        def sum(self, values, name):
-            other = digest(["b"])
-            return [
-                own + more
-                for own, more in zip(values, [1, *other, *(x * x for x in other)], strict=True)
-            ]
-
-        def allgather(self, data, name):
-            raise AssertionError("a rank that has joined does not enter this")
-
-    with pytest.raises(RankMismatchError, match=r"letters.*2 of 4 ranks have called hvd.join\(\)"):
-        check_consistency(WithJoinedRanks(), ["a"], "letters")
+    assert on_ranks(4, check, joined={2, 3}) == [["hvdkit.agreement"] * 2] * 2

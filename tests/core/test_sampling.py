@@ -130,24 +130,6 @@ def looped(sampler):
     return Batches(sampler, read)
 
 
-def test_two_loops_at_once_raise():
-    sampler = epochs()
-    words = r"another loop over batches\(\) began before this loop over epoch 0 was at its end"
-    with pytest.raises(UsageError, match=words):
-        list(zip(looped(sampler), looped(sampler), strict=True))
-    # One iterator, read twice per step, is one loop.
-    sampler = epochs(16)
-    pairs = looped(sampler)
-    assert [len(pair) for pair in zip(pairs, pairs, strict=True)] == [2, 2]
-    assert sampler.epoch == 1
-    # A loop after a loop that ended early is a new epoch, too.
-    left = looped(sampler)
-    next(left)
-    assert [epoch for epoch, _ in looped(sampler)] == [2, 2, 2, 2]
-    with pytest.raises(UsageError, match="this loop over epoch 1"):
-        next(left)
-
-
 @pytest.mark.parametrize("failing", range(5))
 @pytest.mark.parametrize("again", ["same loop", "new loop"])
 def test_after_an_error_the_batch_is_read_again(failing, again):
@@ -190,35 +172,6 @@ def test_an_order_with_an_entry_for_each_epoch():
         other = epochs(order=lambda numbers, _: np.roll(numbers, 1))
         with pytest.raises(UsageError, match="saved with another order of the samples in epoch"):
             other.plan_restore(tree)
-
-
-@pytest.mark.parametrize("done", [1, 3, 5])
-def test_a_restore_in_a_loop_raises_at_the_next_batch(done):
-    saved = epochs().save()
-    sampler = epochs()
-    batches = looped(sampler)
-    for _ in range(done):
-        next(batches)
-    sampler.restore(sampler.plan_restore(saved))
-    with pytest.raises(UsageError, match=r"was restored in this loop.*begin a new loop"):
-        next(batches)
-    assert [epoch for epoch, _ in looped(sampler)] == [0] * 5
-
-
-def test_the_length_of_a_loop_does_not_change():
-    sampler = epochs()
-    batches = looped(sampler)
-    assert [len(batches) for _ in itertools.islice(batches, 2)] == [5, 5]
-    # The next loop begins the next epoch; after a resume it has the rest of this one.
-    assert len(looped(sampler)) == 5
-    resumed = epochs()
-    resumed.restore(resumed.plan_restore(sampler.save()))
-    batches = looped(resumed)
-    assert [len(batches), *(len(batches) for _ in batches), len(batches)] == [3] * 5
-    at_end = epochs()
-    at_end.advance(5)
-    batches = looped(at_end)
-    assert (len(batches), list(batches), len(batches), at_end.epoch) == (0, [], 0, 1)
 
 
 def rest_of(order, consumed, rank, ranks, size):

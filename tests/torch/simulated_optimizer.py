@@ -1,7 +1,7 @@
 """Wrapped optimizers of simulated ranks: threads with their own models, without Horovod."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ from hvdkit.core.compression import NoCompression
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.torch import passes
-from hvdkit.torch.backend import TorchBackend
 from hvdkit.torch.coordination import Coordinator
 from hvdkit.torch.optimizer import no_sync
 from hvdkit.torch.settings import Settings
 from hvdkit.torch.wrapped_optimizer import wrap
+from tests.core.simulated_backend import SimulatedBackend
 from tests.core.simulated_ranks import SimulatedCollectives
 from tests.parallel.torch.oracle import Fails
 
@@ -28,45 +28,6 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 class Deliberate(Exception):
     """The error that a backward pass raises on purpose."""
-
-
-class _Backend(TorchBackend):
-    """A backend whose collectives are those of simulated ranks.
-
-    Attributes:
-        diary: the names of the collectives, in order.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.diary: list[str] = []
-
-    def _begin(self, value: Any, name: str, finish: Callable[..., Any]) -> Any:
-        self.diary.append(name)
-        return self._collectives.group.begin(self._collectives.rank, name, value, finish)
-
-    def sum(self, buffer, name, factor):
-        return self._begin(buffer, name, functools.partial(_sum_in_place, factor))
-
-    def gather(self, rows, name):
-        return self._begin(rows, name, _gather)
-
-    def wait(self, handle):
-        return self._collectives.group.wait(handle)
-
-
-@torch.no_grad()
-def _sum_in_place(factor: float, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-    total = torch.stack(buffers).sum(0) * factor
-    for buffer in buffers:
-        buffer.copy_(total)
-    return buffers
-
-
-@torch.no_grad()
-def _gather(all_rows: list[Any]) -> list[Any]:
-    indices, values = (torch.cat(parts) for parts in zip(*all_rows, strict=True))
-    return [(indices.clone(), values.clone()) for _ in all_rows]
 
 
 class _Give(torch.autograd.Function):
@@ -150,7 +111,7 @@ class SimulatedOptimizer:
             collectives=collectives,
             coordinator=rank.setdefault("coordinator", Coordinator(collectives)),
             siblings=rank.setdefault("reducers", passes.Reducers()),
-            make_backend=_Backend,
+            make_backend=SimulatedBackend,
         )
         self.reducer = self.optimizer.reducer
         self.gradients, self.rounds = self.reducer.gradients, self.reducer.rounds

@@ -1,7 +1,6 @@
 """Values of all kinds in a checkpoint of a job of one rank."""
 
 import inspect
-import itertools
 import json
 import logging.handlers
 import queue
@@ -22,24 +21,6 @@ from hvdkit.torch.checkpoint import export
 from hvdkit.torch.items import compiled
 from hvdkit.torch.items.statistics import Statistics
 from tests.parallel.torch.checkpoints import restore_once, save_once
-
-
-def saved_and_restored(hvd, folder, make, fill, **options):
-    """Save the result of `fill(make())`, and restore it into the result of `make()`.
-
-    Args:
-        hvd: `hvdkit.torch`.
-        folder: the folder of the checkpoints.
-        make: returns a module.
-        fill: changes the module that is saved.
-        options: options of the checkpointer that restores.
-    """
-    saved, restored = make(), make()
-    fill(saved)
-    save_once(hvd, folder, model=saved, metadata=options.pop("saved", None))
-    restore_once(hvd, folder, model=restored, **options)
-    return saved, restored
-
 
 ARRAYS = {
     "floats": np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4),
@@ -69,168 +50,170 @@ def same(one, other):
         assert one == other
 
 
-def test_arrays_in_metadata(hvd, tmp_path):
+class Stateful:
+    """A scheduler or scaler with a state of any kind."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value, "tensor": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        self.value = state.get("value")
+
+
+class WithExtraState(torch.nn.Linear):
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_arrays_and_tensors_in_items_of_all_kinds(hvd, tmp_path):
+    def checkpointer(value, metadata):
+        model = torch.nn.Sequential(WithExtraState(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        tensors = [torch.arange(3), (torch.ones(2, 2),)]
+        model[0].extra = value and {"arrays": value, "tensors": tensors}
+        optimizer.state["history"] = value
+        items = {"lr_scheduler": Stateful(value), "scaler": Stateful(value)}
+        made = hvd.Checkpointer(
+            tmp_path, model=model, optimizer=optimizer, metadata=metadata, **items
+        )
+        with pytest.raises(AttributeError):  # another dict would not be saved
+            made.metadata = {"best": 1.0}
+        return (
+            made,
+            model[0],
+            lambda: [
+                optimizer.state["history"],
+                *(item.value for item in items.values()),
+            ],
+        )
+
     generator = np.random.Generator(np.random.MT19937(3))
     generator.random(5)
-    values = {**ARRAYS, "generator": generator.bit_generator.state}
+    saved = {**ARRAYS, "generator": generator.bit_generator.state}
+    with checkpointer(ARRAYS, saved)[0] as saving:
+        saving.save(1)
     metadata = {"floats": None, "new": 1}
-    model = torch.nn.Linear(2, 2)
-    saved_and_restored(
-        hvd, tmp_path, lambda: model, lambda _: None, saved=values, metadata=metadata
-    )
+    restoring, layer, values = checkpointer(None, metadata)
+    with restoring:
+        restoring.restore()
     # A name that the checkpoint does not have keeps its value.
     assert metadata.pop("new") == 1
-    same(values, metadata)
+    same(saved, metadata)
+    same([ARRAYS] * 3, values())
+    same(ARRAYS, layer.extra["arrays"])
+    first, (second,) = layer.extra["tensors"]
+    assert torch.equal(first, torch.arange(3))
+    assert torch.equal(second, torch.ones(2, 2))
     metadata["floats"][:] = 0  # restored arrays are writable
     again = np.random.Generator(np.random.MT19937())
     again.bit_generator.state = metadata["generator"]
     assert again.random() == generator.random()
 
 
-def test_metadata_cannot_be_replaced(hvd, tmp_path):
-    """Another dict would not be saved."""
-    with (
-        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer,
-        pytest.raises(AttributeError),
-    ):
-        checkpointer.metadata = {"best": 1.0}
-
-
-def test_arrays_and_tensors_in_extra_state(hvd, tmp_path):
-    class Odd(torch.nn.Linear):
-        extra = None
-
-        def get_extra_state(self):
-            return self.extra
-
-        def set_extra_state(self, state):
-            self.extra = state
-
-    def fill(model):
-        model[0].extra = {"arrays": ARRAYS, "tensors": [torch.arange(3), (torch.ones(2, 2),)]}
-
-    _, restored = saved_and_restored(hvd, tmp_path, lambda: torch.nn.Sequential(Odd(2, 2)), fill)
-    same(ARRAYS, restored[0].extra["arrays"])
-    first, (second,) = restored[0].extra["tensors"]
-    assert torch.equal(first, torch.arange(3))
-    assert torch.equal(second, torch.ones(2, 2))
-
-
-def test_arrays_in_the_state_of_schedulers_scalers_and_optimizers(hvd, tmp_path):
-    class Stateful:
-        def __init__(self, value=None):
-            self.value = value
-
+def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
+    class Meter(Stateful):
         def state_dict(self):
-            return {"value": self.value, "tensor": torch.ones(2)}
+            return super().state_dict() if self.value else {}
 
-        def load_state_dict(self, state):
-            self.value = state["value"]
-
-    def checkpointer(value):
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer.state["history"] = value
-        scheduler, scaler = Stateful(value), Stateful(value)
-        return (
-            hvd.Checkpointer(
-                tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler, scaler=scaler
-            ),
-            lambda: [optimizer.state["history"], scheduler.value, scaler.value],
-        )
-
-    with checkpointer(ARRAYS)[0] as saving:
+    meter = Meter()
+    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), lr_scheduler=meter) as saving:
         saving.save(1)
-    restoring, values = checkpointer(None)
-    with restoring:
-        restoring.restore()
-    same([ARRAYS] * 3, values())
+        meter.value = 3
+        saving.restore()
+    assert meter.value is None
 
 
+# As text, because the parameters of a test are sent to its ranks.
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("wrong", "words"),
     [
-        ("torch.ones(2)", r"metadata\['x'\] is a torch.Tensor.* x.numpy\(\)"),
-        ("np.random.default_rng()", r"generators=\{.*or its bit_generator.state"),
-        ("np.array(['a'])", r"the array metadata\['x'\] is of <U1: expected one of bool"),
-        ("np.array([None])", r"is of object"),
-        ("np.zeros(1, np.longdouble)", r"is of (float128|longdouble)"),
-        ("np.ma.zeros(2)", r"is a numpy.ma.*MaskedArray"),
+        ("model=None", "model is None: expected a module"),
+        ("model={}", "model is {}: expected a module"),
+        ("metadata=[1]", "metadata is a list: expected a dict"),
+        ("metadata={'x': torch.ones(2)}", r"metadata\['x'\] is a torch.Tensor.* x.numpy\(\)"),
+        ("metadata={'x': np.array(['a'])}", r"the array metadata\['x'\] is of <U1"),
+        ("generators=[random.Random()]", "generators is a list: expected a dict"),
+        *(
+            (
+                f"generators={{'x': {wrong}}}",
+                r"generators\['x'\] is a .*expected a torch.Generator,",
+            )
+            for wrong in ("3", "random.SystemRandom()", "np.random.PCG64(1)")
+        ),
+        ("keep_best='loss'", "keep_best has 'loss'; expected KeepBest"),
+        ("keep_best=['loss']", "keep_best has 'loss'; expected KeepBest"),
+        ("keep_last=1.5", "keep_last is 1.5; expected a whole number"),
+        ("keep_every=True", "keep_every is True; expected a whole number"),
     ],
 )
-def test_metadata_that_cannot_be_saved_is_named_in_the_error(hvd, tmp_path, value, said):
-    metadata = {"x": eval(value, {"torch": torch, "np": np})}
-    with (
-        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), metadata=metadata) as checkpointer,
-        pytest.raises(UsageError, match=said),
-    ):
-        checkpointer.save(1)
+def test_wrong_arguments(hvd, tmp_path, wrong, words):
+    def save():
+        arguments = {"model": torch.nn.Linear(1, 1)} | eval(f"dict({wrong})")
+        with hvd.Checkpointer(tmp_path, **arguments) as checkpointer:
+            checkpointer.save(1)
+
+    with pytest.raises(UsageError, match=words):
+        save()
 
 
 GENERATORS = {
-    "python": lambda seed: random.Random(seed),
-    "pcg64": lambda seed: np.random.default_rng(seed),
+    "python": random.Random,
+    "pcg64": np.random.default_rng,
     **{
         name: lambda seed, name=name: np.random.Generator(getattr(np.random, name)(seed))
         for name in ("MT19937", "Philox", "SFC64", "PCG64DXSM")
     },
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
 }
 
 
-def draws(generators):
-    return [
-        [generator.random(), generator.integers(9) if hasattr(generator, "integers") else None]
-        for generator in generators.values()
-    ]
+def draws(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(2, generator=generator).tolist()
+    integers = getattr(generator, "integers", lambda _: None)
+    return [generator.random(), integers(9), generator.random()]
 
 
-def test_generators_of_numpy_and_python(hvd, tmp_path):
-    def checkpointer(seed):
-        own = {name: make(seed) for name, make in GENERATORS.items()}
-        draws(own)
-        of_torch = torch.Generator().manual_seed(seed)
-        made = hvd.Checkpointer(
-            tmp_path, model=torch.nn.Linear(1, 1), generators={**own, "torch": of_torch}
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators(hvd, tmp_path, kind):
+    def checkpointer(generator):
+        return hvd.Checkpointer(
+            tmp_path, model=torch.nn.Linear(1, 1), generators={"noise": generator}
         )
-        return made, lambda: [draws(own), torch.rand(1, generator=of_torch).item()]
 
-    saving, expected = checkpointer(1)
-    with saving:
+    saved, restored = GENERATORS[kind](1), GENERATORS[kind](2)
+    draws(saved)
+    with checkpointer(saved) as saving:
         saving.save(1)
-    restoring, found = checkpointer(2)
-    with restoring:
+    with checkpointer(restored) as restoring:
         restoring.restore()
-    assert found() == expected()
-
-
-def test_a_generator_of_another_kind_under_the_same_name(hvd, tmp_path):
-    def checkpointer(kind):
-        generators = {"noise": GENERATORS[kind](1)}
-        return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=generators)
-
-    with checkpointer("python") as saving:
-        saving.save(1)
+    assert draws(restored) == draws(saved)
+    other = GENERATORS["python" if kind == "MT19937" else "MT19937"](1)
     with (
-        pytest.raises(HvdkitError, match=r"generators\['noise'\] .*random.Random.* MT19937"),
-        checkpointer("MT19937") as restoring,
+        pytest.raises(HvdkitError, match=r"generators\['noise'\] "),
+        checkpointer(other) as restoring,
     ):
         restoring.restore()
 
 
 def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
-    def restored(**options):
-        with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as checkpointer:
-            return checkpointer.restore(**options)
-
-    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1)) as saving:
-        saving.save(1)
-        expected = torch.rand(1)
+    model = torch.nn.Linear(1, 1)
+    save_once(hvd, tmp_path, model=model)
+    expected = torch.rand(1)
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(0))
     try:
         with pytest.raises(HvdkitError, match=r"NumPy's global generator .*MT19937.* PCG64"):
-            restored()
-        assert restored(strict=False) is not None
+            restore_once(hvd, tmp_path, model=model)
+        assert restore_once(hvd, tmp_path, strict=False, model=model) is not None
         assert torch.rand(1) == expected
     finally:
         np.random.set_bit_generator(before)
@@ -238,45 +221,32 @@ def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
 
 @pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])
 def test_generators_with_other_names(hvd, tmp_path, names):
-    def checkpointer(own):
-        return hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators=own)
-
-    with checkpointer({"noise": random.Random(1)}) as saving:
-        saving.save(1)
     own = {name: random.Random(2) for name in names}
-    with (
-        pytest.raises(UsageError, match="has the generators 'noise', but generators= has "),
-        checkpointer(own) as restoring,
-    ):
-        restoring.restore()
-    with checkpointer(own) as restoring:
-        restoring.restore(strict=False)
-    if "noise" in own:
-        assert own["noise"].random() == random.Random(1).random()
-    for name in {*own} - {"noise"}:
-        assert own[name].random() == random.Random(2).random()
+    model = torch.nn.Linear(1, 1)
+    save_once(hvd, tmp_path, model=model, generators={"noise": random.Random(1)})
+    with pytest.raises(UsageError, match="has the generators 'noise', but generators= has "):
+        restore_once(hvd, tmp_path, model=model, generators=own)
+    restore_once(hvd, tmp_path, strict=False, model=model, generators=own)
+    for name, generator in own.items():
+        assert generator.random() == random.Random(1 if name == "noise" else 2).random()
 
 
-def test_another_scheduler(hvd, tmp_path):
-    def checkpointer(make):
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        scheduler = make(optimizer)
-        return hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer, lr_scheduler=scheduler)
-
-    with checkpointer(lambda optimizer: lr_scheduler.StepLR(optimizer, 3)) as saving:
-        saving.save(1)
-    with (
-        pytest.raises(UsageError, match="is a CosineAnnealingLR whose state has T_max"),
-        checkpointer(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3)) as restoring,
-    ):
-        restoring.restore()
-    # The state of a StepLR has all entries of an ExponentialLR.
-    with (
-        pytest.raises(UsageError, match="the saved state of a StepLR has step_size instead"),
-        checkpointer(lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5)) as restoring,
-    ):
-        restoring.restore()
+@pytest.mark.parametrize(
+    ("scheduler", "option", "said"),
+    [
+        ("CosineAnnealingLR", 3, "is a CosineAnnealingLR whose state has T_max"),
+        # The state of a StepLR has all entries of an ExponentialLR.
+        ("ExponentialLR", 0.5, "the saved state of a StepLR has step_size instead"),
+    ],
+)
+def test_another_scheduler(hvd, tmp_path, scheduler, option, said):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    items = {"model": model, "optimizer": optimizer}
+    save_once(hvd, tmp_path, lr_scheduler=lr_scheduler.StepLR(optimizer, 3), **items)
+    other = getattr(lr_scheduler, scheduler)(optimizer, option)
+    with pytest.raises(UsageError, match=said):
+        restore_once(hvd, tmp_path, lr_scheduler=other, **items)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -322,43 +292,6 @@ def test_an_optimizer_with_its_parameters_in_another_order(hvd, tmp_path, groupe
         restoring.restore(strict=False)
     assert torch.equal(other["a"].weight, model["a"].weight)
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before)
-
-
-@pytest.mark.parametrize("leave", ["after all", "after 2", "islice"])
-def test_a_loop_that_leaves_an_epoch_is_followed_by_the_next_epoch(hvd, leave):
-    sampler = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
-    seen = []
-    for epoch in range(4):
-        assert sampler.epoch == epoch
-        count = 2 if leave == "after 2" else 5
-        batches = sampler.batches()
-        if leave == "islice":
-            seen.append([batch.tolist() for batch in itertools.islice(batches, count)])
-        else:
-            seen.append([])
-            for batch in batches:
-                seen[-1].append(batch.tolist())
-                if len(seen[-1]) == count:
-                    # A checkpoint after this call would resume in the next epoch.
-                    sampler.end_epoch()
-                    break
-        # A loop that has not called end_epoch() is still in the epoch.
-        assert sampler.epoch == (epoch if leave == "islice" else epoch + 1)
-        if leave == "islice":
-            sampler.set_epoch(epoch + 1)
-    assert seen == [[[*range(k, k + 4)] for k in range(0, 4 * count, 4)]] * 4
-
-
-def test_without_end_epoch_the_next_loop_begins_the_next_epoch(hvd):
-    sampler = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
-    lengths = [len(list(itertools.islice(sampler.batches(), 3))) for _ in range(4)]
-    assert lengths == [3, 3, 3, 3]
-    assert sampler.epoch == 3
-    # A job that resumes here has the rest of this epoch.
-    resumed = hvd.ResumableSampler(20, batch_size=4, shuffle=False)
-    resumed.restore(resumed.plan_restore(sampler.save()))
-    assert [batch.tolist() for batch in resumed.batches()] == [[12, 13, 14, 15], [16, 17, 18, 19]]
-    assert resumed.epoch == 4
 
 
 def test_a_restore_in_a_loop_over_batches_is_an_error(hvd, tmp_path):
@@ -519,31 +452,6 @@ def test_numbers_and_orders_of_numpy(hvd):
             next(sampler.batches())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"model": None}, "model is None: expected a module"),
-        ({"model": {}}, "model is {}: expected a module"),
-        ({"metadata": [1]}, "metadata is a list: expected a dict"),
-        ({"generators": [random.Random()]}, "generators is a list: expected a dict"),
-        ({"keep_best": "loss"}, "keep_best has 'loss'; expected KeepBest"),
-        ({"keep_best": ["loss"]}, "keep_best has 'loss'; expected KeepBest"),
-        ({"keep_last": 1.5}, "keep_last is 1.5; expected a whole number"),
-        ({"keep_every": True}, "keep_every is True; expected a whole number"),
-    ],
-)
-def test_wrong_arguments(hvd, tmp_path, wrong, words):
-    with pytest.raises(UsageError) as caught:
-        hvd.Checkpointer(tmp_path, **{"model": torch.nn.Linear(1, 1)} | wrong)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("wrong", ["3", "random.SystemRandom()", "np.random.PCG64(1)"])
-def test_an_invalid_generator_is_an_error(hvd, tmp_path, wrong):
-    with pytest.raises(UsageError, match=r"generators\['x'\] is a .*expected a torch.Generator,"):
-        hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), generators={"x": eval(wrong)})
-
-
 class Block:
     """Models with a compiled or a plain submodule."""
 
@@ -702,7 +610,7 @@ def test_every_dtype_of_torch(hvd, tmp_path):
 
 
 def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
-    def checkpointer(value):
+    def items(value):
         model = torch.nn.Module()
         model.spectrum = torch.nn.Parameter(torch.full((3, 2), value, dtype=torch.complex128))
         model.other = torch.nn.Parameter(torch.ones(2 if value else 3))
@@ -711,23 +619,18 @@ def test_complex128_in_an_optimizer_and_partly(hvd, tmp_path):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter) * 2
             optimizer.step()
-        made = hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
-        return made, model, optimizer
+        return {"model": model, "optimizer": optimizer}
 
-    saving, saved, optimizer = checkpointer(1 + 2j)
-    with saving:
-        saving.save(1)
-    restoring, restored, _ = checkpointer(0)
-    with restoring:
-        restoring.restore(strict=False)
-    assert torch.equal(saved.spectrum, restored.spectrum)
-    assert restored.other.tolist() == [1, 1, 1]
-    _, again, other = checkpointer(1j)
-    restore_once(hvd, tmp_path, model=again, optimizer=other)
-    one, two = (each.state[each.param_groups[0]["params"][0]] for each in (optimizer, other))
+    saved, partly, again = items(1 + 2j), items(0), items(1j)
+    save_once(hvd, tmp_path, **saved)
+    restore_once(hvd, tmp_path, strict=False, **partly)
+    assert torch.equal(saved["model"].spectrum, partly["model"].spectrum)
+    assert partly["model"].other.tolist() == [1, 1, 1]
+    restore_once(hvd, tmp_path, **again)
+    assert torch.equal(saved["model"].spectrum, again["model"].spectrum)
+    one, two = (each["optimizer"].state[each["model"].spectrum] for each in (saved, again))
     assert one["exp_avg"].dtype == torch.complex128
     assert torch.equal(one["exp_avg"], two["exp_avg"])
-    assert torch.equal(saved.spectrum, again.spectrum)
 
 
 @pytest.mark.parametrize("change", ["renamed", "dtype"])
@@ -794,97 +697,55 @@ def test_a_model_that_is_not_in_the_checkpoint_keeps_its_optimizer_state(hvd, tm
 @pytest.mark.parametrize("name", ["old", "new"])
 def test_a_state_dict_of_copies_restored_in_part(hvd, tmp_path, name):
     """The optimizer state follows the parameter, whose memory is not in the `state_dict`."""
-
-    def checkpointer(layer):
-        model = with_copies(layer)
-        optimizer = torch.optim.Adam(model.parameters())
-        return model, optimizer, hvd.Checkpointer(tmp_path, model=model, optimizer=optimizer)
-
-    model, optimizer, saving = checkpointer("old")
+    model, restored = with_copies("old"), with_copies(name)
+    optimizer, own = (torch.optim.Adam(each.parameters()) for each in (model, restored))
     model["old"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with saving:
-        saving.save(1)
-    restored, optimizer, restoring = checkpointer(name)
-    with restoring:
-        restoring.restore(strict=False)
+    save_once(hvd, tmp_path, model=model, optimizer=optimizer)
+    restore_once(hvd, tmp_path, strict=False, model=restored, optimizer=own)
     assert torch.equal(model["old"].weight, restored[name].weight) == (name == "old")
-    assert bool(optimizer.state) == (name == "old")
+    assert bool(own.state) == (name == "old")
 
 
 def test_a_parameter_that_one_of_two_models_restores(hvd, tmp_path):
-    def checkpointer(name):
-        shared = torch.nn.Linear(2, 1)
+    def items(name, trained):
+        shared, optimizer = trained_linear()
+        if not trained:
+            optimizer.state.clear()
         models = {"a": torch.nn.ModuleDict({"x": shared}), "b": torch.nn.ModuleDict({name: shared})}
-        optimizer = torch.optim.Adam(shared.parameters())
-        made = hvd.Checkpointer(tmp_path, model=models, optimizer=optimizer)
-        return shared, optimizer, made
+        return shared, {"model": models, "optimizer": optimizer}
 
-    shared, optimizer, saving = checkpointer("x")
-    shared(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with saving:
-        saving.save(1)
-    again, optimizer, restoring = checkpointer("y")
-    with restoring:
-        restoring.restore(strict=False)
+    shared, saved = items("x", trained=True)
+    save_once(hvd, tmp_path, **saved)
+    again, restored = items("y", trained=False)
+    restore_once(hvd, tmp_path, strict=False, **restored)
     assert torch.equal(shared.weight, again.weight)
-    assert optimizer.state[again.weight]["step"] == 1
-
-
-def test_an_object_whose_saved_state_is_empty(hvd, tmp_path):
-    class Meter:
-        values: dict
-
-        def state_dict(self):
-            return dict(self.values)
-
-        def load_state_dict(self, state):
-            self.values = dict(state)
-
-    meter = Meter()
-    meter.values = {}
-    with hvd.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1), lr_scheduler=meter) as saving:
-        saving.save(1)
-        meter.values = {"seen": 3}
-        saving.restore()
-    assert meter.values == {}
+    assert restored["optimizer"].state[again.weight]["step"] == 1
 
 
 def test_statistics_of_a_layer_that_changed(hvd, tmp_path):
     """Statistics are the state of one rank. Nothing else compares their sizes."""
-
-    def checkpointer(width):
-        model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
-        model[1].running_mean.fill_(width)
-        return model, hvd.Checkpointer(tmp_path, model=model)
-
-    with checkpointer(3)[1] as saving:
-        saving.save(1)
-    model, restoring = checkpointer(4)
-    with restoring:
-        restoring.restore(strict=False)
+    saved, model = (
+        torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+        for width in (3, 4)
+    )
+    model[1].running_mean.fill_(4.0)
+    save_once(hvd, tmp_path, model=saved)
+    restore_once(hvd, tmp_path, strict=False, model=model)
     assert model[1].running_mean.tolist() == [4.0] * 4
 
 
 def test_a_scaler_that_was_disabled(hvd, tmp_path):
     """torch's `load_state_dict` would refuse the empty state after other items are restored."""
-
-    def checkpointer(value, enabled):
-        model = torch.nn.Linear(1, 1)
-        torch.nn.init.constant_(model.weight, value)
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-        return model, hvd.Checkpointer(tmp_path, model=model, scaler=scaler)
-
-    with checkpointer(1.0, enabled=False)[1] as saving:
-        saving.save(1)
-    model, restoring = checkpointer(2.0, enabled=True)
-    with restoring:
-        with pytest.raises(UsageError, match="is an enabled GradScaler, but was disabled when"):
-            restoring.restore()
-        assert model.weight.item() == 2.0
-        restoring.restore(strict=False)
-        assert model.weight.item() == 1.0
+    saved, model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    off, on = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (False, True))
+    before = model.weight.item()
+    save_once(hvd, tmp_path, model=saved, scaler=off)
+    with pytest.raises(UsageError, match="is an enabled GradScaler, but was disabled when"):
+        restore_once(hvd, tmp_path, model=model, scaler=on)
+    assert model.weight.item() == before
+    restore_once(hvd, tmp_path, strict=False, model=model, scaler=on)
+    assert torch.equal(model.weight, saved.weight)
 
 
 SUBCLASSES = """
@@ -1044,17 +905,12 @@ def test_exports_that_safetensors_loads(hvd, tmp_path):
 
 
 def test_an_export_has_the_arrays_of_the_extra_state(hvd, tmp_path):
-    class Odd(torch.nn.Linear):
-        def get_extra_state(self):
-            return {"array": np.arange(3), "tensor": torch.ones(2)}
-
-        def set_extra_state(self, state):
-            self.extra = state
-
-    save_once(hvd, tmp_path, model=Odd(2, 2))
+    model = WithExtraState(2, 2)
+    model.extra = {"array": np.arange(3), "tensor": torch.ones(2)}
+    save_once(hvd, tmp_path, model=model)
     with Store(tmp_path).newest_good() as opened:
         export(opened, tmp_path / "x.pt")
-    model = Odd(2, 2)
+    model = WithExtraState(2, 2)
     model.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=False))
     assert model.extra["array"].tolist() == [0, 1, 2]
     assert model.extra["tensor"].tolist() == [1, 1]
@@ -1116,6 +972,7 @@ def test_buffers_of_a_wrapper_with_the_state_dict_of_its_module(hvd, there, here
 def test_one_rank_has_no_buffers_that_differ(hvd, tmp_path):
     handler = logging.handlers.BufferingHandler(1000)
     logging.getLogger("hvdkit.torch").addHandler(handler)
-    saved_and_restored(hvd, tmp_path, lambda: torch.nn.BatchNorm1d(600_000), lambda model: None)
+    for call in (save_once, restore_once):
+        call(hvd, tmp_path, model=torch.nn.BatchNorm1d(600_000))
     logging.getLogger("hvdkit.torch").removeHandler(handler)
     assert not [record for record in handler.buffer if record.levelno >= logging.WARNING]

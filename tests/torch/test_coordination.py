@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from hvdkit.core.compression import Float16, NoCompression
 from hvdkit.core.consistency import RankMismatchError
@@ -13,6 +13,7 @@ from hvdkit.core.step_errors import BackwardFailed, GradientsChanged, PassesDiff
 from hvdkit.errors import HvdkitError
 from tests.core import simulated_ranks
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank, on_ranks, simulated
+from tests.searching import search_settings
 from tests.torch.simulated_optimizer import SimulatedOptimizer, backward
 from tests.torch.test_rounds import names_of
 
@@ -111,27 +112,25 @@ def test_a_pass_that_raises_invalidates_the_optimizers_that_it_has_reached(colle
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_engine_that_has_ended_voids_the_gradients(begun):
-    def run(collectives):
-        script = Script(collectives, 1)
-        script.backward({0}, 1.0)
-        script.step()
+@simulated(2)
+def test_an_engine_that_has_ended_voids_the_gradients(collectives, begun):
+    script = Script(collectives, 1)
+    script.backward({0}, 1.0)
+    script.step()
 
-        def start_sum(values, name):
-            def fail():
-                raise RuntimeError("a rank has died")
+    def start_sum(values, name):
+        def fail():
+            raise RuntimeError("a rank has died")
 
-            return fail if begun else fail()
+        return fail if begun else fail()
 
-        collectives.start_sum = start_sum
-        for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
-            script.zero()
-            script.optimizers[0].gradients.invalid_reason = ""
-            with pytest.raises(RuntimeError):
-                call()
-            assert script.optimizers[0].gradients.invalid_reason == "a rank has died"
-
-    on_ranks(1 + 1, run)
+    collectives.start_sum = start_sum
+    for call in (lambda: script.backward({0}, 1.0), script.optimizers[0].synchronize):
+        script.zero()
+        script.optimizers[0].gradients.invalid_reason = ""
+        with pytest.raises(RuntimeError):
+            call()
+        assert script.optimizers[0].gradients.invalid_reason == "a rank has died"
 
 
 @simulated(2)
@@ -294,13 +293,7 @@ def run_examples(examples, monkeypatch):
     monkeypatch.setattr(simulated_ranks, "_TIMEOUT", 20.0)
     ends = {"right": 0, "error": 0}
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(examples)
     @given(loops())
     def run(drawn):
         ranks, count, wire_format, iterations = drawn

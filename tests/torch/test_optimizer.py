@@ -1,9 +1,9 @@
 """Arguments of DistributedOptimizer, and its behaviour in a job of one rank."""
 
 import copy
-import functools
 import math
 import types
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +122,16 @@ def test_gradients_of_no_sync_on_one_rank(hvd):
     assert state.step == 0
 
 
+def test_state_loaded_before_wrapping_is_kept(hvd):
+    model = nn.Linear(3, 2)
+    plain = sgd(model)
+    model(torch.ones(4, 3)).sum().backward()
+    plain.step()
+    momentum = plain.state[model.weight]["momentum_buffer"]
+    optimizer = hvd.DistributedOptimizer(plain)
+    assert optimizer.state[model.weight]["momentum_buffer"] is momentum
+
+
 def test_a_group_with_gradients_is_added_on_one_rank(hvd, tmp_path):
     first, second = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(sgd(first), first.named_parameters())
@@ -134,110 +144,104 @@ def test_a_group_with_gradients_is_added_on_one_rank(hvd, tmp_path):
         checkpointer.save(1)
 
 
-def test_a_group_whose_parameters_have_no_memory_is_refused(hvd):
+def lbfgs():
+    return torch.optim.LBFGS(nn.Linear(3, 2).parameters())
+
+
+def with_method(name, replace, scheduled=False):
+    """Return an optimizer one of whose methods a script has replaced."""
+    optimizer = sgd(nn.Linear(3, 2))
+    setattr(optimizer, name, replace(optimizer, getattr(optimizer, name)))
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+def wrapped(hvd, optimizer=None, named_parameters=None, **options):
+    """Wrap an optimizer; `named_parameters` makes them of a model."""
     model = nn.Linear(3, 2)
-    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-    with pytest.raises(UsageError, match="a parameter of the new group is not initialised"):
-        optimizer.add_param_group({"params": nn.LazyLinear(2).parameters()})
-    assert len(optimizer.param_groups) == 1
+    named = named_parameters and named_parameters(model)
+    return hvd.DistributedOptimizer(optimizer or sgd(model), named, **options)
 
 
-def test_state_loaded_before_wrapping_is_kept(hvd):
-    model = nn.Linear(3, 2)
-    plain = sgd(model)
-    model(torch.ones(4, 3)).sum().backward()
-    plain.step()
-    momentum = plain.state[model.weight]["momentum_buffer"]
-    optimizer = hvd.DistributedOptimizer(plain)
-    assert optimizer.state[model.weight]["momentum_buffer"] is momentum
-
-
-def test_duplicate_names_are_refused(hvd):
-    model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="the name 'w' twice"):
-        hvd.DistributedOptimizer(sgd(model), [("w", model.weight), ("w", model.bias)])
-
-
-def test_unnamed_parameters_are_refused(hvd):
-    model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match=r"lacks 1 of the optimizer's 2 parameters.*\[2\]"):
-        hvd.DistributedOptimizer(sgd(model), [("weight", model.weight)])
-
-
-def test_parameters_without_names_are_refused(hvd):
-    model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match=r"pairs \(name, parameter\)"):
-        hvd.DistributedOptimizer(sgd(model), model.parameters())
-
-
-def test_wrapping_twice_is_refused(hvd):
-    model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="already"):
-        hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd(model)))
-    with pytest.raises(UsageError, match="already"):
-        hvd.DistributedOptimizer(
-            hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.fp16)
-        )
-
-
-@pytest.mark.parametrize("passes", [0, -1, 1.5])
-def test_fewer_than_one_pass_is_refused(hvd, passes):
-    with pytest.raises(UsageError, match="backward_passes_per_step is"):
-        hvd.DistributedOptimizer(sgd(nn.Linear(3, 2)), backward_passes_per_step=passes)
-
-
-def test_operations_that_make_no_gradient_are_refused(hvd):
-    for op in (hvd.Min, hvd.Max, hvd.Product, 99):
-        with pytest.raises(UsageError, match=r"expected hvd\.Average, hvd\.Sum or hvd\.Adasum"):
-            hvd.DistributedOptimizer(sgd(nn.Linear(3, 2)), op=op)
-
-
-def test_a_predivide_factor_needs_an_average(hvd):
-    model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match=r"pass op=hvd\.Average"):
-        hvd.DistributedOptimizer(sgd(model), op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(UsageError, match="expected a finite number above 0"):
-        hvd.DistributedOptimizer(sgd(model), gradient_predivide_factor=0.0)
-
-
-def test_an_object_that_is_no_optimizer_is_refused(hvd):
-    with pytest.raises(UsageError, match="optimizer is a Linear"):
-        hvd.DistributedOptimizer(nn.Linear(3, 2))
-    with pytest.raises(UsageError, match="LBFGS"):
-        hvd.DistributedOptimizer(torch.optim.LBFGS(nn.Linear(3, 2).parameters()))
-
-
-def replace_step(optimizer):
-    plain = optimizer.step
-    optimizer.step = lambda closure=None: plain(closure)
-
-
-REPLACED = {
-    "step": replace_step,
-    "step under a scheduler": lambda optimizer: (
-        replace_bound_step(optimizer),
-        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+REFUSED = {
+    "a name twice": (
+        lambda hvd: wrapped(hvd, None, lambda m: [("w", m.weight), ("w", m.bias)]),
+        "the name 'w' twice",
     ),
-    "zero_grad": lambda optimizer: setattr(
-        optimizer, "zero_grad", functools.partial(optimizer.zero_grad, set_to_none=False)
+    "a parameter without a name": (
+        lambda hvd: wrapped(hvd, None, lambda m: [("weight", m.weight)]),
+        r"lacks 1 of the optimizer's 2 parameters.*\[2\]",
+    ),
+    "no names": (
+        lambda hvd: wrapped(hvd, None, lambda m: m.parameters()),
+        r"pairs \(name, parameter\)",
+    ),
+    "wrapped twice": (
+        lambda hvd: wrapped(hvd, wrapped(hvd, compression=hvd.Compression.fp16)),
+        "already",
+    ),
+    **{
+        f"{passes} passes": (
+            lambda hvd, passes=passes: wrapped(hvd, backward_passes_per_step=passes),
+            "backward_passes_per_step is",
+        )
+        for passes in (0, 1.5)
+    },
+    **{
+        f"operation {op}": (
+            lambda hvd, op=op: wrapped(hvd, op=getattr(hvd, op, 99)),
+            r"expected hvd\.Average, hvd\.Sum or hvd\.Adasum",
+        )
+        for op in ("Min", "Max", "Product", "99")
+    },
+    "a factor with a sum": (
+        lambda hvd: wrapped(hvd, op=hvd.Sum, gradient_predivide_factor=2.0),
+        r"pass op=hvd\.Average",
+    ),
+    "no optimizer": (lambda hvd: wrapped(hvd, nn.Linear(3, 2)), "optimizer is a Linear"),
+    "LBFGS": (lambda hvd: wrapped(hvd, lbfgs()), "LBFGS"),
+    "the state of LBFGS": (lambda hvd: hvd.broadcast_optimizer_state(lbfgs(), 0), "LBFGS"),
+    "a tensor": (
+        lambda hvd: hvd.broadcast_parameters(torch.ones(3), root_rank=0),
+        "params is a tensor",
+    ),
+    "parameters to clip": (
+        lambda hvd: hvd.clip_grad_norm_(nn.Linear(3, 2).parameters(), 1.0),
+        "Give the optimizer instead of the model's parameters",
+    ),
+    "a group without memory": (
+        lambda hvd: wrapped(hvd).add_param_group({"params": nn.LazyLinear(2).parameters()}),
+        "a parameter of the new group is not initialised",
+    ),
+    "a replaced step": (
+        lambda hvd: wrapped(hvd, with_method("step", lambda _, plain: lambda c=None: plain(c))),
+        "of this SGD was replaced.*Wrap the optimizer first",
+    ),
+    "a replaced step under a scheduler": (
+        lambda hvd: wrapped(hvd, with_method("step", _bound, scheduled=True)),
+        "of this SGD was replaced",
+    ),
+    "a replaced zero_grad": (
+        lambda hvd: wrapped(hvd, with_method("zero_grad", lambda _, plain: partial(plain, False))),
+        "of this SGD was replaced",
     ),
 }
 
 
-def replace_bound_step(optimizer):
-    plain = optimizer.step
-    optimizer.step = types.MethodType(lambda self, closure=None: plain(closure), optimizer)
+def _bound(optimizer, plain):
+    return types.MethodType(lambda self, closure=None: plain(closure), optimizer)
 
 
-@pytest.mark.parametrize("replaced", REPLACED)
-def test_a_replaced_method_is_refused(hvd, replaced):
-    optimizer = sgd(nn.Linear(3, 2))
-    REPLACED[replaced](optimizer)
-    with pytest.raises(UsageError, match="of this SGD was replaced.*Wrap the optimizer first"):
-        hvd.DistributedOptimizer(optimizer)
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_arguments_are_refused(hvd, what):
+    call, said = REFUSED[what]
+    with pytest.raises(UsageError, match=said):
+        call(hvd)
 
 
-def test_a_scheduler_may_come_before_the_wrapper(hvd):
+def test_what_looks_like_a_wrong_argument(hvd):
+    hvd.broadcast_parameters(nn.ParameterList([torch.ones(3)]), root_rank=0)
     optimizer = sgd(nn.Linear(3, 2))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     hvd.DistributedOptimizer(optimizer)
@@ -267,16 +271,6 @@ def test_attributes_of_an_optimizer_keep_their_meaning(hvd):
     for name in ("grad_norm", "rounds", "_stepped"):
         with pytest.raises(UsageError, match=f"Counting has '{name}', and so has"):
             hvd.DistributedOptimizer(Counting(model.parameters(), **{name: 7}))
-
-
-def test_lbfgs_state_is_refused(hvd):
-    with pytest.raises(UsageError, match="LBFGS"):
-        hvd.broadcast_optimizer_state(torch.optim.LBFGS(nn.Linear(3, 2).parameters()), 0)
-
-
-def test_a_single_tensor_is_not_a_collection_of_parameters(hvd):
-    with pytest.raises(UsageError, match="params is a tensor"):
-        hvd.broadcast_parameters(torch.ones(3), root_rank=0)
 
 
 def test_both_optimizers_have_one_state_and_the_same_groups(hvd):
@@ -330,11 +324,6 @@ def test_one_norm_of_several_optimizers_waits_for_the_window_of_each(hvd):
     assert hvd.clip_grad_norm_([one, other], 1e-6) > 1
 
 
-def test_the_clipped_gradients_are_those_of_an_optimizer(hvd):
-    with pytest.raises(UsageError, match="Give the optimizer instead of the model's parameters"):
-        hvd.clip_grad_norm_(nn.Linear(3, 2).parameters(), 1.0)
-
-
 def test_process_sets_are_entered_in_one_order(hvd):
     """Gradients arrive in different orders on the ranks, which would wait for each other."""
     from hvdkit.torch import passes
@@ -371,14 +360,6 @@ def test_process_sets_are_entered_in_one_order(hvd):
     ]
 
 
-def test_the_digest_of_a_sparse_tensor_is_that_of_its_values(hvd):
-    from hvdkit.torch.digests import digests
-
-    sparse = torch.sparse_coo_tensor([[1]], [2.0], (3,)).coalesce()
-    assert digests([sparse]) == digests([sparse.to_dense()])
-    assert digests([sparse]) != digests([torch.zeros(3)])
-
-
 def test_a_reducers_state_includes_restored_states_of_unreduced_gradients(hvd):
     from hvdkit.torch.reducer import GradientReducer
 
@@ -400,18 +381,6 @@ def test_a_reducers_state_includes_restored_states_of_unreduced_gradients(hvd):
     assert len(resumed.state()) == 2
 
 
-def test_a_pass_waits_for_its_step_on_one_rank(hvd):
-    model = nn.Linear(3, 1)
-    optimizer = hvd.DistributedOptimizer(sgd(model))
-    for _ in range(2):
-        assert not optimizer.gradients_wait()
-        model(torch.ones(2, 3)).sum().backward()
-        assert optimizer.gradients_wait()
-        optimizer.step()
-        assert not optimizer.gradients_wait()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_sparse_gradients_are_clipped_as_dense_ones(hvd, p):
     norms, weights = [], []
@@ -425,3 +394,15 @@ def test_sparse_gradients_are_clipped_as_dense_ones(hvd, p):
         weights.append(model[0].weight)
     torch.testing.assert_close(*norms)
     torch.testing.assert_close(*weights)
+
+
+def test_a_pass_waits_for_its_step_on_one_rank(hvd):
+    model = nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    for _ in range(2):
+        assert not optimizer.gradients_wait()
+        model(torch.ones(2, 3)).sum().backward()
+        assert optimizer.gradients_wait()
+        optimizer.step()
+        assert not optimizer.gradients_wait()
+        optimizer.zero_grad()

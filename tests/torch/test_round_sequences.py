@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from hvdkit.core.accumulation import Window
 from hvdkit.core.compression import Float16, NoCompression
 from hvdkit.errors import HvdkitError
 from tests.core.simulated_ranks import SimulatedGroup, on_every_rank
+from tests.searching import search_settings
 from tests.torch.simulated_optimizer import SimulatedOptimizer, rows
 
 PARAMETERS = 4
@@ -306,13 +307,7 @@ def run_examples(count):
     """Check `count` drawn scenarios; return the number of scenarios with each error."""
     ends: dict[str | None, int] = {}
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @search_settings(count)
     @given(scenarios())
     def run(scenario):
         error = check(*scenario)

@@ -25,6 +25,7 @@ from hvdkit.core.elastic.start import HOSTS_FILE, ElasticStart
 from hvdkit.core.elastic.state import CommittedState
 from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
+from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 
 CONTENT = bytes(range(256)) * 4
 
@@ -50,16 +51,6 @@ def test_a_commit_replaces_the_one_before(tmp_path):
     store.write(CommitId(0, 2), writes(b"two"))
     assert newest(store) == (CommitId(0, 2), b"two")
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_states_have_commits_of_their_own(tmp_path):
-    CommitStore([tmp_path], 0).write(CommitId(0, 5), writes(b"first"))
-    CommitStore([tmp_path], 1).write(CommitId(0, 1), writes(b"second"))
-    assert newest(CommitStore([tmp_path], 0)) == (CommitId(0, 5), b"first")
-
-
-def test_a_later_start_is_newer_whatever_the_number():
-    assert CommitId(2, 3) > CommitId(1, 9)
 
 
 def test_a_full_folder_is_followed_by_the_next(tmp_path):
@@ -119,75 +110,27 @@ CommitStore([Path({str(tmp_path)!r})], 0).write(CommitId(0, 2), write)
 
 
 class Ranks:
-    """Ranks in threads; rank i calls `work` with its collectives.
-
-    Each rank is on a host of its own. With `one_host`, only the first rank writes.
-    """
+    """Simulated ranks with a host each. With `one_host`, only the first rank writes."""
 
     def __init__(self, folders, one_host=False):
         self.folders = folders
         self.one_host = one_host
         self.barrier = threading.Barrier(len(folders), timeout=20)
-        self.sent = [None] * len(folders)
-        self.names = []
-
-    def exchange(self, rank, value):
-        self.sent[rank] = value
-        self.barrier.wait()
-        everything = list(self.sent)
-        self.barrier.wait()
-        return everything
 
     def run(self, work, start=0, committed=False):
-        results = [None] * len(self.folders)
-
-        def call(rank):
+        def call(collectives):
+            rank = collectives.rank
+            if rank == 0:
+                self.names = collectives.names
             elastic_start = ElasticStart([self.folders[rank]], start, 4, committed)
             writes = rank == 0 or not self.one_host
-            committer = Committer(elastic_start, RankCollectives(self, rank), 0, writes)
-            try:
-                results[rank] = work(committer, rank)
-            except Exception as error:
-                results[rank] = error
+            return work(Committer(elastic_start, collectives, 0, writes), rank)
 
-        threads = [threading.Thread(target=call, args=(r,)) for r in range(len(self.folders))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results
+        return on_every_rank(len(self.folders), call)
 
 
-class RankCollectives:
-    def __init__(self, world, rank):
-        self.world = world
-        self.rank = rank
-        self.ranks = range(len(world.folders))
-
-    def exchange(self, value, name):
-        if self.rank == 0:
-            self.world.names.append(name)
-        return self.world.exchange(self.rank, value)
-
-    def sum(self, values, name):
-        return [sum(column) for column in zip(*self.exchange(values, name), strict=True)]
-
-    def max(self, values, name):
-        return [max(column) for column in zip(*self.exchange(values, name), strict=True)]
-
-    def allgather(self, data, name):
-        return self.exchange(data, name)
-
-    def broadcast(self, data, root_rank, name):
-        return self.exchange(data, name)[root_rank]
-
-    def broadcast_into(self, buffer, root_rank, name):
-        buffer[:] = self.exchange(buffer.copy(), name)[root_rank]
-
-
-class OneRank(RankCollectives):
-    def __init__(self):
-        super().__init__(Ranks([None]), 0)
+def one_rank():
+    return SimulatedCollectives(SimulatedGroup(1), 0)
 
 
 def resumed(committer):
@@ -236,9 +179,9 @@ def test_a_commit_counts_as_progress(world, monkeypatch, tmp_path):
     def work(committer, rank):
         resumed(committer)
         assert not (tmp_path / record_files.SAVED).exists()
-        world.exchange(rank, None)
+        world.barrier.wait()
         committer.commit(writes(CONTENT))
-        world.exchange(rank, None)
+        world.barrier.wait()
         return (tmp_path / record_files.SAVED).exists()
 
     assert world.run(work, start=0) == [True] * 3
@@ -253,15 +196,15 @@ def test_a_commit_that_equals_the_restored_one_is_no_progress(world, monkeypatch
     def work(committer, rank):
         resumed(committer)
         committer.note_restored(lambda: b"restored")
-        world.exchange(rank, None)
+        world.barrier.wait()
         found = [(tmp_path / record_files.COMMITTED).exists()]
         # The first rank decides: later values of a state may differ between ranks.
         for content in (b"restored", b"new"):
             own = content if rank == 0 else b"other"
             committer.commit(writes(CONTENT), digest=functools.partial(bytes, own))
-            world.exchange(rank, None)
+            world.barrier.wait()
             found.append((tmp_path / record_files.SAVED).exists())
-            world.exchange(rank, None)
+            world.barrier.wait()
         return found
 
     assert world.run(work, start=2) == [[True, False, True]] * 3
@@ -280,30 +223,6 @@ def test_no_commit_at_all(world, caplog):
     assert not caplog.records
 
 
-def test_a_commit_that_one_host_cannot_store_raises_on_all_ranks(world):
-    def work(committer, rank):
-        committer.commit(writes(b"good"))
-
-        def write(file, _):
-            if rank == 1:
-                raise TypeError("cannot pickle '_thread.lock' object")
-            file.write(b"bad")
-
-        committer.commit(write)
-
-    for error in world.run(work):
-        assert isinstance(error, HvdkitError)
-        assert "commit 2 of the elastic state was not stored: rank 1: TypeError" in str(error)
-
-
-def test_a_copy_that_one_host_cannot_store_raises_on_all_ranks(world):
-    CommitStore([world.folders[0]], 0).write(CommitId(0, 1), writes(CONTENT))
-    (world.folders[2] / "0.draft").mkdir()
-    for error in world.run(lambda committer, _: resumed(committer), start=1):
-        assert isinstance(error, HvdkitError)
-        assert "not copied to a new host: rank 2: IsADirectoryError" in str(error)
-
-
 @pytest.mark.parametrize("one_host", [True, False])
 def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
     """The ranks of a host need no further collective for this."""
@@ -316,7 +235,7 @@ def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
         state = WindowState(committer, False)
         state._saved_state = {"best": f"of rank {rank}"}
         state.commit()
-        world.exchange(rank, None)
+        world.barrier.wait()
         assert state._saved_state == {"best": f"of rank {rank}"}
         commit = newest(CommitStore([world.folders[rank]], 0))
         return commit and pickle.loads(commit[1])
@@ -327,19 +246,6 @@ def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
     assert world.names == ["hvdkit.elastic.window", *more, "hvdkit.elastic.commit"]
 
 
-def test_values_that_the_first_rank_cannot_pickle_raise_on_all_ranks(world):
-    def work(committer, rank):
-        committer.resume(pytest.fail)
-        committer.commit(writes(b"good"), values=lambda: rank)
-        committer.commit(writes(b"bad"), values=lambda: threading.Lock())
-
-    for error in world.run(work):
-        assert isinstance(error, HvdkitError)
-        assert "commit 2 of the elastic state was not stored: rank 0: TypeError" in str(error)
-    for folder in world.folders:
-        assert newest(CommitStore([folder], 0)) == (CommitId(0, 1), b"good")
-
-
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -347,12 +253,17 @@ def test_values_that_the_first_rank_cannot_pickle_raise_on_all_ranks(world):
         ("file to copy", "not copied to a new host: rank 1: (PermissionError|OSError)"),
         ("load", "commit 3 of the elastic state was not restored: rank 1: EOFError. Put"),
         ("save", "commit 4 of the elastic state was not stored: rank 1: MemoryError. Two"),
+        ("write", "commit 4 of the elastic state was not stored: rank 1: TypeError"),
+        ("values", "commit 4 of the elastic state was not stored: rank 0: TypeError"),
+        ("copy", "not copied to a new host: rank 2: IsADirectoryError"),
     ],
 )
-def test_a_commit_that_one_rank_cannot_read_raises_on_all_ranks(world, monkeypatch, broken, said):
+def test_an_error_on_one_rank_is_raised_on_all_ranks(world, monkeypatch, broken, said):
     CommitStore([world.folders[1]], 0).write(CommitId(1, 3), writes(CONTENT))
     if broken == "folder":
         world.folders[1].rename(world.folders[1].with_name("gone"))
+    if broken == "copy":
+        (world.folders[2] / "0.draft").mkdir()
     if broken == "file to copy":
 
         def no_map(path, *_):
@@ -366,15 +277,23 @@ def test_a_commit_that_one_rank_cannot_read_raises_on_all_ranks(world, monkeypat
                 raise EOFError
 
         def saves():
-            if rank == 1:
+            if (broken, rank) == ("save", 1):
                 raise MemoryError
 
+        def write(file, *_):
+            if (broken, rank) == ("write", 1):
+                raise TypeError("cannot pickle '_thread.lock' object")
+            file.write(b"next")
+
         committer.resume(fails)
-        committer.commit(writes(b"next"), saves)
+        committer.commit(write, saves, values=threading.Lock if broken == "values" else lambda: 0)
 
     for error in world.run(work, start=2):
         assert isinstance(error, HvdkitError)
         assert re.search(said, str(error))
+    if broken == "values":
+        for folder in world.folders:
+            assert newest(CommitStore([folder], 0)) == (CommitId(1, 3), CONTENT)
 
 
 def test_a_change_that_one_host_knows_ends_all_ranks(world):
@@ -385,12 +304,6 @@ def test_a_change_that_one_host_knows_ends_all_ranks(world):
     # Of a start before.
     (world.folders[1] / HOSTS_FILE).write_text("3")
     assert world.run(lambda committer, _: committer.hosts_changed()) == [False] * 3
-
-
-def test_a_start_survives_the_environment(tmp_path):
-    start = ElasticStart([tmp_path, Path("/x")], 3, 8, True)
-    assert ElasticStart.read(start.variables()) == start
-    assert ElasticStart.read({}) is None
 
 
 class Interrupt(Exception):
@@ -505,6 +418,9 @@ def test_a_job_that_is_not_elastic_calls_the_function(monkeypatch):
     assert elastic_function(lambda s: 1, adapter())(state) == ("in process", 1)
 
 
+started = functools.partial(elastic_function, adapter=replace(adapter(), collectives=one_rank))
+
+
 class StartedState(CommittedState, Saved):
     """A state that counts its resets and writes its number of epochs."""
 
@@ -541,7 +457,7 @@ def test_a_state_that_is_trained_in_several_calls(monkeypatch, tmp_path):
     folder = tmp_path / "host"
     folder.mkdir()
 
-    @functools.partial(elastic_function, adapter=replace(adapter(), collectives=lambda: OneRank()))
+    @started
     def train(state):
         state.epochs += 1
         state.commit()
@@ -564,11 +480,6 @@ def test_a_state_that_is_trained_in_several_calls(monkeypatch, tmp_path):
 def in_elastic_job(monkeypatch, tmp_path):
     for name, value in ElasticStart([tmp_path], 0, 0, False).variables().items():
         monkeypatch.setenv(name, value)
-
-
-started = functools.partial(
-    elastic_function, adapter=replace(adapter(), collectives=lambda: OneRank())
-)
 
 
 @pytest.mark.parametrize("method", ["commit", "check_host_updates"])
