@@ -580,8 +580,11 @@ def clip_value(world: World, number: int) -> None:
 def clip_with_hvd(world: World, number: int) -> None:
     norm = world.hvd.clip_grad_norm_(world.optimizer, 0.1)
     world.clip_reference()
-    world.before_clipping, world.norm = [], None  # the optimizer has this norm from now on
+    world.norm = None  # the optimizer has this norm from now on
     expected = nn.utils.clip_grad_norm_(world.reference.parameters(), 0.1)
+    # The next pass undoes the factor of `max_grad_norm`, and not that of this call.
+    factor = min(0.1 / (float(expected) + 1e-6), 1.0)
+    world.before_clipping = [None if g is None else factor * g for g in world.before_clipping]
     if world.setting.compression == "none":
         torch.testing.assert_close(float(norm), float(expected), rtol=1e-9, atol=1e-12)
     world.check_gradients()
