@@ -270,6 +270,15 @@ def test_the_size_of_buckets(size, option):
     assert is_noted != bool(option)
 
 
+def test_passes_around_ddp_are_noted():
+    """DDP leaves their gradients local, for example those of a Fisher matrix (icefall #226)."""
+    script = SETUP + "ddp_model.module(x).sum().backward()\nddp_model(x).sum().backward()\n"
+    outcome = migrated(script)
+    assert outcome.after.endswith("ddp_model(x).sum().backward()\n" * 2)
+    (note,) = [each for each in outcome.notes if "no_sync(optimizer)" in each.text]
+    assert note.line == script.count("\n") - 1
+
+
 def test_classes_of_torch_optim_that_are_no_optimizers():
     lines = (
         "average = torch.optim.swa_utils.AveragedModel(ddp_model.module)\n"

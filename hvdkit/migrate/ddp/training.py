@@ -156,6 +156,15 @@ def inner_model(self: Rule[Conversion], it: Conversion) -> None:
         if owner in models:
             it.script.edit(node, lambda each: each.value)
             it.script.change(self.name, node, self.reason)
+            parent = it.script.parent(node)
+            if isinstance(parent, cst.Call) and parent.func is node:
+                it.script.note(
+                    self.name,
+                    node,
+                    f"DDP does not reduce the gradients of a backward pass through {owner}.module, "
+                    f"and hvdkit reduces those of each pass. If one follows this call, make it in "
+                    f"`with {it.hvd}.no_sync(optimizer):`",
+                )
         elif not it.facts.is_distributed and not re.search("model|net", owner, re.I):
             continue  # the file does not mention DDP
         elif owner.split(".")[0] not in ("", "self", "cls"):
