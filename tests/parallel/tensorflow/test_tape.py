@@ -137,6 +137,38 @@ def test_two_calls_of_one_function_in_a_graph(hvd, models, method):
         assert_close(reduced, [np.mean(gs, axis=0) for gs in zip(*each, strict=True)])
 
 
+def test_comparisons_in_two_functions_of_a_graph(hvd):
+    """Each rank is slow in another function, so that it could compare other variables first."""
+    import tensorflow as tf
+
+    def gradients(variables, x, seconds):
+        # The comparison of the values waits for this.
+        variables[0].assign(slowly(variables[0].read_value(), seconds))
+        with tf.GradientTape() as tape:
+            loss = loss_of(variables, x)
+        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+    models = [variables_of(seed) for seed in (0, 10)]
+
+    @tf.function
+    def first(x, seconds):
+        return gradients(models[0], x, seconds)
+
+    @tf.function
+    def second(x, seconds):
+        return gradients(models[1], x, seconds)
+
+    @tf.function
+    def step(x):
+        is_slow = [tf.constant(0.3 * (hvd.rank() % 2 == k), tf.float64) for k in range(2)]
+        return first(x, is_slow[0]), second(x, is_slow[1])
+
+    with recorded("hvdkit") as lines:
+        for _ in range(3):
+            step(tf.constant(data_of(hvd.rank())))
+    assert not lines
+
+
 def test_a_custom_compressor(hvd):
     import tensorflow as tf
     from horovod.tensorflow.compression import Compressor
