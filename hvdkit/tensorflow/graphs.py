@@ -9,7 +9,7 @@ import collections
 import itertools
 import re
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,9 +20,6 @@ from tensorflow.python.ops import gen_resource_variable_ops as resource_ops
 from tensorflow.python.ops import resource_variable_ops
 
 _calls: WeakKeyDictionary[tf.Graph, collections.Counter[Hashable]] = WeakKeyDictionary()
-
-# Graph -> the name of the last operation of `after_earlier`.
-_last: WeakKeyDictionary[tf.Graph, str] = WeakKeyDictionary()
 
 _Function: Any = type(tf.function(lambda: None))
 _to_retrace: WeakSet[Any] = WeakSet()
@@ -48,17 +45,8 @@ def trace_position(key: Hashable) -> str:
     while _is_function(outer := getattr(graph, "outer_graph", None)):
         names.append(re.sub(r"(_\d+)+$", "", graph.name))
         graph = outer
-    return "/".join(reversed(names))
-
-
-def after_earlier(make: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Return the tensor `make()`; its operation runs after those of earlier calls in the graph."""
-    graph = tf.compat.v1.get_default_graph()
-    earlier = [graph.get_operation_by_name(_last[graph])] if graph in _last else []
-    with tf.control_dependencies(earlier):
-        made = make()
-    _last[graph] = made.op.name
-    return made
+    # Horovod cuts off the part of a collective's name before a slash.
+    return ".".join(reversed(names)).replace("/", ".")
 
 
 def root_graph() -> tf.Graph:

@@ -13,6 +13,7 @@ from tensorflow.python.eager import context, core, execute
 from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.errors import HvdkitError
+from hvdkit.tensorflow.call_order import order_calls
 from hvdkit.tensorflow.devices import use_own_gpu
 from hvdkit.tensorflow.graphs import clear_traces, reset_values
 
@@ -71,6 +72,7 @@ def _explain_errors() -> None:
 
 
 _explain_errors()
+order_calls()
 
 shutdown = _runtime.shutdown
 host_collectives = _runtime.host_collectives

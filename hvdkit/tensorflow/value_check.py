@@ -12,8 +12,9 @@ import tensorflow as tf
 from hvdkit.core.consistency import RankMismatchError
 from hvdkit.core.replicas import INTERVAL, CheckSettings, ReplicaCheck
 from hvdkit.core.variable_replicas import variable_replicas
+from hvdkit.tensorflow.call_order import BLOCKING
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.graphs import GraphValue, after_earlier
+from hvdkit.tensorflow.graphs import GraphValue
 from hvdkit.tensorflow.replicas import TensorAccess
 from hvdkit.tensorflow.variables import tf_variable_or_none
 
@@ -81,11 +82,11 @@ class ValueCheck:
 
         def run() -> tf.Tensor:
             values = [variable.read_value() for variable in found.values()]
-            return tf.ensure_shape(tf.py_function(compare, [count, *values], tf.int32), ())
+            compared = tf.py_function(compare, [count, *values], tf.int32, name=BLOCKING)
+            return tf.ensure_shape(compared, ())
 
         due = tf.gather(_DUE, tf.minimum(count, INTERVAL + count % INTERVAL))
-        # A comparison blocks, so all ranks must run those of a graph in the same order.
-        checked = after_earlier(lambda: tf.cond(due, run, lambda: tf.constant(0)))
+        checked = tf.cond(due, run, lambda: tf.constant(0))
         with tf.control_dependencies([checked]):
             return self._count.assign(handle, count + 1)
 

@@ -1,5 +1,7 @@
 """Random numbers, and assertions about all ranks."""
 
+import time
+
 import numpy as np
 
 
@@ -26,3 +28,23 @@ def assert_same_on_all_ranks(hvd, values):
     gathered = hvd.allgather(tf.constant(flat)[None]).numpy()
     for other in gathered:
         np.testing.assert_array_equal(other, gathered[0])
+
+
+def slowly(x, seconds):
+    """Return `x` after some seconds, and its gradient after the same time, in a graph."""
+    import tensorflow as tf
+
+    def sleep(x, seconds):
+        time.sleep(seconds)
+        return x
+
+    def after(x):
+        # Not stateful, so that TensorFlow may call it at any time.
+        slept = tf.numpy_function(sleep, [x, seconds], x.dtype, stateful=False)
+        return tf.ensure_shape(slept, x.shape)
+
+    @tf.custom_gradient
+    def both(x):
+        return after(x), after
+
+    return both(x)

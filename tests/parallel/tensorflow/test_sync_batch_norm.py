@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks, numbers
+from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks, numbers, slowly
 
 WHERE = ["eager", "graph"]
 
@@ -253,3 +253,73 @@ def test_keras_fit(hvd):
     for mine, theirs in zip(own, plain, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4)
     assert_same_on_all_ranks(hvd, own)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_two_calls_of_one_function_in_a_graph(hvd, layers):
+    """Each rank is slow in another call, so that it could meet other ranks' other call."""
+    import tensorflow as tf
+
+    class Tower:
+        def __init__(self):
+            self.layer = hvd.SyncBatchNormalization(epsilon=1e-5, dtype="float64")
+            self.layer.build((None, 3))
+
+        @tf.function
+        def __call__(self, x, seconds):
+            return slowly(self.layer(slowly(x, seconds), training=True), seconds)
+
+    towers = [Tower() for _ in range(layers)]
+
+    def run(data, seconds):
+        pairs = zip([towers[0], towers[-1]], data, seconds, strict=True)
+        return [tower(x, s) for tower, x, s in pairs]
+
+    assert_two_as_one_process(hvd, run)
+
+
+def test_two_layers_side_by_side_in_a_nested_function(hvd):
+    import tensorflow as tf
+
+    layers = [hvd.SyncBatchNormalization(epsilon=1e-5, dtype="float64") for _ in range(2)]
+    for layer in layers:
+        layer.build((None, 3))
+
+    @tf.function
+    def run(data, seconds):
+        return [
+            slowly(layer(slowly(x, s), training=True), s)
+            for layer, x, s in zip(layers, data, seconds, strict=True)
+        ]
+
+    assert_two_as_one_process(hvd, run)
+
+
+def assert_two_as_one_process(hvd, normalize):
+    """Assert that `normalize` normalizes two batches in a graph, which may be slow on a rank."""
+    import keras
+    import tensorflow as tf
+
+    @tf.function
+    def run(data):
+        seconds = [tf.constant(0.3 * (hvd.rank() % 2 == k), tf.float64) for k in range(2)]
+        with tf.GradientTape() as tape:
+            tape.watch(data)
+            outputs = normalize(data, seconds)
+            loss = tf.add_n([tf.reduce_sum(y**3) for y in outputs])
+        return outputs, tape.gradient(loss, data)
+
+    batches = [[batch_of(r, (3,), 4) * (k + 1) ** r for r in range(hvd.size())] for k in range(2)]
+    for _ in range(2):
+        outputs, gradients = run([tf.constant(of_call[hvd.rank()]) for of_call in batches])
+    here = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+    for of_call, y, gradient in zip(batches, outputs, gradients, strict=True):
+        x = tf.constant(np.concatenate(of_call))
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            plain = keras.layers.BatchNormalization(epsilon=1e-5, dtype="float64")
+            whole = plain(x, training=True)
+            loss = tf.reduce_sum(whole**3)
+        np.testing.assert_allclose(y, whole[here], rtol=1e-11, atol=1e-11)
+        wanted = tape.gradient(loss, x)[here]
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-9, atol=1e-9)

@@ -1,6 +1,7 @@
 """Distributed gradient tapes compared with one process that has the data of all ranks."""
 
 import contextlib
+import functools
 import itertools
 import re
 import tempfile
@@ -14,6 +15,7 @@ from tests.parallel.tensorflow.oracle import (
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
     numbers,
+    slowly,
 )
 
 WHERE = ["eager", "graph"]
@@ -93,6 +95,78 @@ def test_gradients_equal_those_of_one_process_with_all_data(hvd, where, op, comp
     tolerance = {"none": 1e-12, "fp16": 4e-3, "bf16": 3e-2}[compression]
     assert_close(gradients, expected_gradients(variables, range(hvd.size()), mean), tolerance)
     assert_same_on_all_ranks(hvd, gradients)
+
+
+@pytest.mark.parametrize("method", ["gradient", "jacobian"])
+@pytest.mark.parametrize("models", [1, 2])
+def test_two_calls_of_one_function_in_a_graph(hvd, models, method):
+    """Each rank is slow in another call, so that it could meet other ranks' other call."""
+    import tensorflow as tf
+
+    class Model:
+        def __init__(self, seed):
+            self.variables = variables_of(seed)
+
+        @tf.function
+        def gradients(self, x, seconds):
+            with tf.GradientTape() as tape:
+                loss = loss_of(self.variables, slowly(x, seconds))
+            tape = hvd.DistributedGradientTape(tape)
+            return getattr(tape, method)(loss, self.variables)
+
+    trained = [Model(10 * k) for k in range(models)]
+    calls = [trained[0], trained[-1]]
+
+    @tf.function
+    def step(data):
+        is_slow = [0.3 * (hvd.rank() % 2 == k) for k in range(2)]
+        return [
+            model.gradients(x, tf.constant(seconds, tf.float64))
+            for model, x, seconds in zip(calls, data, is_slow, strict=True)
+        ]
+
+    for _ in range(2):
+        results = step([tf.constant(data_of(hvd.rank(), k)) for k in range(2)])
+    for k, (model, reduced) in enumerate(zip(calls, results, strict=True)):
+        each = [
+            plain_gradients(
+                functools.partial(loss_of, model.variables, data_of(r, k)), model.variables
+            )
+            for r in range(hvd.size())
+        ]
+        assert_close(reduced, [np.mean(gs, axis=0) for gs in zip(*each, strict=True)])
+
+
+def test_comparisons_in_two_functions_of_a_graph(hvd):
+    """Each rank is slow in another function, so that it could compare other variables first."""
+    import tensorflow as tf
+
+    def gradients(variables, x, seconds):
+        # The comparison of the values waits for this.
+        variables[0].assign(slowly(variables[0].read_value(), seconds))
+        with tf.GradientTape() as tape:
+            loss = loss_of(variables, x)
+        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+    models = [variables_of(seed) for seed in (0, 10)]
+
+    @tf.function
+    def first(x, seconds):
+        return gradients(models[0], x, seconds)
+
+    @tf.function
+    def second(x, seconds):
+        return gradients(models[1], x, seconds)
+
+    @tf.function
+    def step(x):
+        is_slow = [tf.constant(0.3 * (hvd.rank() % 2 == k), tf.float64) for k in range(2)]
+        return first(x, is_slow[0]), second(x, is_slow[1])
+
+    with recorded("hvdkit") as lines:
+        for _ in range(3):
+            step(tf.constant(data_of(hvd.rank())))
+    assert not lines
 
 
 def test_a_custom_compressor(hvd):
