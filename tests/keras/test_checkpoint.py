@@ -699,6 +699,9 @@ def test_a_checkpoint_without_optimizers_of_nested_models_is_read(hvd, tmp_path)
 def recurrent_model():
     import keras
 
+    if keras.backend.backend() == "torch":
+        # The backward pass raises, because Keras writes into a tensor that the pass needs.
+        pytest.skip("Keras cannot train stateful layers on PyTorch")
     keras.utils.set_random_seed(3)
     model = keras.Sequential(
         [
@@ -752,12 +755,12 @@ def test_state_outside_of_the_variables_resumes(hvd, tmp_path, make):
 
 
 @pytest.mark.parametrize("make", [recurrent_model, wrapped_model])
-def test_a_checkpoint_without_this_state_is_read(hvd, tmp_path, make, monkeypatch):
+def test_a_checkpoint_without_this_state_is_read(hvd, tmp_path, make):
     """Earlier versions did not save it."""
     from hvdkit.keras import items
 
     saved, model = make(), make()
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(items, "buffers_of", lambda model: [])
         patched.setattr(items, "recurrent_states", lambda model: [])
         fit(hvd, saved, tmp_path)
