@@ -35,6 +35,7 @@ from hvdkit.keras.models import distributions_of, has_own_step
 from hvdkit.keras.replicas import keras_replicas
 from hvdkit.keras.statistics import (
     StatisticsAverage,
+    compared_buffers,
     statistics_of,
     synchronized_by_strategy,
 )
@@ -569,7 +570,7 @@ class Coordination:
         moving = {id(variable) for variable in statistics_of(self.model)}
         return [
             variable
-            for variable in self.model.non_trainable_weights
+            for variable in [*self.model.non_trainable_weights, *compared_buffers(self.model)]
             if id(variable) not in moving
             and not any(d.is_local(variable) for d in self.distributions)
         ]

@@ -26,6 +26,7 @@ from hvdkit.keras.further_optimizers import (
 )
 from hvdkit.keras.items import reduction_items_of
 from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
+from hvdkit.keras.model_state import variables_of, weights_of
 from hvdkit.keras.models import is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
@@ -60,8 +61,8 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
     broadcasts the state of rank 0. `restore` in the same process also restores the states of random
-    seeds. A commit does not contain these states: a rank that starts again has the seeds that the
-    script makes.
+    seeds and of stateful RNN layers. A commit does not contain these states: a rank that starts
+    again has the seeds that the script makes.
 
     The state contains the scales of `compression="fp16"`. A commit does not contain accumulated
     gradients: see `commit`.
@@ -166,13 +167,13 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         return [variable for each in built for variable in each.variables]
 
     def _stored_variables(self) -> list[Any]:
-        return [*self.model.weights, *self._optimizer_variables()]
+        return [*weights_of(self.model), *self._optimizer_variables()]
 
     def _save_variables(self) -> None:
         # Copies, because on the CPU an array may share the memory of the variable.
         self._saved_variables = [
             (variable, keras.ops.convert_to_numpy(variable).copy())
-            for variable in [*self.model.variables, *self._optimizer_variables()]
+            for variable in [*variables_of(self.model), *self._optimizer_variables()]
         ]
 
 

@@ -11,6 +11,7 @@ from hvdkit.core.loss_scaling import outermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import Trained, build, further_optimizers, trained_of
+from hvdkit.keras.model_state import weights_of
 from hvdkit.keras.models import finalize
 
 hvd = backend.hvd
@@ -130,7 +131,8 @@ def broadcast_model(
     """Copy the weights of rank `root_rank`'s model and its optimizer's state to every rank.
 
     If the model has further optimizers as attributes, as a GAN, or nested models with optimizers,
-    the states of those that are built are copied, too.
+    the states of those that are built are copied, too. Buffers of PyTorch modules in the model,
+    such as running statistics, are copied like weights. States of stateful RNN layers are not.
 
     The optimizer's counters, learning rate and loss scale are part of its state. The states of
     random seeds are not broadcast: with equal seeds, all ranks would drop the same units in Dropout
@@ -175,7 +177,7 @@ def broadcast_model(
         local = {id(variable) for variable in local_variables}
         return [
             variable
-            for variable in [*model.weights, *found]
+            for variable in [*weights_of(model), *found]
             if not backend.is_among(variable, local)
         ]
 

@@ -26,6 +26,7 @@ from hvdkit.keras.further_optimizers import (
     further_optimizers,
 )
 from hvdkit.keras.metrics import flat_metrics
+from hvdkit.keras.model_state import buffers_of, recurrent_states
 from hvdkit.keras.optimizer import distribution_of
 
 log = logging.getLogger("hvdkit.keras")
@@ -40,6 +41,10 @@ def items_of(model: Any) -> dict[str, StatefulItem]:
     items: dict[str, StatefulItem] = {
         "model": Variables(lambda: named(model.weights), "the model", backend.tensor_of)
     }
+    if buffers_of(model):
+        items["buffers"] = Buffers(
+            lambda: named(buffers_of(model)), "the buffers of modules", backend.tensor_of
+        )
     if optimizer is not None:
         items["optimizer"] = Variables(
             lambda: named(optimizer.variables), "the optimizer", backend.tensor_of
@@ -64,13 +69,27 @@ def reduction_items_of(optimizer: Any) -> dict[str, Plain]:
 
 def rank_items_of(model: Any) -> dict[str, RankItem]:
     """Return the items of a built and compiled model that differ between ranks, except metrics."""
-    return {
+    items: dict[str, RankItem] = {
         "seeds": OwnVariables(lambda: _seeds(model)),
         "global_seed": GlobalSeed(),
         "variables": OwnVariables(lambda: _local(model)),
+    }
+    # Parts of their own, because earlier checkpoints lack them.
+    if buffers_of(model):
+        items["own_buffers"] = OwnVariables(lambda: _smallest(buffers_of(model)))
+    if recurrent_states(model):
+        items["recurrent"] = OwnVariables(lambda: recurrent_states(model))
+    return items | {
         # Last, because creating a seed draws from Python's random numbers.
         "random": backend.randomness(),
     }
+
+
+class Buffers(Variables):
+    """A `StatefulItem`: the first rank's buffers of PyTorch modules."""
+
+    #: Earlier versions saved no buffers.
+    optional = True
 
 
 class Layout:
@@ -263,19 +282,22 @@ def _local(model: Any) -> list[Any]:
     These are the variables of local layers with their optimizer state, and the statistics of layers
     such as BatchNormalization, up to a limit (`smallest`).
     """
-    statistics = {
-        str(id(variable)): variable
-        for layer in model._flatten_layers()
-        for variable in layer._non_trainable_variables
-    }
-    chosen = smallest({key: backend.bytes_of(each) for key, each in statistics.items()})
-    own = [variable for key, variable in statistics.items() if key in chosen]
+    own = _smallest(
+        [each for layer in model._flatten_layers() for each in layer._non_trainable_variables]
+    )
     for optimizer in all_optimizers(model):
         distribution = distribution_of(optimizer)
         if distribution is not None and optimizer.built:
             for variable in distribution.local_variables:
                 own += [variable, *(slot for each, slot in slots_of(optimizer) if each is variable)]
     return own
+
+
+def _smallest(variables: Sequence[Any]) -> list[Any]:
+    """Return the variables that each rank saves; see `smallest`."""
+    by_id = {str(id(variable)): variable for variable in variables}
+    chosen = smallest({key: backend.bytes_of(each) for key, each in by_id.items()})
+    return [variable for key, variable in by_id.items() if key in chosen]
 
 
 #: The attributes of Keras's callbacks on which later epochs depend.

@@ -21,6 +21,7 @@ from hvdkit.core.trial import with_candidate
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of
+from hvdkit.keras.model_state import buffers_of
 from hvdkit.keras.multi_optimizer import optimizers_inside
 
 hvd = backend.hvd
@@ -170,7 +171,7 @@ def PartialDistributedOptimizer(
     distribution = distribution_of(wrapped)
     assert distribution is not None
     for layer in layers:
-        for local in (*layer.variables, *layer._flatten_layers()):
+        for local in (*layer.variables, *buffers_of(layer), *layer._flatten_layers()):
             distribution.keep_local(local)
     return wrapped
 

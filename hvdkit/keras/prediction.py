@@ -10,9 +10,10 @@ from hvdkit.core.consistency import RankMismatchError, check_consistency
 from hvdkit.core.replicas import find_difference
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.model_state import buffers_of, stateful_layers
 from hvdkit.keras.models import distributions_of
 from hvdkit.keras.replicas import keras_replicas
-from hvdkit.keras.statistics import StatisticsAverage, statistics_of
+from hvdkit.keras.statistics import StatisticsAverage, compared_buffers, statistics_of
 
 
 def predict(
@@ -35,7 +36,7 @@ def predict(
         The result of `model.predict(x)` for all rows, in their order, on every rank.
 
     Raises:
-        UsageError: the arrays have different numbers of rows, or no rows.
+        UsageError: the arrays have different numbers of rows, or no rows; or a layer is stateful.
         RankMismatchError: on every rank, if ranks have different numbers of rows, or if the models'
             weights differ, except those of `local_layers` (see `PartialDistributedOptimizer`).
         HvdkitError: on every rank, if `model.predict` has raised on one of them.
@@ -55,14 +56,21 @@ def predict(
     elif len(counts) > 1 or not counts[0]:
         problem = f"the arrays of x have {counts} rows: expected the same number >= 1 in all arrays"
     rows = counts[0] if counts else 0
-    moving = {id(variable) for variable in statistics_of(model)}
     group = backend.collectives(process_set)
+    if not group.single_rank and (stateful := stateful_layers(model)):
+        problem = problem or (
+            f"the model has a stateful {type(stateful[0]).__name__}: its results depend on earlier "
+            f"batches, so ranks cannot divide the rows. Call model.predict with all rows instead"
+        )
+    moving = {id(variable) for variable in statistics_of(model)}
     distributions = distributions_of(model)
 
     def is_local(variable: Any) -> bool:
         return any(d.is_local(variable) for d in distributions)
 
-    weights = [v for v in model.weights if not is_local(v)]
+    shared = [*model.weights, *(v for v in buffers_of(model) if id(v) in moving)]
+    shared += compared_buffers(model)
+    weights = [v for v in shared if not is_local(v)]
     if not group.single_rank:
         check_consistency(
             group,

@@ -9,13 +9,17 @@ import numpy as np
 
 from hvdkit.core.consistency import all_equal
 from hvdkit.keras import backend
+from hvdkit.keras.model_state import buffers_of
 
 log = logging.getLogger("hvdkit.keras")
 
 
 def statistics_of(model: Any) -> list[Any]:
-    """Return the moving statistics of a model's trainable batch normalization layers."""
-    return [
+    """Return the moving statistics of a model's trainable batch normalization layers.
+
+    Also those of PyTorch's normalization modules, which `trainable` does not stop.
+    """
+    own = [
         variable
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
@@ -23,6 +27,17 @@ def statistics_of(model: Any) -> list[Any]:
         for variable in layer._non_trainable_variables
         if backend.is_floating(variable)
     ]
+    moved = (buffer for buffer in buffers_of(model) if buffer.of_normalization)
+    return [*own, *(buffer for buffer in moved if backend.is_floating(buffer))]
+
+
+def compared_buffers(model: Any) -> list[Any]:
+    """Return the buffers of PyTorch modules that must be equal on all ranks.
+
+    The buffers of normalization modules are left out: the statistics are averaged, and the number
+    of batches may differ if a rank has called the model before.
+    """
+    return [buffer for buffer in buffers_of(model) if not buffer.of_normalization]
 
 
 def synchronized_by_strategy(model: Any) -> list[Any]:

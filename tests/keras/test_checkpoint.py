@@ -694,3 +694,75 @@ def test_a_checkpoint_without_optimizers_of_nested_models_is_read(hvd, tmp_path)
         fit(hvd, model, tmp_path)
     assert arrays(model) == arrays(saved)
     assert any("has no optimizers; not restored" in each.getMessage() for each in records)
+
+
+def recurrent_model():
+    import keras
+
+    if keras.backend.backend() == "torch":
+        # The backward pass raises, because Keras writes into a tensor that the pass needs.
+        pytest.skip("Keras cannot train stateful layers on PyTorch")
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input(batch_shape=(4, 3)),
+            keras.layers.Reshape((3, 1)),
+            keras.layers.LSTM(2, stateful=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", loss="mse")
+    return model
+
+
+def wrapped_model():
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("TorchModuleWrapper needs PyTorch")
+    import torch
+
+    keras.utils.set_random_seed(3)
+    normalized = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    layer = keras.layers.TorchModuleWrapper(normalized, output_shape=(None, 3))
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    model.compile("sgd", loss="mse")
+    return model
+
+
+@pytest.mark.parametrize("make", [recurrent_model, wrapped_model])
+def test_state_outside_of_the_variables_resumes(hvd, tmp_path, make):
+    import keras
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise RuntimeError("deliberate")
+
+    def state(model):
+        if make is recurrent_model:
+            return [s.numpy().tolist() for s in model.layers[1].states]
+        return [b.tolist() for b in model.layers[0].module.buffers()]
+
+    whole, first, second = make(), make(), make()
+    fit(hvd, whole, tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="deliberate"):
+        fit(hvd, first, tmp_path / "cut", every_steps=1, callbacks=[Stops()])
+    callback, _ = fit(hvd, second, tmp_path / "cut", every_steps=1)
+    assert callback.step == 3
+    assert arrays(second) == arrays(whole)
+    assert state(second) == state(whole)
+
+
+@pytest.mark.parametrize("make", [recurrent_model, wrapped_model])
+def test_a_checkpoint_without_this_state_is_read(hvd, tmp_path, make):
+    """Earlier versions did not save it."""
+    from hvdkit.keras import items
+
+    saved, model = make(), make()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(items, "buffers_of", lambda model: [])
+        patched.setattr(items, "recurrent_states", lambda model: [])
+        fit(hvd, saved, tmp_path)
+    fit(hvd, model, tmp_path)
+    assert arrays(model) == arrays(saved)

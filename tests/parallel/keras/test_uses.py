@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvdkit.core.consistency import RankMismatchError
+from hvdkit.errors import UsageError
 from tests.logs import recorded
 from tests.parallel.keras.job import classifier, same_everywhere, samples
 
@@ -816,3 +817,96 @@ def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
     same_everywhere([weight.tolist() for weight in model.between.get_weights()])
     assert len(same_everywhere(history.history["loss"])) == 2
     assert os.path.exists(path) == (hvd.rank() == 0)
+
+
+def wrapped_model(optimizer):
+    """Return a model with the batch normalization of PyTorch, and this module."""
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("TorchModuleWrapper needs PyTorch")
+    import torch
+
+    module = torch.nn.BatchNorm1d(2, momentum=0.5, eps=1e-9)
+    layer = keras.layers.TorchModuleWrapper(torch.nn.Sequential(module), output_shape=(None, 2))
+    model = keras.Sequential([keras.Input((2,)), layer])
+    model.compile(optimizer, loss="mse")
+    return model, module
+
+
+def test_buffers_of_a_wrapped_module_are_broadcast(hvd):
+    import torch
+
+    model, module = wrapped_model("sgd")
+    if hvd.rank() == 1:
+        module.running_mean += 5.0
+        module.num_batches_tracked += 7
+    hvd.broadcast_model(model, root_rank=1)
+    assert torch.equal(module.running_mean, torch.full((2,), 5.0))
+    assert int(module.num_batches_tracked) == 7
+
+
+def test_statistics_of_a_wrapped_module_are_averaged(hvd):
+    """`hvd.predict` averages them within an epoch, and `fit` at the end of an epoch."""
+    import keras
+
+    model, module = wrapped_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    x = np.array([[1.0, 2.0], [3.0, 6.0]], "float32") * (1 + hvd.rank())
+    rows = np.arange(2.0 * hvd.size() + 2, dtype="float32").reshape(-1, 2)
+    scales = 1.0 + np.arange(hvd.size())
+    # PyTorch divides the squares of the two rows by 1, and Keras by 2.
+    mean = 0.5 * np.mean(scales) * np.array([2.0, 4.0])
+    variance = 0.5 + 0.5 * np.mean(scales**2) * np.array([2.0, 8.0])
+    found = []
+
+    def predict(batch, logs):
+        found.append(hvd.predict(model, rows, verbose=0))
+
+    predicts = keras.callbacks.LambdaCallback(on_train_batch_end=predict)
+    model.fit(x, x, batch_size=2, verbose=0, callbacks=[predicts])
+    np.testing.assert_allclose(found[0], (rows - mean) / np.sqrt(variance), rtol=1e-4, atol=1e-5)
+    model, module = wrapped_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    model.fit(x, x, batch_size=2, verbose=0)
+    np.testing.assert_allclose(module.running_mean.numpy(), mean, rtol=1e-5)
+    np.testing.assert_allclose(module.running_var.numpy(), variance, rtol=1e-5)
+    same_everywhere(module.running_var.tolist())
+
+
+def test_statistics_of_a_local_wrapped_module_are_not_averaged(hvd):
+    import keras
+
+    model, module = wrapped_model("sgd")
+    optimizer = keras.optimizers.SGD(0.0)
+    model.compile(
+        hvd.PartialDistributedOptimizer(
+            optimizer, local_layers=model.layers, check_parameters=False
+        ),
+        loss="mse",
+    )
+    x = np.array([[1.0, 2.0], [3.0, 6.0]], "float32") * (1 + hvd.rank())
+    model.fit(x, x, batch_size=2, verbose=0)
+    np.testing.assert_allclose(module.running_mean.numpy(), 0.5 * x.mean(axis=0), rtol=1e-5)
+
+
+def test_a_buffer_that_differs_raises(hvd):
+    """A buffer outside of normalization is compared as a frozen weight is."""
+    import keras
+
+    model, _ = wrapped_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    import torch
+
+    model.layers[0].module.register_buffer("scale", torch.full((2,), float(hvd.rank())))
+    x = np.ones((2, 2), "float32")
+    with pytest.raises(RankMismatchError, match="scale"):
+        hvd.predict(model, x, verbose=0)
+    with pytest.raises(RankMismatchError, match="scale"):
+        model.fit(x, x, batch_size=2, verbose=0)
+
+
+def test_predict_of_a_stateful_layer_raises(hvd):
+    import keras
+
+    layer = keras.layers.LSTM(2, stateful=True)
+    model = keras.Sequential([keras.Input(batch_shape=(1, 3, 2)), layer])
+    with pytest.raises(UsageError, match="has a stateful LSTM: .* Call model.predict"):
+        hvd.predict(model, np.ones((4, 3, 2)), batch_size=1, verbose=0)
