@@ -17,6 +17,8 @@ from hvdkit.whole_files import replacing
 PATH = "path"
 #: The file with the function and its arguments.
 FUNCTION = "function"
+# The variables in which the agent of `gloo`, Open MPI and MPICH tell a process its rank.
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def result_name(rank: int) -> str:
@@ -32,7 +34,7 @@ def main(folder: Path) -> None:
     """
     import cloudpickle
 
-    rank = int(os.environ["HOROVOD_RANK"])
+    rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ)
     prefix, path = pickle.loads((folder / PATH).read_bytes())
     others = [each for each in path if each not in sys.path]
     # The caller's folder precedes the installed packages, but those of another Python do not.

@@ -211,11 +211,14 @@ def _launch(words: Sequence[str]) -> None:
 
 
 def _stop(launcher: subprocess.Popen[str]) -> None:
-    """End the job. A second Ctrl-C makes the launcher kill the ranks at once."""
+    """End the job, and show the launcher's messages. It gets each further Ctrl-C, too."""
+    assert launcher.stderr is not None
     while True:
         launcher.send_signal(signal.SIGINT)
         try:
-            launcher.communicate()
+            for line in launcher.stderr:
+                sys.stderr.write(line)
+            launcher.wait()
         except KeyboardInterrupt:
             continue
         return

@@ -173,7 +173,7 @@ def test_options_for_the_launcher(tmp_path, capfd):
         **options,
     )
     assert found == [sys.executable] * 2
-    assert (tmp_path / "logs/rank.1/stdout").read_text() == "a line\n"
+    assert (tmp_path / "logs/rank.1/stdout").read_text() == "[1]<stdout>:a line\n"
     captured = capfd.readouterr()
     assert "[1]<stdout>:a line" in captured.out
     for each in ("--ssh-port=22", "--ssh-identity=id", "--start-timeout=60", "--launcher gloo"):
