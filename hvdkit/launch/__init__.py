@@ -13,5 +13,6 @@ The steps of `hvdkit run -np 2 python x.py`:
 7. `job` shows the `output` of the ranks, handles signals and `failures`, and returns the outcome.
 
 With `mpi`, `slurm` and `--nodes` (`nodes`), other programs start the agents, which connect to the
-`listener` of the launcher. `generate` writes job files for Slurm and Kubernetes.
+`listener` of the launcher. `generate` writes job files for Slurm and Kubernetes. `run_function` is
+`hvdkit.run`.
 """

@@ -51,6 +51,6 @@ def test_the_function_that_runs_a_function_on_several_ranks():
 
     import hvdkit
 
-    assert hvdkit.run is horovod.run
+    assert public_names.accepts(hvdkit.run, horovod.run)
     with pytest.raises(AttributeError, match="no attribute 'walk'"):
         hvdkit.walk  # noqa: B018
