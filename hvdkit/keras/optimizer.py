@@ -217,7 +217,7 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
         if distribution_of(each) is not None:
             raise UsageError(
                 f"the optimizer {path} in the {kind.__name__} is already a DistributedOptimizer, "
-                f"so gradients would be reduced twice: wrap only one of the two"
+                f"so gradients would be reduced twice: pass plain optimizers to {kind.__name__}"
             )
     steps = [getattr(e, "gradient_accumulation_steps", None) for e in (optimizer, *inside.values())]
     own = next(filter(None, steps), None)
