@@ -1,19 +1,47 @@
-"""The `LossScaleOptimizer` around an optimizer of Keras."""
+"""Optimizers of Keras around other optimizers, such as a `LossScaleOptimizer`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers in a `LossScaleOptimizer`; an empty list for others."""
-    found = []
-    while (optimizer := getattr(optimizer, "inner_optimizer", None)) is not None:
-        found.append(optimizer)
+def inner_optimizers(optimizer: Any) -> dict[str, Any]:
+    """Return the optimizers in an optimizer, and those in them, by the path of attributes.
+
+    An optimizer keeps others as attributes of any name, or in lists, tuples and dicts in these
+    attributes. Examples are a `LossScaleOptimizer`, a `MultiOptimizer`, and a user's own Lookahead
+    or SWA. All ranks get the same order, because it is that in which the attributes were assigned.
+    """
+    found: dict[str, Any] = {}
+    _collect("", optimizer, found, {id(optimizer)})
     return found
+
+
+def _collect(prefix: str, holder: Any, found: dict[str, Any], visited: set[int]) -> None:
+    """Add the optimizers in an optimizer or a container to `found`."""
+    if isinstance(holder, Mapping):
+        values = list(holder.items())
+    elif isinstance(holder, list | tuple):
+        values = list(enumerate(holder))
+    else:
+        # TensorFlow's lists of what it tracks have the same objects.
+        attributes = getattr(holder, "__dict__", {}).items()
+        values = [(name, value) for name, value in attributes if not name.startswith("_self_")]
+    for name, value in values:
+        # This layer must not import Keras.
+        is_optimizer = hasattr(type(value), "apply_gradients")
+        if not (is_optimizer or isinstance(value, Mapping | list | tuple)) or id(value) in visited:
+            continue
+        visited.add(id(value))
+        if is_optimizer:
+            found[f"{prefix}{name}"] = value
+        _collect(f"{prefix}{name}.", value, found, visited)
 
 
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer without its `LossScaleOptimizer`s."""
-    return next(reversed(inner_optimizers(optimizer)), optimizer)
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
 
 
 def outermost(model: Any, optimizer: Any) -> Any:
@@ -27,5 +55,5 @@ def outermost(model: Any, optimizer: Any) -> Any:
         optimizer: an optimizer; None: the optimizer of `model.compile`.
     """
     compiled = getattr(model, "optimizer", None)
-    is_inside = any(each is optimizer for each in inner_optimizers(compiled))
+    is_inside = any(each is optimizer for each in inner_optimizers(compiled).values())
     return compiled if optimizer is None or is_inside else optimizer

@@ -15,7 +15,7 @@ import keras
 from keras.src.utils import io_utils
 
 from hvdkit.core.consistency import gather
-from hvdkit.core.loss_scaling import innermost
+from hvdkit.core.loss_scaling import inner_optimizers, innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
@@ -213,7 +213,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        if main_optimizer(self.model) is not self.model.optimizer:
+        if _trained_apart(self.model):
             raise UsageError(
                 f"{type(self).__name__} sets the rate of the optimizer of compile, which is not "
                 f"wrapped, but other optimizers of the model are wrapped with "
@@ -221,7 +221,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 f"optimizers with a keras.optimizers.schedules.LearningRateSchedule, or set their "
                 f"learning_rate in a callback of your own"
             )
-        optimizer = innermost(self.model.optimizer)
+        optimizer = innermost(main_optimizer(self.model))
         if optimizers_inside(optimizer):
             raise UsageError(
                 f"the optimizer is a {type(optimizer).__name__}, and {type(self).__name__} sets "
@@ -257,10 +257,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         if logs is not None:
-            logs["lr"] = _rate_of(self.model.optimizer)
+            logs["lr"] = _rate_of(main_optimizer(self.model))
 
     def _set_rate(self, rate: float) -> None:
-        optimizer = innermost(self.model.optimizer)
+        optimizer = innermost(main_optimizer(self.model))
         old = _rate_of(optimizer)
         optimizer.learning_rate = rate
         if self.momentum_correction and old > 0 and rate != old:
@@ -319,7 +319,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if self.verbose and epoch == (self.end_epoch or 0) - 1 and backend.hvd.rank() == 0:
             io_utils.print_msg(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to "
-                f"{_rate_of(self.model.optimizer):g}."
+                f"{_rate_of(main_optimizer(self.model)):g}."
             )
 
 
@@ -328,6 +328,12 @@ def _group_of(model: Any) -> Any:
     # In a custom loop, a callback may have no model.
     distribution = None if model is None else distribution_of(main_optimizer(model))
     return distribution.collectives if distribution else backend.collectives()
+
+
+def _trained_apart(model: Any) -> bool:
+    """Return whether wrapped optimizers do not include that of `compile`, or one in it."""
+    own, main = model.optimizer, main_optimizer(model)
+    return all(each is not main for each in (own, *inner_optimizers(own).values()))
 
 
 def _rate_of(optimizer: Any) -> float:

@@ -37,7 +37,14 @@ from hvdkit.keras.items import (
     metric_variables,
     rank_items_of,
 )
-from hvdkit.keras.models import distributions_of, finalize, fit_optimizers, is_built, reduced_over
+from hvdkit.keras.models import (
+    distributions_of,
+    finalize,
+    fit_optimizers,
+    is_built,
+    main_optimizer,
+    reduced_over,
+)
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.training import LastCallback
@@ -218,7 +225,7 @@ class Checkpoint(LastCallback):
                 self._restore_position(committed)
             return None, ()
 
-        distribution = distribution_of(model.optimizer)
+        distribution = distribution_of(main_optimizer(model))
         collectives = distribution.collectives if distribution else backend.collectives()
         prepare_on_all_ranks(collectives, prepare, "the fit to save")
         self._open(model)
@@ -301,7 +308,7 @@ class Checkpoint(LastCallback):
             )
         build_for_training(model, model.optimizer)
         found = reduced_over(fit_optimizers(model))
-        ranks = found.get("optimizer", range(backend.hvd.size()))
+        ranks = next(iter(found.values()), range(backend.hvd.size()))
         check_one_model(found, ranks)
         steps = self._progress.epoch_steps
         if self._data is not None and steps is None:
@@ -327,7 +334,7 @@ class Checkpoint(LastCallback):
         # The manager must not refer to this callback, whose finalizer closes the manager.
         progress, metadata = self._progress, self.metadata
         self._distributions = own = distributions_of(model)
-        distribution = distribution_of(model.optimizer)
+        distribution = distribution_of(main_optimizer(model))
         self._metrics.model = model
         collectives = distribution.collectives if distribution else backend.collectives()
         self._rank_items = rank_items_of(model)

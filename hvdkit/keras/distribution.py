@@ -10,6 +10,7 @@ import keras
 
 from hvdkit.core import bucketing
 from hvdkit.core.accumulation import check_passes
+from hvdkit.core.loss_scaling import innermost
 from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.reduction import Reduction
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck
@@ -20,6 +21,9 @@ from hvdkit.keras.accumulation import AccumulationWindow, overwritten
 from hvdkit.keras.replicas import has_begun, keras_replicas
 
 _ATTRIBUTE = "_hvdkit_distribution"
+
+# The ids of the variables that each `Distribution` is applying reduced gradients to, in `apply`.
+_being_applied: "dict[Distribution, set[int]]" = {}
 
 
 class Distribution:
@@ -85,6 +89,7 @@ class Distribution:
         self._applying = False
         self._update: Callable[..., None] = optimizer.apply
         self._model_in_step: Any = None
+        self._wrapped = optimizer
         self.hook(optimizer)
 
     def hook(self, optimizer: Any) -> None:
@@ -209,6 +214,13 @@ class Distribution:
             # The gradients are reduced already, or there are none, or Keras reports an error.
             update(gradients, given)
             return
+        if any(id(v) in applied for applied in _being_applied.values() for v in variables):
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"an optimizer that is wrapped with hvd.DistributedOptimizer passes its reduced "
+                f"gradients to another wrapped optimizer ({kind}), so they would be reduced twice: "
+                f"wrap only one of the two"
+            )
         self._optimizer, self._update = optimizer, update
         self.applied = True
         backend.check_no_strategy()
@@ -237,6 +249,7 @@ class Distribution:
         optimizer = self._optimizer
         update = functools.partial(self._update, gradients, variables)
         self._applying = True
+        _being_applied[self] = {id(v) for v in variables if not self.is_local(v)}
         try:
             if self._on_nonfinite == IGNORE:
                 update()
@@ -250,6 +263,7 @@ class Distribution:
             keras.ops.cond(self._reducer.skips_step, lambda: None, update)
         finally:
             self._applying = False
+            del _being_applied[self]
 
     def _step(self, sums: list[Any], scale: float = 1.0) -> None:
         """Clear the window, and apply its sums, times `scale`."""
@@ -309,8 +323,8 @@ class Distribution:
 
     @property
     def _variables(self) -> list[Any]:
-        optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
-        return list(optimizer._trainable_variables)
+        # An optimizer around the wrapped one, which `hook` has got, may have no such list.
+        return list(innermost(self._wrapped)._trainable_variables)
 
     def reduction_state(self) -> Any:
         """Return the state needed to resume with bit-identical sums."""
@@ -368,7 +382,8 @@ class Distribution:
         result = list(gradients)
         # The reducer divides only what it reduces.
         ranks = len(self.collectives.ranks) if self._scale_local else 1
-        if self._local and (divisor := self._divisor * ranks) > 1:
+        divisor = self._divisor * ranks
+        if self._local and divisor > 1:
             factor = 1.0 / divisor
             result = [
                 g if overwritten(v) else backend.scaled(g, factor)

@@ -175,11 +175,9 @@ def broadcast_model(
             for variable in each.variables
         ]
         local = {id(variable) for variable in local_variables}
-        return [
-            variable
-            for variable in [*weights_of(model), *found]
-            if not backend.is_among(variable, local)
-        ]
+        # The variables of an optimizer may include those of another one in it.
+        unique = {id(variable): variable for variable in [*weights_of(model), *found]}
+        return [variable for variable in unique.values() if not backend.is_among(variable, local)]
 
     backend.broadcast_variables(variables, root_rank, process_set)
     finalize(model)

@@ -31,7 +31,9 @@ def further_optimizers(model: Any, nested: bool = True) -> dict[str, Any]:
     """Return the optimizers of a model beside that of `compile`, by name.
 
     They are attributes of the model and of its layers, or elements of lists and dicts in these
-    attributes. The inner optimizers of `LossScaleOptimizer` are left out.
+    attributes. Optimizers in these and in that of `compile`, as in a Lookahead, follow, unless the
+    outer optimizer reduces their gradients and has their state in its `variables`, as a
+    `LossScaleOptimizer`.
 
     Args:
         model: the model.
@@ -42,20 +44,36 @@ def further_optimizers(model: Any, nested: bool = True) -> dict[str, Any]:
     layers = [("", model)]
     # The list grows. The model's own attributes come first.
     for prefix, layer in layers:
-        inside: list[tuple[str, Any]] = []
+        of_layer: list[tuple[str, Any]] = []
         for name, value in _attributes(layer).items():
-            _collect(f"{prefix}{name}", value, found, visited, inside)
-        layers += inside if nested else []
+            _collect(f"{prefix}{name}", value, found, visited, of_layer)
+        layers += of_layer if nested else []
     first = getattr(model, "optimizer", None)
     known = {id(first)}
-    for each in [first, *found.values()]:
-        known.update(map(id, inner_optimizers(each)))
+    inside: dict[str, Any] = {}
+    for name, outer in [("optimizer", first), *found.items()]:
+        chain = inner_optimizers(outer)
+        for path, inner in chain.items():
+            if any(_is_covered(inner, each) for each in (outer, *chain.values())):
+                known.add(id(inner))
+            else:
+                inside[f"{name}.{path}"] = inner
     result = {}
-    for name, each in found.items():
+    for name, each in [*found.items(), *inside.items()]:
         if id(each) not in known:
             known.add(id(each))
             result[name] = each
     return result
+
+
+def _is_covered(inner: Any, outer: Any) -> bool:
+    """Return whether an optimizer reduces gradients and has a state only as a part of another."""
+    if inner is outer:
+        return False
+    distribution = distribution_of(inner)
+    if distribution is not None and distribution is not distribution_of(outer):
+        return False
+    return {id(v) for v in inner.variables} <= {id(v) for v in outer.variables}
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

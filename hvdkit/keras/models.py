@@ -14,6 +14,7 @@ import keras
 from keras.optimizers import LossScaleOptimizer
 from keras.src.trainers.trainer import Trainer
 
+from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import further_optimizers
@@ -61,8 +62,16 @@ def _scaling(original: Any) -> Any:
         original(self, inner_optimizer, *args, **options)
         # Keras calls the inner optimizer only if gradients are finite on this rank, so the
         # LossScaleOptimizer must reduce them first.
-        distribution = distribution_of(inner_optimizer)
-        if distribution is not None:
+        inside = [inner_optimizer, *inner_optimizers(inner_optimizer).values()]
+        found = list(dict.fromkeys(d for e in inside if (d := distribution_of(e)) is not None))
+        if len(found) > 1:
+            kind = type(inner_optimizer).__name__
+            raise UsageError(
+                f"{len(found)} optimizers in the {kind} are wrapped with hvd.DistributedOptimizer, "
+                f"and a LossScaleOptimizer, which Keras adds for mixed_float16, is around it. It "
+                f"needs one reduction: wrap the {kind} itself, and not the optimizers in it"
+            )
+        for distribution in found:
             distribution.hook(self)
 
     __init__._hvdkit = True  # type: ignore[attr-defined]
@@ -73,6 +82,7 @@ def fit_optimizers(model: Any) -> dict[str, Any]:
     """Return the optimizers that `fit` may use, by name; that of `compile` first.
 
     A model may have further optimizers as attributes, as a GAN, or nested models with optimizers.
+    An optimizer may have others in it, as a Lookahead.
     Keras's own `train_step` does not use optimizers of nested models, such as a loaded model that
     is a part of another model.
     """
@@ -103,7 +113,7 @@ def main_optimizer(model: Any) -> Any:
     """Return the optimizer of `compile`, or the first wrapped one if only further ones are wrapped.
 
     A GAN may train with further optimizers only. Keras then still makes a default optimizer in
-    `compile`, which trains nothing.
+    `compile`, which trains nothing. A Lookahead may contain the wrapped optimizer.
     """
     wrapped = [each for each in fit_optimizers(model).values() if distribution_of(each) is not None]
     own = getattr(model, "optimizer", None)

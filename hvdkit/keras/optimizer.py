@@ -22,7 +22,6 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of
 from hvdkit.keras.model_state import buffers_of
-from hvdkit.keras.multi_optimizer import optimizers_inside
 
 hvd = backend.hvd
 
@@ -210,12 +209,19 @@ def _check_optimizer(optimizer: Any, passes: int) -> None:
             f"keras.optimizers.Optimizer of Keras {keras.__version__}. For optimizers of tf_keras, "
             f"use hvdkit.tensorflow's DistributedGradientTape"
         )
-    inside = [*inner_optimizers(optimizer), *optimizers_inside(optimizer)]
-    if any(distribution_of(each) is not None for each in [optimizer, *inside]):
+    if distribution_of(optimizer) is not None:
         raise UsageError(
             "the optimizer is already a DistributedOptimizer: wrap the plain optimizer, once"
         )
-    own = getattr(innermost(optimizer), "gradient_accumulation_steps", None)
+    inside = inner_optimizers(optimizer)
+    for path, each in inside.items():
+        if distribution_of(each) is not None:
+            raise UsageError(
+                f"the optimizer {path} in the {kind.__name__} is already a DistributedOptimizer, "
+                f"so gradients would be reduced twice: pass plain optimizers to {kind.__name__}"
+            )
+    steps = [getattr(e, "gradient_accumulation_steps", None) for e in (optimizer, *inside.values())]
+    own = next(filter(None, steps), None)
     if own and passes > 1:
         raise UsageError(
             f"the optimizer has gradient_accumulation_steps={own}, and DistributedOptimizer was "
