@@ -125,9 +125,10 @@ def test_different_states_raise_on_all_ranks(hvd):
 
 def test_lists_of_different_lengths_are_an_error_on_all_ranks(hvd):
     """torchmetrics #3336: states that are not concatenated, after different numbers of updates."""
+    package = torchmetrics()
     from hvdkit.torchmetrics import compute_over_ranks
 
-    class Boxes(torchmetrics().Metric):
+    class Boxes(package.Metric):
         def __init__(self):
             super().__init__()
             for name in ("boxes", "scores"):
