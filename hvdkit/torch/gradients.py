@@ -650,9 +650,8 @@ class Gradients:
         So a gradient keeps its memory as in one process, where a pass adds to it in place.
         """
         p, base = record.parameter, record.base
+        assert base is not None
         record.base = None
-        if base is None:
-            return
         if p.grad is None:
             p.grad = base
         elif p.grad.is_sparse and not base.is_sparse:
@@ -668,7 +667,8 @@ class Gradients:
         for stage in reversed(self.stages):
             stage.undo(self._bases())
         for record in self._planned:
-            self._add_base(record)
+            if record.base is not None:
+                self._add_base(record)
             record.local = False
         if self._settings.keep_sparse:
             for record in self._planned:
