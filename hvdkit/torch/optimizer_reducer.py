@@ -652,6 +652,7 @@ def step_boundary(reducers: Callable[[], Sequence[OptimizerReducer]]) -> StepBou
     A rank is at a boundary if no window is open, and no pass has followed the last step or
     `zero_grad()` of any optimizer of the process. Gradients that such a step has left to another
     optimizer do not count: in a GAN, those of the discriminator are removed before its next pass.
+    Nor do those that the script has removed itself, as with `model.zero_grad()`.
     """
 
     def place() -> Place:
@@ -660,7 +661,9 @@ def step_boundary(reducers: Callable[[], Sequence[OptimizerReducer]]) -> StepBou
             each.complete_earlier_passes()
         passes = max((each.siblings.passes for each in own), default=0)
         windows = [each.window.begun for each in own]
-        waits = passes and any(each.has_unused_gradients for each in own)
+        waits = passes and any(
+            each.has_unused_gradients and each.gradients.any_nonzero() for each in own
+        )
         return (passes, *windows) if waits or any(windows) else None
 
     def steps() -> int:

@@ -513,6 +513,16 @@ def one_loss(hvd, models, optimizers, ask):
     optimizer_d.step()
 
 
+def gradients_of_the_model(hvd, models, optimizers, ask):
+    """Make a pass for its gradients, and remove them from the model, or set them to 0."""
+    discriminator, optimizer = models[1], optimizers[1]
+    discriminator(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    discriminator(torch.ones(1, 3)).sum().backward()
+    discriminator.zero_grad(set_to_none=bool(ask.step % 2))
+    ask()
+
+
 def adversarial_example(hvd, models, optimizers, ask):
     """Make a pass for the gradients of the input, and remove the others in the next step."""
     discriminator, optimizer = models[1], optimizers[1]
@@ -547,6 +557,7 @@ def dropped_pass(hvd, models, optimizers, ask):
         (gan_with_less_communication, False),
         (one_network, False),
         (gradient_norm, False),
+        (gradients_of_the_model, False),
         (left_over, True),
         (one_loss, True),
     ],
