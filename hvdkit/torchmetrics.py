@@ -68,7 +68,7 @@ def _synchronize(metric: Metric, dist_sync_fn: Any = None, process_group: Any = 
     if process_set.included():
         check_consistency(
             TorchCollectives(process_set),
-            [f"metric {type(metric).__name__}", *map(_describe_state, *_states(metric))],
+            [f"metric {type(metric).__name__}", *_describe_states(metric)],
             "a metric",
             "Compute the same metrics in the same order on all ranks. If a state is a list without "
             "a reduction, call update() as often on all ranks.",
@@ -76,19 +76,14 @@ def _synchronize(metric: Metric, dist_sync_fn: Any = None, process_group: Any = 
     type(metric)._sync_dist(metric, dist_sync_fn or gather, process_group)
 
 
-def _states(metric: Metric) -> tuple[list[str], list[int]]:
-    """Return the names of the states, and the number of tensors that are gathered for each."""
-    values = {name: getattr(metric, name) for name in metric._reductions}
-    joined = {name for name, how in metric._reductions.items() if how == dim_zero_cat}
-    counts = [
-        len(value) if isinstance(value, list) and name not in joined else 1
-        for name, value in values.items()
-    ]
-    return list(values), counts
-
-
-def _describe_state(name: str, count: int) -> str:
-    return f"its state {name!r} has {count} tensors"
+def _describe_states(metric: Metric) -> list[str]:
+    """Return a line for each state, with the number of its tensors that are gathered."""
+    lines = []
+    for name, reduction in metric._reductions.items():
+        value = getattr(metric, name)
+        count = len(value) if isinstance(value, list) and reduction != dim_zero_cat else 1
+        lines.append(f"its state {name!r} has {count} tensors")
+    return lines
 
 
 def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

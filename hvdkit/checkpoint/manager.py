@@ -306,11 +306,11 @@ class Manager:
 
         If the script has other checkpointers, the job stops once all are saved at the same step.
 
-        Call it after every step.
-        Costs one allreduce of 16 bytes. A checkpoint has no gradients. So if a backward pass has
-        added some since the last step or `zero_grad()` of an optimizer, or an accumulation window
-        is open, the first later call saves that finds no rank in this state. The method may thus be
-        called after every pass of a window.
+        Call it after every step, or after every pass. It costs one allreduce of 16 bytes.
+
+        A checkpoint has no gradients. So this method does not save between a backward pass and the
+        next step or `zero_grad()`, or in an accumulation window. If any rank is there, a later call
+        saves.
 
         Returns:
             Whether the state was saved.

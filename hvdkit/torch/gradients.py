@@ -598,9 +598,14 @@ class Gradients:
         gradients = (record.parameter.grad for record in self._planned)
         return any(gradient is not None and _is_nonzero(gradient) for gradient in gradients)
 
+    @property
+    def are_unused(self) -> bool:
+        """Whether the last round left gradients that no step has used, by what hvdkit has seen."""
+        return self.left in (Left.UNUSED, Left.UNSAVED)
+
     def all_removed(self) -> bool:
         """Return whether the last round left gradients, and the script has removed all of them."""
-        return self.left in (Left.UNUSED, Left.UNSAVED) and not self.exist()
+        return self.are_unused and not self.exist()
 
     def has_local(self) -> bool:
         """Return whether passes of this rank have added something that is not reduced."""

@@ -570,7 +570,7 @@ class OptimizerReducer:
 
     def mark_gradients_used(self) -> None:
         """Record that no step will use the reduced gradients."""
-        if self.gradients.left in (Left.UNUSED, Left.UNSAVED):
+        if self.gradients.are_unused:
             self.gradients.left = Left.USED if self.gradients.exist() else Left.NOTHING
 
     @property
@@ -584,8 +584,7 @@ class OptimizerReducer:
 
         The script may have removed them itself, for example with `model.zero_grad()`.
         """
-        left = self.gradients.left in (Left.UNUSED, Left.UNSAVED)
-        return left or self.accumulated or self.window.dropped
+        return self.accumulated or self.window.dropped or self.gradients.are_unused
 
     def note_save(self, step: int) -> None:
         """Note that a checkpoint was saved, which lacks the gradients of this rank.
