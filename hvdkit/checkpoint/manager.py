@@ -8,24 +8,23 @@ clock, a signal, a failed write) are communicated before a decision depends on t
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Self
 
 import hvdkit
 from hvdkit.checkpoint import calls, memory
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.calls import StepWord
-from hvdkit.checkpoint.checkpointers import Checkpointers
-from hvdkit.checkpoint.common_step import CommonStep, can_restore, newest_common
+from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
-from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
-from hvdkit.checkpoint.signals import STOP_SIGNALS, StopSignals
+from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import RankItem, StatefulItem
 from hvdkit.checkpoint.storage import check_number
@@ -35,8 +34,9 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
 from hvdkit.core.replaced_state import follow
 from hvdkit.core.replicas import ReplicaCheck
+from hvdkit.core.script_end import note_end_with
 from hvdkit.core.step_boundary import LACKS_WINDOW, StepBoundary
-from hvdkit.errors import UsageError
+from hvdkit.errors import RESUMABLE, UsageError
 
 _log = logging.getLogger("hvdkit.checkpoint")
 
@@ -116,13 +116,17 @@ class Manager:
         replicas: returns a `ReplicaCheck` for each optimizer, in the same order on all ranks; None
             for an optimizer whose replicas are not compared. Each save runs these checks.
         allocate: allocates the first rank's memory for its copy of the state.
-        subjects: the models and optimizers that are saved. Checkpointers of the same ones, such as
-            an archive, need not have the same steps.
-        updates: returns the number of steps that the optimizers have made; None for that of
-            `boundary`.
+        subjects: the models and optimizers that are saved, and objects in them, see
+            `Checkpointers`.
+
+    Attributes:
+        location: the path or URL of the storage.
+        subjects: the ids of the given subjects.
+        restores: whether `restore` was called.
 
     Raises:
-        UsageError: an argument is invalid.
+        UsageError: an argument is invalid; or an open checkpointer of this process saves other
+            models.
     """
 
     def __init__(
@@ -148,8 +152,10 @@ class Manager:
         replicas: Callable[[], Sequence[ReplicaCheck | None]] = tuple,
         allocate: Allocate = memory.allocate,
         subjects: Iterable[object] = (),
-        updates: Callable[[], int] | None = None,
     ) -> None:
+        self.location = store.location
+        self.subjects = frozenset(map(id, subjects))
+        self.restores = False
         self._schedule = Schedule(every_steps, every_minutes)
         for name in (*parts, *(rank_parts or {})):
             check_part_name(name)
@@ -178,10 +184,9 @@ class Manager:
         # Used on the first rank only.
         self._memory = SnapshotMemory(allocate)
         self._writer = BackgroundWriter(store, overwrite, run)
-        self._member = self._checkpointers.add(
-            *(self, store, collectives.ranks, not overwrite, frozenset(map(id, subjects))),
-            updates=updates or self._boundary.steps,
-        )
+        # The newest step that this manager has saved or restored.
+        self._step: int | None = None
+        self._checkpointers.add(self)
         follow(self)
 
     @property
@@ -241,7 +246,6 @@ class Manager:
         problem: Exception | None = None
         try:
             values = check_arguments(step, epoch, metrics or {})
-            self._member.call(int(step))
             self._expect_whole_state()
             if self._first:
                 self._writer.open()
@@ -251,10 +255,7 @@ class Manager:
         content, ranks = saving.run(problem)
         self._schedule.record_save(int(step))
         self._note_save(int(step))
-        group, member = self._checkpointers, self._member
-        member.record_save(int(step))
-        if group.stops_since is not None:
-            group.record_save(member)
+        self._step = int(step)
         if self._first:
             snapshot = Snapshot(
                 step=int(step),
@@ -264,9 +265,6 @@ class Manager:
                 parts=content,
                 ranks=ranks,
                 sum_order=self._sum_order(),
-                beside=member.folders_of(member.beside()),
-                unsaved=member.folders_of(member.unsaved()),
-                kept=member.steps_to_keep(),
             )
             self._warn_of_missing(values)
         try:
@@ -304,8 +302,6 @@ class Manager:
     ) -> bool:
         """Save if a save is due. If the job was asked to stop, save and stop. A collective.
 
-        If the script has other checkpointers, the job stops once all are saved at the same step.
-
         Call it after every step, or after every pass. It costs one allreduce of 16 bytes.
 
         A checkpoint has no gradients. So this method does not save between a backward pass and the
@@ -340,7 +336,7 @@ class Manager:
             first += calls.FAILED * self._writer.failed
         agreed = StepWord(
             due=int(wrong is None and self._schedule.is_due(step)),
-            stops=int(self._is_asked_to_stop),
+            stops=int(bool(self._checkpointers.request.asked) and not self._is_archive),
             waiting=int(waits),
             blocked=int(bool(self._cannot_save_now())),
             first=first,
@@ -361,82 +357,23 @@ class Manager:
         if agreed.due not in (0, ranks):
             told = exchange(self._collectives, {"step": int(step)})
             compare(self._collectives, [each["step"] for each in told], "the step")
-        if agreed.stops:
-            self._checkpointers.agree_to_stop()
-        if agreed.blocked:
+        if agreed.blocked or agreed.waiting:
             return False
-        ends = agreed.stops > 0 and self._checkpointers.has_saved_loop(self._member, int(step))
-        self._member.call(int(step), can_stop=True)
-        if agreed.stops and self._begins_to_stop(ends):
-            return not agreed.waiting and self._save_to_stop(step, epoch, metrics)
-        if agreed.waiting or not (agreed.due or agreed.first & calls.LATE):
+        if agreed.stops:
+            self.save_and_stop(step, epoch, metrics)
+        if not (agreed.due or agreed.first & calls.LATE):
             return False
         self.save(step, epoch, metrics)
         return True
 
     @property
-    def _is_asked_to_stop(self) -> bool:
-        group = self._checkpointers
-        return bool(group.request.asked) or group.stops_since is not None
+    def _is_archive(self) -> bool:
+        return self._checkpointers.is_archive(self)
 
-    def _begins_to_stop(self, ends: bool) -> bool:
-        """Return whether a stop saves now, or stop if all of the loop is saved. A collective.
-
-        Args:
-            ends: whether all is saved, by the calls of this rank.
-        """
-        group, member = self._checkpointers, self._member
-        # Ranks may have other checkpointers, over some of the ranks.
-        if self._all("maybe_save", ends, also=self._can_restore):
-            raise group.stop(member, self._first)
-        if ends:
-            group.begin_stop_again()
-        return self._all("maybe_save", not group.has_passed(member))
-
-    def _save_to_stop(
-        self,
-        step: int,
-        epoch: int | None,
-        metrics: Mapping[str, float] | None,
-    ) -> bool:
-        """Save, and stop if all checkpointers are saved. A collective.
-
-        Args:
-            step: see `save`.
-            epoch: see `save`.
-            metrics: see `save`.
-        """
-        group, member = self._checkpointers, self._member
-        self.save(step, epoch, metrics, wait=True)
-        if self._all("maybe_save", group.has_saved_all(member)):
-            raise group.stop(member, self._first)
-        return True
-
-    def _all(self, call: str, answer: bool, also: Callable[[], bool] = lambda: True) -> bool:
-        """Return whether the answer is yes on all ranks. A collective.
-
-        Args:
-            call: the method that this rank is in.
-            answer: of this rank.
-            also: called on the first rank if its answer is yes. Both must be yes.
-        """
-        problem: Exception | None = None
-        try:
-            if self._first and answer:
-                answer = also()
-        except Exception as error:
-            problem = error
-        told = calls.exchange_in_call(self._collectives, call, {"yes": answer}, problem)
+    def _all(self, answer: bool) -> bool:
+        """Return whether the answer is yes on all ranks, which are in `close`. A collective."""
+        told = calls.exchange_in_call(self._collectives, "close", {"yes": answer})
         return all(each["yes"] for each in told)
-
-    def _can_restore(self) -> bool:
-        """Return whether a new start of the script finds a common step. On the first rank only."""
-        try:
-            return can_restore(self._checkpointers.folders(self._member))
-        except CheckpointError as error:
-            # The training goes on, or is complete, without an answer.
-            _log.warning("whether the job can be resumed now is not known: %s", error)
-            return False
 
     def save_and_stop(
         self,
@@ -451,7 +388,7 @@ class Manager:
             UsageError, CheckpointError: see `save`.
         """
         self.save(step, epoch, metrics, wait=True)
-        raise self._checkpointers.stop(self._member, self._first)
+        raise _stopped(self._checkpointers.request, self._step, self._first)
 
     def record_signals(self) -> None:
         """Record stop signals from now on, for the next `maybe_save`. Not a collective.
@@ -480,8 +417,7 @@ class Manager:
     ) -> Restored | None:
         """Restore the newest good step of the newest run. A collective.
 
-        A step is good if its files are complete and match their hashes. If the script has other
-        checkpointers, which it calls with the same steps, restore the newest step that all have.
+        A step is good if its files are complete and match their hashes.
 
         Args:
             step: restore this step only. If newer steps exist, they stay, and the next save begins
@@ -497,8 +433,7 @@ class Manager:
 
         Raises:
             UsageError: on all ranks: the state does not fit, or there is no such `step`.
-            CheckpointError: on all ranks: no step is good, no step is in the folders of all
-                checkpointers that belong together, or a folder cannot be read.
+            CheckpointError: on all ranks: no step is good, or the folder cannot be read.
 
         Tensors are verified while they are read. If a step is found to be damaged after some of its
         tensors were restored, the next older step is restored over it. If that fails, the error
@@ -526,7 +461,7 @@ class Manager:
                 [each[subject] for each in asked],
                 f"the argument {subject!r} of restore()",
             )
-        agreed = self._agree_on_step(step, run, only)
+        self.restores = True
         restoring = Restoring(
             *(self._collectives, self._parts, self._rank_parts, self._of_this_size),
             wanted=parts,
@@ -534,39 +469,22 @@ class Manager:
             sum_order=self._sum_order(),
         )
         try:
-            search = self._store.search(step, run, newest=agreed.commit) if self._first else None
+            search = self._store.search(step, run) if self._first else None
             found = restoring.run(search)
         finally:
             self._half_restored |= restoring.half_restored
         if found is None:
             return None
-        agreed.check(found.step, self._store.location)
         self._half_restored = False
         # A restore with `only` begins another training, which counts its own steps.
-        self._schedule.record_restore(found.step if only is None else None)
-        self._member.record_restore(found.step if only is None else None)
+        self._step = found.step if only is None else None
+        self._schedule.record_restore(self._step)
         self._boundary.reach()
         if only is not None:
             self._writer.begin_run()
         elif self._first:
             self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
-
-    def _agree_on_step(
-        self, step: int | None, run: int | None, only: Collection[str] | None
-    ) -> CommonStep:
-        """Return the newest step that all checkpointers have that belong together. A collective."""
-        if step is not None or run is not None or only is not None:
-            return CommonStep()
-        partners = [
-            (other.store, other.restored)
-            for other in self._checkpointers.others(self._member)
-            if other.ranks == self._member.ranks and other.restores
-        ]
-        fields = call_on_first(
-            self._collectives, lambda: asdict(newest_common(self._store, partners))
-        )
-        return CommonStep(**fields)
 
     def continue_at(self, step: int) -> None:
         """Continue the newest run at a step, without a restore. A collective.
@@ -583,7 +501,7 @@ class Manager:
         self._begin("restore")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
-        self._member.record_restore(step, from_folder=False)
+        self._step = step
         self._boundary.reach()
 
     def state_replaced(self) -> None:
@@ -734,8 +652,8 @@ class Manager:
 
         Raises:
             CheckpointError: on all ranks: a write failed.
-            Stopped: on all ranks: a stop signal came after the last `maybe_save`, and all
-                checkpointers of the process are closed and have saved a step.
+            Stopped: on all ranks: a stop signal came after the last `maybe_save`, and a step is
+                saved.
         """
         if self._closed:
             return
@@ -745,30 +663,26 @@ class Manager:
                 "pass and its step. Call save() at the end of the training",
                 self._schedule.seen_step,
             )
-        group, member = self._checkpointers, self._member
         can_stop = stops = False
         try:
             self.wait()
-            can_stop = self._all(
-                "close",
-                group.is_last(member) and group.can_resume(),
-                also=self._can_restore,
-            )
+            can_stop = self._all(self._step is not None and not self._is_archive)
             # A signal that came after the last `maybe_save`.
-            unanswered = group.request.unanswered is not None
-            stops = can_stop and not self._all(
-                "close", not unanswered or self._signals.is_for_script
-            )
+            unanswered = self._checkpointers.request.unanswered is not None
+            stops = can_stop and not self._all(not unanswered or self._signals.is_for_script)
         finally:
             self._end(keep_signals=can_stop)
         if stops:
-            raise group.stop(member, self._first)
-        if group.is_last(member):
+            raise _stopped(self._checkpointers.request, self._step, self._first)
+        if self._checkpointers.is_last(self):
             self._signals.deliver()
 
     def _end(self, keep_signals: bool) -> None:
         self._closed = True
-        self._checkpointers.close(self._member, self._first)
+        request = self._checkpointers.request
+        if not self._is_archive:
+            request.end_process = partial(_end_process, request, self._step, self._first)
+        self._checkpointers.remove(self)
         self._signals.remove(keep_signals)
         self._writer.close()
 
@@ -788,7 +702,7 @@ class Manager:
             _log.error("the last save failed: %s", error)
         finally:
             self._end(keep_signals=self._checkpointers.request.stopped_at is not None)
-            if self._checkpointers.is_last(self._member):
+            if self._checkpointers.is_last(self):
                 self._checkpointers.request.forget()
 
     def __enter__(self) -> Self:
@@ -807,6 +721,29 @@ class Manager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the checkpointer is closed: make a new one")
+
+
+def _stopped(request: StopRequest, step: int | None, speaks: bool) -> Stopped:
+    """Return the exception that ends this process.
+
+    Args:
+        request: is answered with it.
+        step: the last step that was saved.
+        speaks: whether this rank logs messages.
+    """
+    if speaks:
+        _log.warning(
+            "asked to stop%s: step %s is saved, and the job can be resumed; exit status %d",
+            *(f" ({request.asked})" if request.asked else "", step, RESUMABLE),
+        )
+    request.answer()
+    note_end_with(RESUMABLE)
+    return Stopped(step or 0)
+
+
+def _end_process(request: StopRequest, step: int | None, speaks: bool, number: int) -> NoReturn:
+    request.record(number)
+    raise _stopped(request, step, speaks)
 
 
 def _misplaced(step: int) -> UsageError:

@@ -71,9 +71,6 @@ class Manifest:
             that were saved before runs existed belong to run 1.
         sum_order: what the order of additions depended on, see `HostCollectives.sum_order`; "" if
             it was not recorded.
-        beside: the folders of the checkpointers that the script calls with the same steps; paths
-            relative to the folder of this step.
-        unsaved: the folders without a step, of checkpointers whose optimizers had made steps.
     """
 
     step: int
@@ -86,8 +83,6 @@ class Manifest:
     files: Mapping[str, FileRecord]
     run: int = 1
     sum_order: str = ""
-    beside: tuple[str, ...] = ()
-    unsaved: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -97,7 +92,7 @@ class Manifest:
     @property
     def values(self) -> int:
         """The number of values that take memory: hashes, metrics and names."""
-        lists: list[Sized] = [self.metrics, self.versions, self.files, self.beside, self.unsaved]
+        lists: list[Sized] = [self.metrics, self.versions, self.files]
         lists += [record.hashes for record in self.files.values()]
         return sum(map(len, lists))
 
@@ -129,8 +124,6 @@ class Manifest:
             "metrics": metrics,
             "versions": dict(self.versions),
             "sum_order": self.sum_order,
-            "beside": list(self.beside),
-            "unsaved": list(self.unsaved),
             "files": {
                 name: {
                     "bytes": record.size,
@@ -170,8 +163,6 @@ class Manifest:
                 metrics=_entries(tree.decode(fields["metrics"], {}), _number),
                 versions=_entries(fields["versions"], _text),
                 sum_order=_text(fields.get("sum_order", "")),
-                beside=tuple(map(_text, _list(fields.get("beside", [])))),
-                unsaved=tuple(map(_text, _list(fields.get("unsaved", [])))),
                 files={
                     check_file_name(name): _record(record, fields["version"])
                     for name, record in fields["files"].items()
@@ -289,12 +280,6 @@ def _number(value: Any) -> float:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.40} is not a string")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{value!r:.40} is not a list")
     return value
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,20 +137,19 @@ class Retention:
         """Return the metrics of `keep_best` that are not in `metrics`."""
         return [best.metric for best in self.keep_best if best.metric not in metrics]
 
-    def kept(self, manifests: Sequence[Manifest], also: Collection[int] = ()) -> set[int]:
+    def kept(self, manifests: Sequence[Manifest]) -> set[int]:
         """Return the indices of the manifests to keep.
 
         Of two manifests of one step, the older is dropped: a resumed run has saved the step again.
 
         Args:
             manifests: sorted, oldest first.
-            also: further steps to keep.
         """
         newest = {manifest.step: place for place, manifest in enumerate(manifests)}
         places = sorted(newest.values())
         if self.keep_last is None:
             return set(places)
-        stay = {*places[-self.keep_last :], *(p for s, p in newest.items() if s in also)}
+        stay = set(places[-self.keep_last :])
         if self.keep_every is not None:
             stay.update(p for p in places if manifests[p].step % self.keep_every == 0)
         for best in self.keep_best:

@@ -197,7 +197,6 @@ class Store:
         run: int | None = None,
         *,
         quarantine: bool = True,
-        newest: int | None = None,
     ) -> Search:
         """Return a search for the newest good step.
 
@@ -205,9 +204,8 @@ class Store:
             step: see `newest_good`.
             run: see `newest_good`.
             quarantine: see `newest_good`.
-            newest: leave out the steps after this commit; None: none of them.
         """
-        return Search(self, step, run, quarantine, newest)
+        return Search(self, step, run, quarantine)
 
     def prunable(
         self,
@@ -262,15 +260,12 @@ class Store:
         newest = newest_run(entries)
         return [entry for entry in entries if entry.run != newest]
 
-    def candidates(
-        self, step: int | None, run: int | None, newest: int | None = None
-    ) -> list[Entry]:
+    def candidates(self, step: int | None, run: int | None) -> list[Entry]:
         """Return the steps of one run that could be restored, newest first.
 
         Args:
             step: only this step; None: all.
             run: this run; None: the newest.
-            newest: leave out the steps after this commit; None: none of them.
 
         Raises:
             UsageError: `step` or `run` is given, and there is none.
@@ -278,10 +273,6 @@ class Store:
         entries = self.entries()[::-1]
         wanted = newest_run(entries) if run is None else run
         found = [e for e in entries if e.run == wanted and step in (None, e.step)]
-        if newest is not None:
-            # In this order, also steps without a manifest are known to be newer.
-            old = (e.manifest is not None and e.manifest.commit <= newest for e in found)
-            found = found[next((at for at, is_old in enumerate(old) if is_old), len(found)) :]
         if not found and step is not None and run is None:
             older = [e for e in entries if e.step == step]
             found = [e for e in older if e.run == older[0].run]
@@ -357,13 +348,11 @@ class Search:
         step: int | None,
         run: int | None,
         quarantine: bool,
-        newest: int | None,
     ) -> None:
         self._store = store
         self._step = step
         self._run = run
         self._quarantine = quarantine
-        self._newest = newest
         self._damaged: list[tuple[Entry, list[Damaged]]] = []
         self._opened: Entry | None = None
         self._attempts_left = _LIST_ATTEMPTS
@@ -399,7 +388,7 @@ class Search:
         store = self._store
         while self._attempts_left:
             known = {(entry.name, entry.identity) for entry, _ in self._damaged}
-            listed = store.candidates(self._step, self._run, self._newest)
+            listed = store.candidates(self._step, self._run)
             if not listed and not self._damaged:
                 if self._opened is None:
                     self._expect_no_quarantine()

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,9 +61,6 @@ class Snapshot:
         parts: name -> part. A name is a letter and up to 63 letters, digits, `_` or `-`.
         ranks: for each rank, its own state: a result of `rank_to_bytes`.
         sum_order: see `Manifest.sum_order`.
-        beside: see `Manifest.beside`.
-        unsaved: see `Manifest.unsaved`.
-        kept: earlier steps that are kept in addition to those of the retention.
         withdrawn: when set, the step is not committed: its tensors may have changed.
     """
 
@@ -74,9 +71,6 @@ class Snapshot:
     parts: Mapping[str, EncodedPart]
     ranks: Sequence[bytes]
     sum_order: str = ""
-    beside: Sequence[str] = ()
-    unsaved: Sequence[str] = ()
-    kept: Collection[int] = ()
     withdrawn: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -159,7 +153,7 @@ class Writer:
         if snapshot.step > self._highest:
             self._highest = snapshot.step
             report_saved()
-        self._retain(snapshot.kept)
+        self._retain()
         return self._storage.location(self._writer.settle(name))
 
     @property
@@ -291,8 +285,6 @@ class Writer:
             metrics=self._metrics(snapshot, files),
             versions=snapshot.versions,
             sum_order=snapshot.sum_order,
-            beside=tuple(snapshot.beside),
-            unsaved=tuple(snapshot.unsaved),
             files=files,
         )
 
@@ -331,7 +323,7 @@ class Writer:
             )
         opened.close()
 
-    def _retain(self, kept: Collection[int]) -> None:
+    def _retain(self) -> None:
         try:
             entries = self._writer.entries()
         except CheckpointError as error:
@@ -342,7 +334,7 @@ class Writer:
             for entry in entries
             if entry.manifest is not None and entry.error is None and entry.run == self.run
         ]
-        stay = self._retention.kept([made for _, made in listed], kept)
+        stay = self._retention.kept([made for _, made in listed])
         deleted = [name for place, (name, _) in enumerate(listed) if place not in stay]
         if deleted:
             self._writer.delete(deleted)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 import keras
 
@@ -51,8 +51,8 @@ from hvdkit.keras.training import LastCallback
 
 log = logging.getLogger("hvdkit.keras")
 
-#: Folder or URL -> the last manager that this process has opened for this location.
-_managers: WeakValueDictionary[str, Manager] = WeakValueDictionary()
+#: The managers that this process has opened.
+_managers: WeakSet[Manager] = WeakSet()
 
 
 class Checkpoint(LastCallback):
@@ -327,10 +327,10 @@ class Checkpoint(LastCallback):
             )
 
     def _open(self, model: Any) -> None:
-        left_open = _managers.get(self._store.location)
-        if left_open is not None:
-            # Keras does not tell callbacks that an exception has ended `fit`.
+        # Keras does not tell callbacks that an exception has ended `fit`.
+        for left_open in list(_managers):
             left_open.abandon()
+        _managers.clear()
         # The manager must not refer to this callback, whose finalizer closes the manager.
         progress, metadata = self._progress, self.metadata
         self._distributions = own = distributions_of(model)
@@ -363,11 +363,14 @@ class Checkpoint(LastCallback):
             # A second `fit` continues the run of the first.
             run=None if self._manager is None else self._manager.run,
             overwrite=self._overwrite,
-            subjects=[model],
+            subjects=[
+                *model.weights,
+                *(v for each in fit_optimizers(model).values() for v in each.variables),
+            ],
             **self._settings,
         )
         weakref.finalize(self, self._manager.abandon)
-        _managers[self._store.location] = self._manager
+        _managers.add(self._manager)
 
     def _resume_fit(self) -> None:
         """Make `fit` begin at the position of the checkpoint."""

@@ -177,9 +177,7 @@ class Checkpointer(Manager):
                 *(d.replicas if d.check_parameters else None for d in distributions.values()),
                 tapes,
             ],
-            subjects=[*models.values(), *optimizers.values()],
-            # A list of variables has no number of steps.
-            updates=lambda: sum(int(getattr(o, "iterations", 0)) for o in optimizers.values()),
+            subjects=[v for each in (models | optimizers).values() for v in _variables(each)],
         )
         if first:
             saved = [v for each in (models | optimizers).values() for v in _variables(each)]

@@ -199,7 +199,10 @@ class Checkpointer(Manager):
             note_save=lambda step: _note_save(reducers, step),
             replicas=lambda: checks,
             allocate=host_memory,
-            subjects=[*models.values(), *optimizers.values()],
+            subjects=[
+                *optimizers.values(),
+                *(m for each in models.values() for m in each.modules()),
+            ],
         )
 
     @property

@@ -1,0 +1,140 @@
+"""Scripts with two open checkpointers, of which one is an archive, and their stops."""
+
+import contextlib
+import signal
+
+import pytest
+
+from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
+from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.signals import StopSignals
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from tests.checkpoint.simulated_state import Arrays
+from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
+
+RANKS = 2
+GENERATOR, CRITIC = object(), object()
+
+
+@pytest.fixture(autouse=True)
+def without_handlers(request, monkeypatch):
+    """Only a main thread can install handlers, and simulated ranks are threads."""
+    if "handlers" not in request.node.name:
+        monkeypatch.setattr(StopSignals, "remove", lambda signals, keep=False: None)
+        monkeypatch.setattr(StopSignals, "deliver", lambda signals: None)
+
+
+def make(folder, collectives, name, subjects=(), **given):
+    return Manager(
+        *(Store(str(folder / name)), collectives, {"model": Arrays(1)}),
+        **{"stop_signals": (), "subjects": subjects, **given},
+    )
+
+
+def steps(folder):
+    return [info.step for info in Store(str(folder)).steps_of_newest_run()]
+
+
+def send_signal(collectives):
+    Checkpointers.of(collectives.rank).request.record(signal.SIGTERM)
+
+
+def on_ranks(run):
+    Checkpointers._of_ranks.clear()
+    return on_every_rank(RANKS, run)
+
+
+def test_a_second_checkpointer_of_another_model_is_refused(tmp_path):
+    def run(collectives):
+        with make(tmp_path, collectives, "generator", [GENERATOR]) as first:
+            with pytest.raises(UsageError, match=r"generator is open.*one checkpointer for all"):
+                make(tmp_path, collectives, "critic", [CRITIC])
+            first.save(1)
+        # Another phase of the training.
+        with make(tmp_path, collectives, "critic", [CRITIC]) as second:
+            second.save(2)
+
+    assert on_ranks(run) == [None] * RANKS
+    assert steps(tmp_path / "generator") == [1]
+    assert steps(tmp_path / "critic") == [2]
+
+
+@pytest.mark.parametrize("order", [("main", "archive"), ("archive", "main")])
+@pytest.mark.parametrize(
+    ("saves", "restored"),
+    [
+        # The archive saves less.
+        ({"main": [GENERATOR, CRITIC], "archive": [GENERATOR]}, ()),
+        ({"main": [GENERATOR, CRITIC], "archive": [GENERATOR]}, ("archive",)),
+        # The job does not resume from the archive.
+        ({"main": [GENERATOR], "archive": [GENERATOR]}, ("main",)),
+    ],
+)
+def test_a_stop_saves_the_checkpointer_that_resumes_the_job(tmp_path, order, saves, restored):
+    def run(collectives):
+        with contextlib.ExitStack() as stack:
+            made = {
+                name: stack.enter_context(make(tmp_path, collectives, name, saves[name]))
+                for name in order
+            }
+            for name in restored:
+                made[name].restore()
+            for step in range(1, 9):
+                if step == 5 and collectives.rank == 1:
+                    send_signal(collectives)
+                for name in order:
+                    made[name].maybe_save(step)
+
+    ends = on_ranks(run)
+    assert [type(each) for each in ends] == [Stopped] * RANKS, ends
+    assert steps(tmp_path / "main") == [5]
+    assert not (tmp_path / "archive").exists() or not steps(tmp_path / "archive")
+
+
+@pytest.mark.parametrize("first", ["main", "archive"])
+def test_a_signal_after_the_last_save_stops_a_job_with_an_archive(tmp_path, first):
+    def run(collectives):
+        main = make(tmp_path, collectives, "main", [GENERATOR, CRITIC])
+        archive = make(tmp_path, collectives, "archive", [GENERATOR])
+        main.save(3)
+        send_signal(collectives)
+        if first == "archive":
+            archive.close()
+        main.close()
+
+    ends = on_ranks(run)
+    assert [type(each) for each in ends] == [Stopped] * RANKS, ends
+    assert [each.step for each in ends] == [3] * RANKS
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_restored_step_can_be_resumed(tmp_path, step):
+    def run(collectives):
+        manager = make(tmp_path, collectives, "main")
+        if manager.restore() is None:
+            manager.save(step)
+        else:
+            send_signal(collectives)
+        manager.close()
+
+    for expected in (type(None), Stopped):
+        ends = on_ranks(run)
+        assert all(isinstance(each, expected) for each in ends), ends
+
+
+@pytest.mark.parametrize("schedule", [None, 1000])
+def test_handlers_are_kept_until_the_next_checkpointer_records_signals(tmp_path, schedule):
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    given = {"stop_signals": [signal.SIGUSR1]}
+    ranks = SimulatedCollectives(SimulatedGroup(1), 0)
+    try:
+        with make(tmp_path, ranks, "first", every_steps=1, **given) as first:
+            first.maybe_save(1)
+        second = make(tmp_path, ranks, "second", every_steps=schedule, **given)
+        with pytest.raises(Stopped) as stopped:
+            signal.raise_signal(signal.SIGUSR1)
+        assert stopped.value.step == 1
+        second.abandon()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
