@@ -681,7 +681,8 @@ class Manager:
         self._closed = True
         request = self._checkpointers.request
         if not self._is_archive:
-            request.end_process = partial(_end_process, request, self._step, self._first)
+            # Horovod may be shut down, so this does not ask for the rank.
+            request.end_process = partial(_end_process, request, self._step, self.run is not None)
         self._checkpointers.remove(self)
         self._signals.remove(keep_signals)
         self._writer.close()

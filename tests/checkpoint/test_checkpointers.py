@@ -138,3 +138,29 @@ def test_handlers_are_kept_until_the_next_checkpointer_records_signals(tmp_path,
         second.abandon()
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_an_exception_after_the_shutdown_is_not_replaced(tmp_path, archive):
+    """As of a restart with other hosts, whose exit status the launcher needs."""
+
+    class ShutDown(SimulatedCollectives):
+        @property
+        def rank(self):
+            if hasattr(self, "is_shut_down"):
+                raise ValueError("Horovod has not been initialized")
+            return 0
+
+        @rank.setter
+        def rank(self, value):
+            pass
+
+    collectives = ShutDown(SimulatedGroup(1), 0)
+    with (
+        pytest.raises(SystemExit, match="the hosts have changed"),
+        make(tmp_path, collectives, "main", [GENERATOR, CRITIC]) as main,
+        make(tmp_path, collectives, "archive", [GENERATOR]) if archive else main,
+    ):
+        main.save(1)
+        collectives.is_shut_down = True
+        raise SystemExit("the hosts have changed")
