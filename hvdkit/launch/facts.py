@@ -15,7 +15,7 @@ from hvdkit.errors import RESUMABLE
 from hvdkit.exit_statuses import CRASHES, signal_of
 from hvdkit.launch import events as e
 from hvdkit.launch.events import Event, JobPlan
-from hvdkit.launch.failure import Failure
+from hvdkit.launch.failure import Failure, Kind
 from hvdkit.launch.hook._hvdkit_self_report import LOST_PEER
 from hvdkit.signals import STOP_SIGNALS
 
@@ -346,9 +346,12 @@ class Facts:
 
     @cached_property
     def lost_host_explains(self) -> bool:
-        """Whether the loss of a host has ended the job, and the ranks failed only because of it."""
+        """Whether the loss of a host has ended the job, and no rank shows a cause of its own.
+
+        MPI ends a rank that waits in MPI_Init for the host, without a report of the rank.
+        """
         lost = isinstance(self._problem, e.AgentLost) and bool(self.lost_hosts)
-        return lost and all(each.is_consequence for each in self.failures)
+        return lost and not any(each.is_before(Kind.UNEXPLAINED) for each in self.failures)
 
     @cached_property
     def lost_agent(self) -> bool:

@@ -18,6 +18,8 @@ RECORDED = {
     "killed-agent.jsonl": (1, (), "lost localhost: its agent was killed by signal 9 (Killed)"),
     # Rank 1 calls a collective that no other rank calls.
     "deadlock.jsonl": (1, (), "Ranks 0, 2 have waited 3 s for the allreduce 'loss', 12 bytes of"),
+    # A power cut. MPI ends another rank first, which waits in MPI_Init and has no report.
+    "host-lost-in-mpi-init.jsonl": (1, (), "lost host1: the host does not answer"),
     "crash.jsonl": (139, (0,), "rank 0 on localhost failed: killed by signal 11"),
 }
 
