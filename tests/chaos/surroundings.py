@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from hvdkit.bench.namespaces import Host
+from hvdkit.launch.commit_folder import PREFIX
+from hvdkit.owned_folders import remove_abandoned
 from tests.chaos.faults import Fault
 from tests.chaos.job import HOST_SECONDS, Job
 from tests.chaos.settings import ELASTIC
@@ -112,6 +114,9 @@ class Reboot(_OfHost):
     def lift(self) -> None:
         if self.power_cut:
             _link(self.host, "up")
+        for parent in (self.job.world.temporary, Path("/dev/shm")):
+            # A host loses its memory. Here, all hosts share it.
+            remove_abandoned(parent, PREFIX)
         self.job.world.start_ssh(self.host)
 
 
