@@ -203,6 +203,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if self.reducer.rounds.position.skips_step:
                 self.hvdkit_skipped_steps += 1
                 self.end_step()
+                self.zero_grad(set_to_none=False)  # a later pass must not add to them
                 return None
             result = super().step(**options)
         else:
