@@ -740,8 +740,8 @@ class Manager:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(
-                "the checkpointer is closed: make a new one. In Keras, a fit with a Checkpoint that "
-                "begins inside another fit closes the Checkpoint of the outer fit"
+                "the checkpointer is closed: make a new one. In Keras, a fit with a Checkpoint "
+                "inside another fit closes the Checkpoint of the outer fit"
             )
 
 

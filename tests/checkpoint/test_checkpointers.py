@@ -161,14 +161,18 @@ def test_an_exception_after_the_shutdown_is_not_replaced(tmp_path, archive):
             pass
 
     collectives = ShutDown(SimulatedGroup(1), 0)
-    with (
-        pytest.raises(SystemExit, match="the hosts have changed"),
-        make(tmp_path, collectives, "main", [GENERATOR, CRITIC]) as main,
-        make(tmp_path, collectives, "archive", [GENERATOR]) if archive else main,
-    ):
-        main.save(1)
-        collectives.is_shut_down = True
-        raise SystemExit("the hosts have changed")
+
+    def run():
+        with (
+            make(tmp_path, collectives, "main", [GENERATOR, CRITIC]) as main,
+            make(tmp_path, collectives, "archive", [GENERATOR]) if archive else main,
+        ):
+            main.save(1)
+            collectives.is_shut_down = True
+            raise SystemExit("the hosts have changed")
+
+    with pytest.raises(SystemExit, match="the hosts have changed"):
+        run()
 
 
 @pytest.fixture
