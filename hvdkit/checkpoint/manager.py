@@ -709,7 +709,8 @@ class Manager:
         """Close on this rank alone, and log an error instead of raising it. Not a collective.
 
         For a rank that ends with an exception; the other ranks may continue. A `with` block calls
-        `abandon` after an exception, and otherwise `close`.
+        `abandon` after an exception, and otherwise `close`. If the script continues with another
+        checkpointer, that one stops the job after a stop signal that came before.
         """
         if self._closed:
             return
@@ -721,8 +722,6 @@ class Manager:
             _log.error("the last save failed: %s", error)
         finally:
             self._end(keep_signals=self._checkpointers.request.stopped_at is not None)
-            if self._checkpointers.is_last(self):
-                self._checkpointers.request.forget()
 
     def __enter__(self) -> Self:
         self._check_open()

@@ -113,6 +113,28 @@ def test_a_signal_after_the_last_save_stops_a_job_with_an_archive(tmp_path, firs
     assert [each.step for each in ends] == [3] * RANKS
 
 
+def test_a_script_that_begins_again_after_an_exception_stops_for_an_earlier_signal(tmp_path):
+    """Such as a SIGTERM that has also ended a worker of a `DataLoader`."""
+
+    def run(collectives):
+        for trial in range(2):
+            with (
+                contextlib.suppress(RuntimeError),
+                make(tmp_path, collectives, "main", [GENERATOR]) as main,
+            ):
+                main.restore()
+                if trial == 0:
+                    main.save(1)
+                    if collectives.rank == 1:
+                        send_signal(collectives)
+                    raise RuntimeError("DataLoader worker is killed by signal: Terminated")
+                main.maybe_save(2)
+
+    ends = on_ranks(run)
+    assert [type(each) for each in ends] == [Stopped] * RANKS, ends
+    assert steps(tmp_path / "main") == [1, 2]
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_restored_step_can_be_resumed(tmp_path, step):
     def run(collectives):
