@@ -209,7 +209,7 @@ def test_a_checkpointer_that_nothing_refers_to_is_not_open(tmp_path, without_col
 
     def run(collectives):
         first = make(tmp_path, collectives, "generator", [GENERATOR])
-        first.save(1, wait=True)
+        first.restore()
         del first
         make(tmp_path, collectives, "critic", [CRITIC]).close()
 
@@ -222,7 +222,7 @@ def test_a_checkpointer_that_nothing_refers_to_has_no_handlers(tmp_path, without
     ranks = SimulatedCollectives(SimulatedGroup(1), 0)
     try:
         first = make(tmp_path, ranks, "first", stop_signals=[signal.SIGUSR1])
-        first.maybe_save(1)
+        first.record_signals()
         del first
         signal.raise_signal(signal.SIGUSR1)
     finally:
