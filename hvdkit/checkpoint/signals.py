@@ -210,7 +210,9 @@ class _Handler:
             if number == signal.SIGTERM:
                 self._pass_on(number, frame)
             return
-        if not self._recording and self._closed is None:
+        # None if a later checkpointer has begun, which may have other stop signals.
+        end_process = None if self._closed is None else self._closed.end_process
+        if not self._recording and end_process is None:
             self._pass_on(number, frame)
             return
         now = time.monotonic()
@@ -229,8 +231,8 @@ class _Handler:
         elif self._recording:
             for each in self._recording:
                 each.request.record(number)
-        elif is_first and self._closed is not None and self._closed.end_process is not None:
-            self._closed.end_process(number)
+        elif is_first and end_process is not None:
+            end_process(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Let a signal have the effect that it has without this object."""
