@@ -207,8 +207,9 @@ class BackgroundWriter:
             raise UsageError(
                 f"{self._store.location} has checkpoints of an earlier run, the newest of step "
                 f"{entries[-1].step}, and none of them was restored. Call restore() first to "
-                f"resume it; or give another folder; or pass overwrite=True, which begins a new "
-                f"run in this folder and deletes nothing of the earlier run"
+                f"resume it, or continue_at(step) for an archive; or give another folder; or pass "
+                f"overwrite=True, which begins a new run in this folder and deletes nothing of the "
+                f"earlier run"
             )
 
     def try_to_open(self) -> None:

@@ -175,7 +175,8 @@ class Manager:
         self._checkpointers = Checkpointers.of(collectives.rank)
         self._signals = StopSignals(stop_signals, self._checkpointers.request)
         self._boundary = boundary or StepBoundary()
-        self._note_save = note_save or self._warn_of_window
+        # Not a bound method of this object: a cycle would keep it open until a garbage collection.
+        self._note_save = note_save
         self._cannot_save_now = cannot_save_now
         self._replicas = replicas
         self._closed = False
@@ -254,7 +255,7 @@ class Manager:
             problem = error
         content, ranks = saving.run(problem)
         self._schedule.record_save(int(step))
-        self._note_save(int(step))
+        (self._note_save or self._warn_of_window)(int(step))
         self._step = int(step)
         if self._first:
             snapshot = Snapshot(
@@ -461,6 +462,13 @@ class Manager:
                 [each[subject] for each in asked],
                 f"the argument {subject!r} of restore()",
             )
+        if self._first and step is None and self._is_archive:
+            _log.warning(
+                "%s is restored, but is an archive beside another open checkpointer. After a stop "
+                "signal, only the other one saves. If its training has ended, close() it. To "
+                "continue an archive, call continue_at(step) instead of restore()",
+                self.location,
+            )
         self.restores = True
         restoring = Restoring(
             *(self._collectives, self._parts, self._rank_parts, self._of_this_size),
@@ -489,16 +497,19 @@ class Manager:
     def continue_at(self, step: int) -> None:
         """Continue the newest run at a step, without a restore. A collective.
 
-        For a caller that has restored the state itself, from a commit of an elastic job. If the
-        folder has newer steps, they stay as after `state_replaced`.
+        For an archive, after the other checkpointer has restored the state. Also for a caller that
+        has restored the state from a commit of an elastic job. If the folder has newer steps, they
+        stay as after `state_replaced`.
 
         Args:
-            step: the number of steps that were trained.
+            step: the number of steps that were trained, 0 if nothing was restored.
 
         Raises:
+            UsageError: on all ranks: the step is not valid, or ranks give different ones.
             CheckpointError: on all ranks: the folder cannot be read.
         """
         self._begin("restore")
+        self._check_step(step, "the step to continue at")
         call_on_first(self._collectives, self._writer.continue_newest)
         self._schedule.record_restore(step)
         self._step = step
@@ -580,14 +591,18 @@ class Manager:
         """
         self._begin("delete")
         self._finish("delete")
+        self._check_step(step, "the step to delete")
+        call_on_first(self._collectives, lambda: self._writer.delete(step))
+
+    def _check_step(self, step: int, subject: str) -> None:
+        """Raise UsageError on all ranks if a step is not valid, or differs. A collective."""
         problem: Exception | None = None
         try:
             check_number("step", step)
         except UsageError as error:
             problem = error
         told = exchange(self._collectives, {"step": repr(step)}, problem)
-        compare(self._collectives, [each["step"] for each in told], "the step to delete")
-        call_on_first(self._collectives, lambda: self._writer.delete(step))
+        compare(self._collectives, [each["step"] for each in told], subject)
 
     def _list_steps(self) -> list[dict[str, Any]]:
         return [
@@ -663,24 +678,27 @@ class Manager:
                 "pass and its step. Call save() at the end of the training",
                 self._schedule.seen_step,
             )
+        request = self._checkpointers.request
         can_stop = stops = False
         try:
             self.wait()
-            can_stop = self._all(self._step is not None and not self._is_archive)
+            is_saved = self._step is not None and not self._is_archive
+            # An archive may be closed after the checkpointer that resumes the job.
+            can_stop = self._all(is_saved or request.end_process is not None)
             # A signal that came after the last `maybe_save`.
-            unanswered = self._checkpointers.request.unanswered is not None
+            unanswered = request.unanswered is not None
             stops = can_stop and not self._all(not unanswered or self._signals.is_for_script)
         finally:
             self._end(keep_signals=can_stop)
-        if stops:
-            raise _stopped(self._checkpointers.request, self._step, self._first)
+        if stops and request.end_process is not None:
+            request.end_process(request.unanswered)
         if self._checkpointers.is_last(self):
             self._signals.deliver()
 
     def _end(self, keep_signals: bool) -> None:
         self._closed = True
         request = self._checkpointers.request
-        if not self._is_archive:
+        if keep_signals and self._step is not None and not self._is_archive:
             # Horovod may be shut down, so this does not ask for the rank.
             request.end_process = partial(_end_process, request, self._step, self.run is not None)
         self._checkpointers.remove(self)
@@ -691,7 +709,8 @@ class Manager:
         """Close on this rank alone, and log an error instead of raising it. Not a collective.
 
         For a rank that ends with an exception; the other ranks may continue. A `with` block calls
-        `abandon` after an exception, and otherwise `close`.
+        `abandon` after an exception, and otherwise `close`. If the script continues with another
+        checkpointer, that one stops the job after a stop signal that came before.
         """
         if self._closed:
             return
@@ -703,8 +722,6 @@ class Manager:
             _log.error("the last save failed: %s", error)
         finally:
             self._end(keep_signals=self._checkpointers.request.stopped_at is not None)
-            if self._checkpointers.is_last(self):
-                self._checkpointers.request.forget()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -721,7 +738,10 @@ class Manager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("the checkpointer is closed: make a new one")
+            raise UsageError(
+                "the checkpointer is closed: make a new one. In Keras, a fit with a Checkpoint "
+                "inside another fit closes the Checkpoint of the outer fit"
+            )
 
 
 def _stopped(request: StopRequest, step: int | None, speaks: bool) -> Stopped:
@@ -742,8 +762,9 @@ def _stopped(request: StopRequest, step: int | None, speaks: bool) -> Stopped:
     return Stopped(step or 0)
 
 
-def _end_process(request: StopRequest, step: int | None, speaks: bool, number: int) -> NoReturn:
-    request.record(number)
+def _end_process(request: StopRequest, step: int, speaks: bool, number: int | None) -> NoReturn:
+    if number is not None:
+        request.record(number)
     raise _stopped(request, step, speaks)
 
 

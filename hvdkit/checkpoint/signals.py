@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdkit.errors import UsageError
 from hvdkit.signals import restore
@@ -40,7 +41,7 @@ class StopRequest:
         self.asked = ""
         self.unanswered: int | None = None
         self.stopped_at: float | None = None
-        self.end_process: Callable[[int], None] | None = None
+        self.end_process: Callable[[int | None], NoReturn] | None = None
 
     def record(self, number: int) -> None:
         """Record a signal."""
@@ -107,7 +108,7 @@ class StopSignals:
             return
         self._handlers = [_Handler.of(number) for number in self._numbers]
         for handler in self._handlers:
-            handler.add(self.request)
+            handler.add(self)
 
     def remove(self, keep: bool = False) -> None:
         """Restore the handlers that the signals had before. Later signals are not recorded.
@@ -118,7 +119,7 @@ class StopSignals:
         """
         handlers, self._handlers = self._handlers, []
         for handler in handlers:
-            handler.remove(self.request, keep)
+            handler.remove(self, keep)
 
     def deliver(self) -> None:
         """Raise a recorded signal again if no save stopped the job for it. Call `remove` first."""
@@ -146,8 +147,8 @@ class _Handler:
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
         self._process = os.getpid()
-        # The requests in which the signal is recorded, one for each `StopSignals`.
-        self._requests: list[StopRequest] = []
+        # Those that record the signal, unless their checkpointer is gone without `remove`.
+        self._recording: weakref.WeakSet[StopSignals] = weakref.WeakSet()
         # The request of a process whose checkpointers are closed.
         self._closed: StopRequest | None = None
         self._since: float | None = None
@@ -167,20 +168,19 @@ class _Handler:
         usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
         return self._previous not in usual
 
-    def add(self, request: StopRequest) -> None:
-        """Record the signal in a request."""
-        if not self._requests:
-            self._since = self._closed = None
-        self._requests.append(request)
+    def add(self, signals: StopSignals) -> None:
+        """Record the signal in the request of `signals`."""
+        if not self._recording:
+            self._since = self._closed = signals.request.end_process = None
+        self._recording.add(signals)
 
-    def remove(self, request: StopRequest, keep: bool) -> None:
-        """Do not record the signal in a request any more, see `StopSignals.remove`."""
-        if request in self._requests:
-            self._requests.remove(request)
-        if self._requests:
+    def remove(self, signals: StopSignals, keep: bool) -> None:
+        """Do not record the signal for `signals` any more, see `StopSignals.remove`."""
+        self._recording.discard(signals)
+        if self._recording:
             return
         if keep and self._previous is signal.SIG_DFL:
-            self._closed, self._since = request, None
+            self._closed, self._since = signals.request, None
         else:
             self._restore()
 
@@ -190,7 +190,7 @@ class _Handler:
         While Python ends, it removes all handlers. The signal would then kill a process whose state
         is saved, and hide its exit status.
         """
-        has_stopped = any(each.stopped_at is not None for each in self._requests)
+        has_stopped = any(each.request.stopped_at is not None for each in self._recording)
         is_saved = has_stopped or self._closed is not None
         if is_saved and os.getpid() == self._process:
             signal.signal(self.number, signal.SIG_IGN)
@@ -210,7 +210,9 @@ class _Handler:
             if number == signal.SIGTERM:
                 self._pass_on(number, frame)
             return
-        if not self._requests and self._closed is None:
+        # None if a later checkpointer has begun, which may have other stop signals.
+        end_process = None if self._closed is None else self._closed.end_process
+        if not self._recording and end_process is None:
             self._pass_on(number, frame)
             return
         now = time.monotonic()
@@ -220,16 +222,17 @@ class _Handler:
         is_first = self._since is None
         self._since = self._since or now
         if now > self._since + _SAME_SECONDS:
-            requests, self._requests, self._closed = self._requests, [], None
-            for request in requests:
-                request.unanswered = None
+            for each in self._recording:
+                each.request.unanswered = None
+            self._recording.clear()
+            self._closed = None
             self._restore()
             signal.raise_signal(number)
-        elif self._requests:
-            for request in self._requests:
-                request.record(number)
-        elif is_first and self._closed is not None and self._closed.end_process is not None:
-            self._closed.end_process(number)
+        elif self._recording:
+            for each in self._recording:
+                each.request.record(number)
+        elif is_first and end_process is not None:
+            end_process(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Let a signal have the effect that it has without this object."""

@@ -201,7 +201,13 @@ class Checkpointer(Manager):
             allocate=host_memory,
             subjects=[
                 *optimizers.values(),
-                *(m for each in models.values() for m in each.modules()),
+                # Not those that only contain others, such as that of `torch.compile`.
+                *(
+                    m
+                    for each in models.values()
+                    for m in each.modules()
+                    if m._parameters or m._buffers
+                ),
             ],
         )
 

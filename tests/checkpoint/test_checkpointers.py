@@ -1,6 +1,8 @@
 """Scripts with two open checkpointers, of which one is an archive, and their stops."""
 
 import contextlib
+import gc
+import logging
 import signal
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 
 from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
 from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import StopSignals
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
@@ -26,9 +29,11 @@ def without_handlers(request, monkeypatch):
         monkeypatch.setattr(StopSignals, "deliver", lambda signals: None)
 
 
-def make(folder, collectives, name, subjects=(), **given):
+def make(folder, collectives, name, subjects=(), keep_best=(), **given):
+    keep_last = 1 if keep_best else 3
     return Manager(
-        *(Store(str(folder / name)), collectives, {"model": Arrays(1)}),
+        Store(str(folder / name), keep_best=keep_best, keep_last=keep_last),
+        *(collectives, {"model": Arrays(1)}),
         **{"stop_signals": (), "subjects": subjects, **given},
     )
 
@@ -109,6 +114,28 @@ def test_a_signal_after_the_last_save_stops_a_job_with_an_archive(tmp_path, firs
     assert [each.step for each in ends] == [3] * RANKS
 
 
+def test_a_script_that_begins_again_after_an_exception_stops_for_an_earlier_signal(tmp_path):
+    """Such as a SIGTERM that has also ended a worker of a `DataLoader`."""
+
+    def run(collectives):
+        for trial in range(2):
+            with (
+                contextlib.suppress(RuntimeError),
+                make(tmp_path, collectives, "main", [GENERATOR]) as main,
+            ):
+                main.restore()
+                if trial == 0:
+                    main.save(1)
+                    if collectives.rank == 1:
+                        send_signal(collectives)
+                    raise RuntimeError("DataLoader worker is killed by signal: Terminated")
+                main.maybe_save(2)
+
+    ends = on_ranks(run)
+    assert [type(each) for each in ends] == [Stopped] * RANKS, ends
+    assert steps(tmp_path / "main") == [1, 2]
+
+
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_restored_step_can_be_resumed(tmp_path, step):
     def run(collectives):
@@ -169,3 +196,117 @@ def test_an_exception_after_the_shutdown_is_not_replaced(tmp_path, archive):
 
     with pytest.raises(SystemExit, match="the hosts have changed"):
         train()
+
+
+@pytest.fixture
+def without_collections():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_checkpointer_that_nothing_refers_to_is_not_open(tmp_path, without_collections):
+    """A garbage collection may come at another time on each rank."""
+
+    def run(collectives):
+        first = make(tmp_path, collectives, "generator", [GENERATOR])
+        first.restore()
+        del first
+        make(tmp_path, collectives, "critic", [CRITIC]).close()
+
+    assert on_ranks(run) == [None] * RANKS
+
+
+def test_a_checkpointer_that_nothing_refers_to_has_no_handlers(tmp_path, without_collections):
+    caught = []
+    previous = signal.signal(signal.SIGUSR1, lambda *signals: caught.append(signals[0]))
+    ranks = SimulatedCollectives(SimulatedGroup(1), 0)
+    try:
+        first = make(tmp_path, ranks, "first", stop_signals=[signal.SIGUSR1])
+        first.record_signals()
+        del first
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert caught == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("last", ["main", "archive"])
+@pytest.mark.parametrize("comes", ["between", "after"])
+def test_handlers_end_a_saved_job_after_its_checkpointers(tmp_path, last, comes):
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    given = {"stop_signals": [signal.SIGUSR1]}
+    Checkpointers._of_ranks.clear()
+    ranks = SimulatedCollectives(SimulatedGroup(1), 0)
+    try:
+        made = {
+            "main": make(tmp_path, ranks, "main", [GENERATOR, CRITIC], **given),
+            "archive": make(tmp_path, ranks, "archive", [GENERATOR], **given),
+        }
+        for each in made.values():
+            each.record_signals()
+        made["main"].save(3)
+        final = made.pop(last)
+        made.popitem()[1].close()
+        if comes == "between":
+            signal.raise_signal(signal.SIGUSR1)
+            with pytest.raises(Stopped) as stopped:
+                final.close()
+        else:
+            final.close()
+            with pytest.raises(Stopped) as stopped:
+                signal.raise_signal(signal.SIGUSR1)
+        assert stopped.value.step == 3
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_an_archive_continues_beside_a_job_that_resumes_at_an_earlier_step(tmp_path):
+    def run(collectives, last):
+        main = make(tmp_path, collectives, "main", [GENERATOR, CRITIC], every_steps=5)
+        archive = make(
+            *(tmp_path, collectives, "archive", [GENERATOR]),
+            every_steps=2,
+            keep_best=KeepBest("accuracy"),
+        )
+        restored = main.restore()
+        step = restored.step if restored else 0
+        archive.continue_at(step)
+        for now in range(step + 1, last + 1):
+            main.maybe_save(now)
+            archive.maybe_save(now, metrics={"accuracy": now})
+        main.close()
+        archive.close()
+
+    assert on_ranks(lambda collectives: run(collectives, 9)) == [None] * RANKS
+    assert steps(tmp_path / "main") == [5]
+    assert on_ranks(lambda collectives: run(collectives, 7)) == [None] * RANKS
+    # Step 8 is of the first start, and step 6 of the second.
+    assert steps(tmp_path / "archive") == [8, 6]
+
+
+def test_the_restore_of_an_archive_is_a_warning(tmp_path, caplog):
+    def run(collectives):
+        main = make(tmp_path, collectives, "main", [GENERATOR, CRITIC])
+        archive = make(tmp_path, collectives, "archive", [GENERATOR])
+        archive.restore()
+        main.restore()
+        main.close()
+        archive.close()
+
+    with caplog.at_level(logging.WARNING):
+        assert on_ranks(run) == [None] * RANKS
+    assert [each.getMessage() for each in caplog.records if "is restored" in each.message] == [
+        f"{tmp_path / 'archive'} is restored, but is an archive beside another open checkpointer. "
+        f"After a stop signal, only the other one saves. If its training has ended, close() it. To "
+        f"continue an archive, call continue_at(step) instead of restore()"
+    ]
+
+
+@pytest.mark.parametrize("given", [(-1, -1), (3, 4), (None, 3)])
+def test_an_invalid_step_to_continue_at_is_an_error_on_all_ranks(tmp_path, given):
+    def run(collectives):
+        with make(tmp_path, collectives, "archive") as archive:
+            archive.continue_at(given[collectives.rank])
+
+    assert [type(each) for each in on_ranks(run)] == [UsageError] * RANKS

@@ -727,6 +727,17 @@ def test_an_embedding_that_is_divided_between_the_ranks(hvd):
             hvd.remove_process_set(process_set)
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential])
+def test_an_archive_may_have_a_wrapper_of_the_model(hvd, wrap):
+    with shared_folder(hvd) as folder:
+        training = Training(hvd, folder / "main")
+        training.broadcast()
+        with hvd.Checkpointer(folder / "best", model=wrap(training.model)) as archive:
+            archive.continue_at(0)
+            archive.save(1)
+        training.checkpointer.close()
+
+
 def test_a_checkpoint_of_several_process_sets_is_refused(hvd):
     """It would have the model of the first rank only."""
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
