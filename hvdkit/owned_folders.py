@@ -5,12 +5,14 @@ finds folders that nobody owns, and deletes them.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -107,20 +109,20 @@ def _lock(folder: Path) -> IO[str]:
     """Lock a folder, and return the file that holds the lock.
 
     Raises:
-        OSError: another process holds the lock, or has deleted the folder.
+        OSError: another process holds the lock, or has deleted the folder; or it is not one of this
+            user.
     """
-    path = folder / _LOCK
-    lock = path.open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between the two calls, another process may have deleted the folder, and a third process
-        # may have made it again.
-        if os.fstat(lock.fileno()).st_ino != path.stat().st_ino:
-            raise FileNotFoundError(path)
-    except OSError:
-        lock.close()
-        raise
-    return lock
+    with opened(folder) as path:
+        lock = (path / _LOCK).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between the two calls, another process may have deleted the lock file and the folder.
+            if os.fstat(lock.fileno()).st_ino != (path / _LOCK).stat().st_ino:
+                raise FileNotFoundError(folder)
+        except OSError:
+            lock.close()
+            raise
+        return lock
 
 
 def _delete(folder: Path) -> None:
@@ -129,13 +131,13 @@ def _delete(folder: Path) -> None:
     The lock file is deleted last. A process that then takes the folder finds it empty, and keeps
     it: a folder with a new lock file cannot be deleted.
     """
-    with contextlib.suppress(OSError):
-        for entry in folder.iterdir():
+    with contextlib.suppress(OSError), opened(folder) as path:
+        for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name != _LOCK:
                 entry.unlink(missing_ok=True)
-        (folder / _LOCK).unlink(missing_ok=True)
+        (path / _LOCK).unlink(missing_ok=True)
         folder.rmdir()
 
 
@@ -149,9 +151,11 @@ def _make(parent: Path, prefix: str) -> tuple[Path, IO[str]]:
         except (BlockingIOError, FileNotFoundError):
             continue
         except OSError:  # a full disk, for example
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            raise
+            if is_own(folder):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                raise
+            # The new folder was deleted, and another user has made something of its name.
 
 
 def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
@@ -159,7 +163,7 @@ def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
     for _ in range(_TRIES):
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            return (folder, _lock(folder)) if is_own(folder) else None
+            return folder, _lock(folder)
         except BlockingIOError:
             # `remove_abandoned` of another process may only look at the folder.
             time.sleep(_TRY_SECONDS)
@@ -168,20 +172,32 @@ def _adopt(folder: Path) -> tuple[Path, IO[str]] | None:
     return None
 
 
-def is_own(folder: Path) -> bool:
-    """Return whether the path is a folder of this user in which no other user can make files.
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Path]:
+    """Open a folder of this user in which no other user can make files. Yield a path to it.
 
-    Others may make folders and links in /tmp.
+    If the folder is deleted meanwhile, others may make a folder or a link of its name, as in /tmp.
+    The path does not lead there.
+
+    Raises:
+        OSError: there is no such folder.
     """
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        status = folder.lstat()
-    except OSError:  # the folder was deleted
-        return False
-    return (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.geteuid()
-        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
+        status = os.fstat(descriptor)
+        others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if status.st_uid != os.geteuid() or others_write:
+            raise PermissionError(errno.EACCES, "another user can make files in it", str(folder))
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def is_own(folder: Path) -> bool:
+    """Return whether `opened` can open a folder."""
+    with contextlib.suppress(OSError), opened(folder):
+        return True
+    return False
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
@@ -192,13 +208,13 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     makes another folder. Take the lock first, so that the process cannot take it meanwhile.
     """
     for folder in parent.glob(f"{prefix}*"):
-        # An OSError: the owner still runs, or the folder was deleted meanwhile.
+        # An OSError: the owner still runs, the folder was deleted meanwhile, or it is of another
+        # user.
         with contextlib.suppress(OSError):
-            if is_own(folder):
-                lock = _lock(folder)
-                if not _was_left(folder):
-                    _delete(folder)
-                lock.close()
+            lock = _lock(folder)
+            if not _was_left(folder):
+                _delete(folder)
+            lock.close()
 
 
 def _was_left(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.owned_folders import OwnedFolder, TemporaryFolder, temporary
+from hvdkit.owned_folders import OwnedFolder, TemporaryFolder, remove_abandoned, temporary
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -132,3 +132,50 @@ def test_nothing_is_left_if_there_is_no_space_for_the_lock(tmp_path, monkeypatch
     with pytest.raises(OSError, match="No space left"):
         OwnedFolder(tmp_path, "test-")
     assert not list(tmp_path.iterdir())
+
+
+def replace_with_link(folder, target):
+    """Replace an empty folder, as another user may once its owner has deleted it."""
+    folder.rmdir()
+    folder.symlink_to(target)
+
+
+def test_a_new_folder_that_another_user_replaces_is_not_used(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    make, made = tempfile.mkdtemp, []
+
+    def make_and_replace(**options):
+        made.append(make(**options))
+        if len(made) == 1:
+            replace_with_link(Path(made[0]), elsewhere)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_replace)
+    folder = OwnedFolder(tmp_path, "test-")
+    assert folder.path == Path(made[1])
+    folder.remove()
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_an_old_folder_that_another_user_replaces_is_left_alone(tmp_path, monkeypatch, adopts):
+    elsewhere, old = tmp_path / "elsewhere", tmp_path / "test-old"
+    elsewhere.mkdir()
+    (elsewhere / "content").touch()
+    old.mkdir(mode=0o700)
+    usual = Path.open
+
+    def open_late(self, *args, **options):
+        if not old.is_symlink():
+            replace_with_link(old, elsewhere)
+        return usual(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_late)
+    if adopts:
+        folder = OwnedFolder(tmp_path, "test-", "old")
+        assert folder.path != old
+        folder.remove()
+    else:
+        remove_abandoned(tmp_path, "test-")
+    assert [file.name for file in elsewhere.iterdir()] == ["content"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hvdkit.checkpoint.posix import disk
 from hvdkit.errors import HvdkitError
+from hvdkit.plain_files import open_regular
 from hvdkit.whole_files import beside
 
 
@@ -29,7 +30,8 @@ def exporting(target: Path) -> Iterator[Path]:
             if draft.is_dir():
                 _sync_folder(draft)
             else:
-                with draft.open("rb") as file:
+                # In a shared folder, another user may have put a pipe there.
+                with open(open_regular(draft), "rb") as file:
                     os.fsync(file.fileno())
             draft.replace(target)
         finally:

@@ -21,7 +21,7 @@ from hvdkit.faults.start_folders import read as read_start
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import longest_wait, without_outdated
-from hvdkit.owned_folders import has_owner, is_own, temporary
+from hvdkit.owned_folders import has_owner, opened, temporary
 from hvdkit.plain_files import Budget, printable, read_json
 from hvdkit.record_files import FOLDER, JOB, RAISED, SILENT, STACKS, STATES
 
@@ -103,23 +103,25 @@ def inspect_live(count: int = 20, folder: Path | None = None) -> str:
     """
     # The folders of each job. Over MPI and in Slurm, each rank has a folder.
     jobs: dict[str, list[Path]] = {}
-    places = (folder or temporary()).glob(f"{PREFIX}*")
-    for path in filter(is_own, sorted(places)):
-        names = [file.name for file in path.glob(JOB.format("*"))]
-        jobs.setdefault(names[0] if names else path.name, []).append(path)
     paragraphs = []
-    answers, note = _ask(list(jobs.values()))
-    for folders, found in zip(jobs.values(), answers, strict=True):
-        if found:
-            size = next(iter(found.values())).size
-            paragraphs.append(f"{len(found)} of {size} ranks answered on this host.")
-            verdict = functools.partial(_live_verdict, here=found.keys() | _ranks(folders))
-            paragraphs += _explain(found, verdict, count)
-        elif ranks := len(_ranks(filter(has_owner, folders))):
-            paragraphs.append(
-                f"{ranks} rank{'s' if ranks > 1 else ''} of a job on this host did not answer. The "
-                f"processes may be stopped (SIGSTOP or a debugger), or have ended."
-            )
+    with contextlib.ExitStack() as stack:
+        for place in sorted((folder or temporary()).glob(f"{PREFIX}*")):
+            with contextlib.suppress(OSError):  # another user's folder
+                path = stack.enter_context(opened(place))
+                names = [file.name for file in path.glob(JOB.format("*"))]
+                jobs.setdefault(names[0] if names else place.name, []).append(path)
+        answers, note = _ask(list(jobs.values()))
+        for folders, found in zip(jobs.values(), answers, strict=True):
+            if found:
+                size = next(iter(found.values())).size
+                paragraphs.append(f"{len(found)} of {size} ranks answered on this host.")
+                verdict = functools.partial(_live_verdict, here=found.keys() | _ranks(folders))
+                paragraphs += _explain(found, verdict, count)
+            elif ranks := len(_ranks(filter(has_owner, folders))):
+                paragraphs.append(
+                    f"{ranks} rank{'s' if ranks > 1 else ''} of a job on this host did not answer. "
+                    f"The processes may be stopped (SIGSTOP or a debugger), or have ended."
+                )
     if not paragraphs:
         raise UsageError(
             "there are no ranks of `hvdkit run` on this host: expected a job of this user that has "

@@ -16,6 +16,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.faults.names import shortened
 from hvdkit.launch.agent_pool import AgentPool
 from hvdkit.launch.hosts import Host
+from hvdkit.launch.listener import BACKLOG, Listener
 from hvdkit.launch.network import Interface
 from hvdkit.launch.questions import Questions
 
@@ -86,10 +87,16 @@ def listening(
     addresses = {host: interfaces[host].address for host in questions.hosts}
     arguments = {host: {"address": addresses[host]} for host in questions.hosts}
     try:
-        with socket.create_server((address, 0), backlog=len(arguments)) as server:
+        server = socket.create_server((address, 0), backlog=BACKLOG)
+        own = {LAUNCHER: (address, server.getsockname()[1])}
+        # It also accepts the connections of strangers, which would fill a short queue.
+        listener: Listener[None] = Listener(server, len(arguments), lambda _: None)
+        try:
             ports = questions.each("listen", arguments)
             found = {host.name: (addresses[host], ports[host]) for host in questions.hosts}
-            yield {**found, LAUNCHER: (address, server.getsockname()[1])}
+            yield found | own
+        finally:
+            listener.close()
     except HvdkitError:
         # A host does not answer. The agents of the other hosts may stay.
         questions.end("stop_listening")

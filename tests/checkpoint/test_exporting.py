@@ -40,3 +40,19 @@ def test_an_error_leaves_no_content(tmp_path, make):
     with pytest.raises(HvdkitError, match="cannot write .*out: No space left on device"):
         fail()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_in_place_of_the_file_is_an_error(tmp_path):
+    target = tmp_path / "out"
+
+    def replace():
+        with exporting(target) as beside:
+            os.mkfifo(beside)
+            # Otherwise, opening the pipe would wait for a writer.
+            writers.append(os.open(beside, os.O_RDWR))
+
+    writers: list[int] = []
+    with pytest.raises(HvdkitError, match="cannot write .*out: not a regular file"):
+        replace()
+    os.close(writers[0])
+    assert os.listdir(tmp_path) == []

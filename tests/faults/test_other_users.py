@@ -8,6 +8,7 @@ import tempfile
 import pytest
 
 from hvdkit.errors import UsageError
+from hvdkit.faults import command
 from hvdkit.faults.command import inspect_live
 from hvdkit.faults.record_folder import RecordFolder
 from tests.faults.test_command import RECORD
@@ -83,3 +84,20 @@ def test_an_own_job_is_shown_beside_them(shared, tmp_path):
         assert "1 of 1 ranks answered" in inspect_live()
     finally:
         folder.remove()
+
+
+def test_a_link_that_takes_the_place_of_an_own_folder_is_ignored(shared, tmp_path, monkeypatch):
+    own, folder = tmp_path / "own", shared / "hvdkit-records-x"
+    own.mkdir()
+    folder.mkdir(mode=0o700)
+    usual = command.request
+
+    def request_late(path):
+        folder.rmdir()  # the job has ended
+        folder.symlink_to(own)
+        usual(path)
+
+    monkeypatch.setattr(command, "request", request_late)
+    with pytest.raises(UsageError, match="expected a job of this user"):
+        inspect_live()
+    assert not list(own.iterdir())

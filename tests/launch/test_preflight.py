@@ -1,5 +1,7 @@
 import os
+import socket
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -298,3 +300,13 @@ def test_no_host_listens_any_more_if_one_does_not_answer():
     assert caught.value.hosts == ["host0", "host1"]
     for connection in agents.connections:
         assert connection.asked == ["listen", "connect", "stop_listening"]
+
+
+def test_strangers_that_connect_to_the_launcher_do_not_keep_hosts_from_connecting():
+    questions = Answers(listen=1, stop_listening=None)
+    here = dict.fromkeys(questions.hosts, Interface("lo", "127.0.0.1", 8))
+    with ExitStack() as stack:
+        targets = stack.enter_context(reachability.listening(questions, here, "127.0.0.1"))
+        address = targets[reachability.LAUNCHER]
+        for _ in range(50):
+            stack.enter_context(socket.create_connection(address, timeout=5))
