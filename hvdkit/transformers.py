@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 
+import hvdkit.torch as hvd
 from hvdkit.accelerate import adopt
 
 
@@ -27,11 +28,17 @@ class HvdkitTrainerMixin:
 
     reduction: Mapping[str, Any] = {}
     accelerator: Any
+    model: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator of transformers, and give it hvdkit's reduction."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator, self.reduction)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict with the buffers of rank 0, so that all ranks have one model."""
+        hvd.broadcast_parameters(dict(self.model.named_buffers()), root_rank=0)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
 
 class HvdkitTrainer(HvdkitTrainerMixin, transformers.Trainer):

@@ -95,6 +95,7 @@ class Record:
         arrived: how often the current pass has added to the gradient.
         repeats: whether a pass adds several times, so that the bucket waits for its end.
         content: the address of the parameter's content when hooks were registered; None without.
+        undefined: whether the latest gradient of the parameter was None, so that nothing is added.
     """
 
     __slots__ = (
@@ -112,6 +113,7 @@ class Record:
         "parameter",
         "part",
         "repeats",
+        "undefined",
     )
 
     def __init__(
@@ -135,6 +137,7 @@ class Record:
         self.base: torch.Tensor | None = None
         self.local = False
         self.arrived = 0
+        self.undefined = False
 
     @property
     def has_gradient(self) -> bool:
@@ -158,10 +161,10 @@ class Record:
         # PyTorch accepts hooks only while the parameter needs gradients.
         frozen = not parameter.requires_grad
         parameter.requires_grad_(True)
-        after = functools.partial(_after, weakref.ref(self))
+        own = weakref.ref(self)
         self.handles = (
-            parameter.register_hook(functools.partial(_before, self.owner)),
-            parameter.register_post_accumulate_grad_hook(after),
+            parameter.register_hook(functools.partial(_before, own)),
+            parameter.register_post_accumulate_grad_hook(functools.partial(_after, own)),
         )
         self.content = parameter._cdata
         _records[id(parameter)] = self
@@ -191,19 +194,23 @@ def owner_of(parameter: torch.Tensor) -> Any:
     return None if record is None else record.owner()
 
 
-def _before(reference: "weakref.ref[Owner]", _: torch.Tensor) -> None:
-    """Hook: a gradient is about to be added to `p.grad`, or to be returned by `autograd.grad`."""
-    owner = reference()
-    if owner is not None:
-        task = _current_task()
-        if task != owner.task:
+def _before(reference: "weakref.ref[Record]", gradient: torch.Tensor | None) -> None:
+    """Hook: a gradient is about to be added to `p.grad`, or to be returned by `autograd.grad`.
+
+    It is None if a `torch.autograd.Function` has returned None for the parameter.
+    """
+    record = reference()
+    if record is not None:
+        record.undefined = gradient is None
+        owner = record.owner()
+        if owner is not None and (task := _current_task()) != owner.task:
             owner.enter_task(task)
 
 
 def _after(reference: "weakref.ref[Record]", _: torch.Tensor) -> None:
     """Hook: `p.grad` is complete."""
     record = reference()
-    if record is not None:
+    if record is not None and not record.undefined:
         owner = record.owner()
         if owner is not None:
             owner.after_accumulation(record)

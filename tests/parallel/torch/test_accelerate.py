@@ -333,3 +333,39 @@ def test_a_trainer_of_transformers_trains_like_one_process(hvd, accumulate):
     assert moved > 0.01
     assert (flat([model]) - flat([reference])).norm() / moved < 1e-3
     assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.long
+def test_a_trainer_of_transformers_evaluates_the_buffers_of_rank_0(hvd):
+    transformers = pytest.importorskip("transformers")
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+        def forward(self, inputs, labels=None):
+            outputs = self.out(self.norm(inputs)).squeeze(1)
+            return functional.mse_loss(outputs, labels), outputs
+
+    with processes(hvd):
+        from hvdkit.transformers import HvdkitTrainer
+
+        torch.manual_seed(0)
+        data = [{"inputs": i * torch.randn(3), "labels": float(i)} for i in range(16)]
+        model = Network()
+        arguments = transformers.TrainingArguments(
+            os.path.join(os.environ["TMPDIR"], "buffers"),
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = HvdkitTrainer(model, arguments, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        own = hvd.allgather_object([buffer.tolist() for buffer in model.buffers()])
+        assert own[0] != own[1]  # each rank has the statistics of its own batches
+        trainer.evaluate()
+        assert [buffer.tolist() for buffer in model.buffers()] == own[0]

@@ -401,3 +401,33 @@ def test_a_hook_that_moves_gradients_away(hvd):
     optimizer.zero_grad()
     add(w, hvd.rank() + 1.0)
     assert w.grad.tolist() == [mean(hvd, lambda rank: rank + 1.0)] * 3
+
+
+class _ReturnsNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, used, unused):
+        return used * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_function_that_returns_no_gradient(hvd, find_unused):
+    """PyTorch calls the hooks of the parameter, but adds nothing to `p.grad`."""
+    used, unused, partly = weights(3)
+    optimizer = wrapped(hvd, [used, unused, partly], find_unused_parameters=find_unused)
+    for count in (1, 2):
+        other = partly if hvd.rank() else used
+        loss = (hvd.rank() + 1) * _ReturnsNone.apply(used, unused).sum()
+        (loss + _ReturnsNone.apply(other, partly).sum()).backward()
+        first = mean(hvd, lambda rank: 2 * (rank + 1) + (0 if rank else 2))
+        second = mean(hvd, lambda rank: 2 if rank else 0)
+        torch.testing.assert_close(used.grad, torch.full_like(used, count * first))
+        torch.testing.assert_close(partly.grad, torch.full_like(partly, count * second))
+        if find_unused:
+            assert unused.grad is None
+        else:
+            assert not unused.grad.any()
+    optimizer.step()
