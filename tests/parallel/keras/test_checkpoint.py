@@ -489,6 +489,7 @@ def test_a_loop_of_pytorch_with_a_keras_model(hvd):
     x, y = (torch.from_numpy(array) for array in hvd.shard(values()))
 
     def training():
+        keras.backend.clear_session()  # layers get the same names on all ranks
         model = model_of("sgd", hvd.rank())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = adapter.DistributedOptimizer(optimizer, model.named_parameters())

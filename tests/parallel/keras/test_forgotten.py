@@ -84,14 +84,11 @@ def test_a_missing_line_is_named(hvd, missing):
 @pytest.mark.parametrize(
     "loop", ["a clone", "a copy of the optimizer", "wrapped", "in another optimizer", "local"]
 )
-def test_an_optimizer_that_is_not_wrapped_in_a_loop(hvd, monkeypatch, loop):
+def test_an_optimizer_that_is_not_wrapped_in_a_loop(hvd, loop):
     """Copies of a wrapped optimizer are plain; only `fit` asks the other ranks."""
     import keras
 
     unwrapped = importlib.import_module(f"hvdkit.{keras.backend.backend()}.unwrapped")
-    # Earlier tests of this process may have changed these.
-    monkeypatch.setattr(unwrapped, "_warned", type(unwrapped._warned)())
-    monkeypatch.setattr(unwrapped, "_reduces_itself", False, raising=False)
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -104,7 +101,10 @@ def test_an_optimizer_that_is_not_wrapped_in_a_loop(hvd, monkeypatch, loop):
         hvd.register_local(model)
     hvd.broadcast_model(model, root_rank=0)
     x = np.random.default_rng(hvd.rank()).normal(size=(4, 3)).astype("float32")
-    with recorded("hvdkit") as log:
+    with pytest.MonkeyPatch.context() as patch, recorded("hvdkit") as log:
+        # Earlier tests of this process may have changed these.
+        patch.setattr(unwrapped, "_warned", type(unwrapped._warned)())
+        patch.setattr(unwrapped, "_reduces_itself", False, raising=False)
         for _ in range(11):
             model.train_on_batch(x, x[:, :2])
     texts = [
