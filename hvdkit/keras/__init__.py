@@ -38,6 +38,7 @@ from hvdkit.keras.prediction import predict
 from hvdkit.keras.resuming import wrap_epochs
 from hvdkit.keras.sharding import shard
 from hvdkit.keras.training import local_fit, wrap_callback_lists
+from hvdkit.keras.unwrapped import watch_optimizers
 
 Adasum = backend.hvd.Adasum
 Average = backend.hvd.Average
@@ -65,6 +66,7 @@ mpi_threads_supported = backend.hvd.mpi_threads_supported
 nccl_built = backend.hvd.nccl_built
 rank = backend.hvd.rank
 remove_process_set = backend.hvd.remove_process_set
+register_local = backend.hvd.register_local
 rocm_built = backend.hvd.rocm_built
 shutdown = backend.hvd.shutdown
 size = backend.hvd.size
@@ -117,6 +119,7 @@ __all__ = [
     "predict",
     "rank",
     "reducescatter",
+    "register_local",
     "remove_process_set",
     "rocm_built",
     "shard",
@@ -132,3 +135,4 @@ wrap_fit()
 wrap_callback_lists()
 wrap_train_function()
 wrap_train_step()
+watch_optimizers()

@@ -218,7 +218,7 @@ class Distribution:
             # The gradients are reduced already, or there are none, or Keras reports an error.
             update(gradients, given)
             return
-        if any(id(v) in applied for applied in _being_applied.values() for v in variables):
+        if being_applied(variables):
             kind = type(optimizer).__name__
             raise UsageError(
                 f"an optimizer that is wrapped with hvd.DistributedOptimizer passes its reduced "
@@ -422,6 +422,11 @@ class Distribution:
                 f"variables whose gradients are reduced"
             )
         return [[index[id(v)] for v in group] for group in self._groups]
+
+
+def being_applied(variables: Sequence[Any]) -> bool:
+    """Return whether a wrapped optimizer is applying reduced gradients to some variables."""
+    return any(id(v) in applied for applied in _being_applied.values() for v in variables)
 
 
 def used_by(model: Any) -> dict[Distribution, None]:

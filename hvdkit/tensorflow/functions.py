@@ -74,12 +74,12 @@ def broadcast_variables(
     else:
         # While tracing, ranks are not compared, because one rank alone may trace again.
         own, _ = prepare()
-    shared.note(own)
     if collectives.single_rank:
         return
     if not inplace:
         broadcast_unchecked(own, root_rank, process_set)
         return
+    shared.note(own)
     for k, variables_of_device in enumerate(_by_device(own)):
         # Horovod's broadcast_() names collectives after the variables. Variable names may repeat
         # and may differ between ranks.
@@ -96,6 +96,7 @@ def broadcast_unchecked(
     variables: Sequence[tf.Variable], root_rank: int, process_set: mpi_ops.ProcessSet
 ) -> None:
     """Broadcast variables that have the same order, shapes and dtypes on every rank."""
+    shared.note(variables)
     packs = (pack for of_device in _by_device(variables) for pack in _packs(of_device))
     for k, pack in enumerate(packs):
         values = _broadcast_pack(pack, k, root_rank, process_set)

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.variables import NotedVariables, tf_variable_or_none
 
@@ -23,6 +24,8 @@ log = logging.getLogger("hvdkit.tensorflow")
 
 # The step of an eager loop before which an optimizer is examined.
 _STEPS = 10
+# The attribute that hvdkit.keras sets. This layer must not import that package.
+_WRAPPED = "_hvdkit_distribution"
 
 #: The variables whose gradients a tape or a wrapped optimizer has reduced, or need not reduce.
 handled = NotedVariables()
@@ -73,20 +76,23 @@ def noting(function: Callable[..., Any]) -> Callable[..., Any]:
 def _examine(optimizer: Any, variables: Sequence[Any]) -> None:
     """Warn if nothing has reduced the gradients that an optimizer applies. Not a collective."""
     global _warned
-    # The attribute that hvdkit.keras sets. This layer must not import that package.
-    if getattr(optimizer, "_hvdkit_distribution", None) is not None:
+    if hasattr(optimizer, _WRAPPED):
         handled.note(variables)
         return
     if _warned or _reduces_itself or not mpi_ops.is_initialized() or mpi_ops.size() == 1:
         return
     # `fit` of hvdkit.keras has its own warning.
-    if mpi_ops.rank() != 0 or "hvdkit.keras" in sys.modules or not variables:
+    fit_call = sys.modules.get("hvdkit.keras.fit_call")
+    fitted = fit_call is not None and fit_call.fitted_model() is not None
+    if mpi_ops.rank() != 0 or fitted or not variables:
         return
     if not tf.inside_function():
         _steps[optimizer] = _steps.get(optimizer, 0) + 1
         if _steps[optimizer] != _STEPS:
             return
     if any(map(handled.has, variables)):
+        return
+    if any(hasattr(each, _WRAPPED) for each in inner_optimizers(optimizer).values()):
         return
     # If the script reduces other gradients, it may train these variables on each rank on purpose.
     if handled and not any(map(shared.has, variables)):

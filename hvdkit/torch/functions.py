@@ -15,6 +15,7 @@ from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.in_place import note_written
+from hvdkit.torch.keras_variables import is_seed
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 from hvdkit.torch.unwrapped import note_shared
 
@@ -33,7 +34,7 @@ def broadcast_parameters(
         params: a model: all parameters and buffers, as DistributedDataParallel sends them. Or
             `model.state_dict()`, which lacks buffers with `persistent=False`, or
             `model.named_parameters()` or `model.parameters()`; any dtype and strides. Values that
-            are not tensors are ignored.
+            are not tensors are ignored, and so are the states of Keras's random generators.
         root_rank: the rank to copy from.
         process_set: the ranks that take part.
 
@@ -74,7 +75,8 @@ def _named_tensors(
     if isinstance(params, torch.nn.Module):
         params = dict([*params.named_parameters(), *params.named_buffers()])
     items = params.items() if isinstance(params, Mapping) else params
-    named = [item if isinstance(item, tuple) else ("", item) for item in items]
+    pairs = (item if isinstance(item, tuple) else ("", item) for item in items)
+    named = [(name, value) for name, value in pairs if not is_seed(str(name))]
     for name, value in named:
         if not isinstance(value, torch.Tensor) and _holds_tensor(value):
             raise UsageError(

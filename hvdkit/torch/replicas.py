@@ -11,6 +11,7 @@ import torch
 
 from hvdkit.core.replicas import VALUES_ADVICE, Item, Replicas
 from hvdkit.torch.digests import bytes_of, digests
+from hvdkit.torch.keras_variables import is_own
 from hvdkit.torch.plain_tensors import is_plain
 
 _STATE_ADVICE = (
@@ -82,7 +83,7 @@ def torch_replicas(
 
 def _items_of(parameters: Mapping[str, torch.Tensor], state: Mapping[Any, Any]) -> Iterator[Item]:
     for name, parameter in parameters.items():
-        if is_readable(parameter):
+        if is_readable(parameter) and not is_own(name):
             trained = parameter.requires_grad and not parameter.is_complex()
             yield _item(repr(name), parameter, parameter.numel() * trained)
         yield from _state_items("", repr(name), state.get(parameter))

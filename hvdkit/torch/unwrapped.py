@@ -51,7 +51,7 @@ _ADVICE = (
 
 # An optimizer that is not wrapped -> the bytes that the script itself has sent, before each of its
 # first steps.
-_sent: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]" = weakref.WeakKeyDictionary()
+_sent: "weakref.WeakKeyDictionary[Any, list[int]]" = weakref.WeakKeyDictionary()
 # Parameter -> True.
 _local: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # A parameter of a model that a library prepares -> how to have its gradients reduced.
@@ -214,12 +214,22 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if mpi_ops.size() == 1:
         return
     _check_prepared(optimizer)
-    if mpi_ops.rank() != 0:
+    examine(optimizer, lambda: [p for p in _parameters_of(optimizer) if p.grad is not None])
+
+
+def examine(optimizer: Any, parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
+    """Warn if nothing has reduced the gradients of an optimizer's tenth step. Not a collective.
+
+    Args:
+        optimizer: an optimizer of PyTorch or Keras that is about to make a step.
+        parameters: returns the parameters with gradients that should be reduced.
+    """
+    if not mpi_ops.is_initialized() or mpi_ops.size() == 1 or mpi_ops.rank() != 0:
         return
     sent = _sent.setdefault(optimizer, [])
     if len(sent) < _STEPS:
         sent.append(traffic.bytes - counters.payload_bytes)
-        if len(sent) == _STEPS and _trains_alone(optimizer, sent[-1] - sent[0]):
+        if len(sent) == _STEPS and _trains_alone(optimizer, parameters(), sent[-1] - sent[0]):
             _warn(optimizer)
 
 
@@ -256,14 +266,14 @@ def _check_prepared(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _trains_alone(optimizer: torch.optim.Optimizer, sent: int) -> bool:
+def _trains_alone(optimizer: Any, parameters: Sequence[torch.Tensor], sent: int) -> bool:
     """Return whether the ranks should train one model, and nothing reduces the gradients.
 
     Args:
         optimizer: the optimizer.
+        parameters: its parameters with gradients.
         sent: the bytes that the script itself has sent between the first steps.
     """
-    parameters = [p for p in _parameters_of(optimizer) if p.grad is not None]
     if not parameters or any(p in _local or has_own_dispatch(p) for p in parameters):
         return False
     if any(records.owner_of(p) is not None for p in parameters):
@@ -276,22 +286,24 @@ def _trains_alone(optimizer: torch.optim.Optimizer, sent: int) -> bool:
     if sent >= sum(p.nbytes for p in parameters):
         return False  # the script reduces gradients, or averages weights, itself
     # If the script wraps other optimizers, it may train these tensors on each rank on purpose.
-    if not wrapped_optimizers():
+    if not (wrapped_optimizers() or counters.payload_bytes):
         return True
     return any(p.untyped_storage() in _shared for p in filter(is_readable, parameters))
 
 
-def _warn(optimizer: torch.optim.Optimizer) -> None:
+def _warn(optimizer: Any) -> None:
     if len(_warned) == _MOST_WARNINGS:
         return
     _warned.append(type(optimizer).__name__)
+    of_keras = not isinstance(optimizer, torch.optim.Optimizer)
     log.warning(
         "an optimizer (%s) makes its step %d on %d ranks, but it is not wrapped, and nothing has "
         "reduced the gradients of its parameters: each rank trains a model of its own. Wrap it "
-        "before the first step: optimizer = hvd.DistributedOptimizer(optimizer, "
-        "model.named_parameters()). If each rank should train its own parameters, or if the script "
-        "averages them only later (local SGD), call hvd.register_local(optimizer).",
+        "before the first step: optimizer = hvd.DistributedOptimizer(optimizer%s). If each rank "
+        "should train its own parameters, or if the script averages them only later (local SGD), "
+        "call hvd.register_local(%s).",
         *(_warned[-1], _STEPS, mpi_ops.size()),
+        *(("", "model") if of_keras else (", model.named_parameters()", "optimizer")),
     )
 
 

@@ -12,6 +12,7 @@ from hvdkit.checkpoint.state import Tree
 from hvdkit.torch.digests import digests
 from hvdkit.torch.items import compiled
 from hvdkit.torch.items.tensors import TorchTensor, memory
+from hvdkit.torch.keras_variables import is_own
 from hvdkit.torch.plain_tensors import is_plain
 
 log = logging.getLogger("hvdkit.torch")
@@ -93,6 +94,9 @@ class Statistics:
                 for name, value in reversed(state.items())
                 if isinstance(value, torch.Tensor) and is_plain(value) and value.numel()
             }
+            for path, parameter in module.named_parameters():
+                if is_own(path):
+                    yield f"{model}.{plain(path)}", f"{model}.{path}", parameter, True
             for prefix, layer in module.named_modules():
                 of_norm = isinstance(
                     layer, torch.nn.modules.batchnorm._NormBase

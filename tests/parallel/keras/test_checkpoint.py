@@ -474,3 +474,55 @@ def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
             assert checkpointer.restore().step == 1
     for own, expected in zip(fresh.get_weights(), saved.get_weights(), strict=True):
         assert own.tolist() == expected.tolist()
+
+
+def test_a_loop_of_pytorch_with_a_keras_model(hvd):
+    """Each rank has its own dropout masks and moving statistics, also after a restore."""
+    import keras
+
+    if keras.backend.backend() != "torch":
+        pytest.skip("PyTorch trains only models of its own backend")
+    import torch
+
+    import hvdkit.torch as adapter
+
+    x, y = (torch.from_numpy(array) for array in hvd.shard(values()))
+
+    def training():
+        keras.backend.clear_session()  # layers get the same names on all ranks
+        model = model_of("sgd", hvd.rank())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = adapter.DistributedOptimizer(optimizer, model.named_parameters())
+        adapter.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model, optimizer
+
+    def train(model, optimizer):
+        for _ in range(12):
+            optimizer.zero_grad()
+            torch.nn.functional.binary_cross_entropy(model(x, training=True), y).backward()
+            optimizer.step()
+
+    def contents(model, trainable):
+        return [
+            keras.ops.convert_to_numpy(v.value).tolist()
+            for v in model.variables
+            if v.trainable == trainable
+        ]
+
+    model, optimizer = training()
+    train(model, optimizer)
+    with common_folder(hvd) as folder:
+        with adapter.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.save(12)
+        own = contents(model, trainable=False)
+        for others in zip(*of_every_rank(own), strict=True):
+            assert len({str(each) for each in others}) == hvd.size()
+        train(model, optimizer)
+        expected = contents(model, trainable=True)
+        same_everywhere(expected)
+        fresh, optimizer = training()
+        with adapter.Checkpointer(folder, model=fresh, optimizer=optimizer) as checkpointer:
+            assert checkpointer.restore().step == 12
+    assert contents(fresh, trainable=False) == own
+    train(fresh, optimizer)
+    assert contents(fresh, trainable=True) == expected

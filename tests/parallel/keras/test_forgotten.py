@@ -1,5 +1,7 @@
 """A `fit` that lacks a line of the guide's script raises an error, or logs a warning."""
 
+import copy
+import importlib
 import re
 
 import numpy as np
@@ -77,3 +79,38 @@ def test_a_missing_line_is_named(hvd, missing):
         assert not texts
     elif error or hvd.rank() == 0:
         assert any(re.search(FORGOTTEN[missing], text) for text in texts), (missing, texts)
+
+
+@pytest.mark.parametrize(
+    "loop", ["a clone", "a copy of the optimizer", "wrapped", "in another optimizer", "local"]
+)
+def test_an_optimizer_that_is_not_wrapped_in_a_loop(hvd, loop):
+    """Copies of a wrapped optimizer are plain; only `fit` asks the other ranks."""
+    import keras
+
+    unwrapped = importlib.import_module(f"hvdkit.{keras.backend.backend()}.unwrapped")
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    if loop == "in another optimizer":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(copy.deepcopy(optimizer) if "copy" in loop else optimizer, loss="mse")
+    if loop in ("a clone", "local"):
+        model = keras.models.clone_model(model)
+    if loop == "local":
+        hvd.register_local(model)
+    hvd.broadcast_model(model, root_rank=0)
+    x = np.random.default_rng(hvd.rank()).normal(size=(4, 3)).astype("float32")
+    with pytest.MonkeyPatch.context() as patch, recorded("hvdkit") as log:
+        # Earlier tests of this process may have changed these.
+        patch.setattr(unwrapped, "_warned", type(unwrapped._warned)())
+        patch.setattr(unwrapped, "_reduces_itself", False, raising=False)
+        for _ in range(11):
+            model.train_on_batch(x, x[:, :2])
+    texts = [
+        r.getMessage()
+        for r in log
+        if "is not wrapped" in r.getMessage() or "nothing has reduced" in r.getMessage()
+    ]
+    warns = loop in ("a clone", "a copy of the optimizer") and hvd.rank() == 0
+    assert len(texts) == warns, texts
