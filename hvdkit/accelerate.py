@@ -25,8 +25,13 @@ from hvdkit.errors import UsageError
 from hvdkit.torch.distributed_calls import announce_calls
 from hvdkit.torch.optimizer import sync
 from hvdkit.torch.options import check_options
+from hvdkit.torch.unwrapped import expect_reduction
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
+_ADVICE = (
+    "Use model, optimizer = accelerator.prepare(model, optimizer). Accelerate prepares only "
+    "subclasses of torch.optim.Optimizer"
+)
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -100,6 +105,8 @@ class HvdkitAccelerator(Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not evaluation_mode:
             hvd.broadcast_parameters(model, root_rank=0)
+            # DistributedDataParallel would reduce them, whatever optimizer uses them.
+            expect_reduction(model.parameters(), _ADVICE)
         return prepared
 
     def prepare_optimizer(

@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -64,9 +65,18 @@ def _main(name: str, parse: Callable[[], Namespace]) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             # The terminal may not have a character, and the name of a file may not be UTF-8.
             stream.reconfigure(errors="backslashreplace")
+    assert logging.lastResort is not None  # it prints warnings
+    logging.lastResort.setFormatter(_PrintableFormatter())
     forget_noted()
     with handle_stop_signals(_end):
         return _run_verb(name, parse)
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Formats warnings, which may contain texts of others, without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _open_closed_streams() -> None:

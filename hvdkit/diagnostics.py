@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 
-_MARKS = {
-    OK: "[green]ok     [/green]",
-    WARNING: "[yellow]warning[/yellow]",
-    ERROR: "[red]error  [/red]",
-}
+_COLOURS = {OK: "green", WARNING: "yellow", ERROR: "red"}
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,10 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
 
 def show(diagnostics: Sequence[Diagnostic], console: Console) -> None:
     """Print a line for each diagnostic, and its advice below."""
-    from rich.markup import escape  # not at the top: each start of `hvdkit run` would import rich
-
     width = max(len(diagnostic.name) for diagnostic in diagnostics)
     for diagnostic in diagnostics:
-        console.print(
-            f"{_MARKS[diagnostic.status]}  {diagnostic.name:{width}}  {escape(diagnostic.found)}",
-            highlight=False,
-        )
+        status = diagnostic.status
+        console.print(f"{status:7}", style=_COLOURS[status], end="", highlight=False)
+        console.print(f"  {diagnostic.name:{width}}  {diagnostic.found}", highlight=False)
         if diagnostic.advice:
-            console.print(f"{'':9}{'':{width}}  -> {escape(diagnostic.advice)}", highlight=False)
+            console.print(f"{'':9}{'':{width}}  -> {diagnostic.advice}", highlight=False)

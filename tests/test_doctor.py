@@ -3,9 +3,8 @@ import json
 import subprocess
 import sys
 
-from rich.console import Console
-
 from hvdkit import doctor
+from hvdkit.console import Console
 from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic, has_error, show
 from hvdkit.engine import describe
 

@@ -1,6 +1,7 @@
 """Files that another user may have written."""
 
 import errno
+import io
 import os
 import tracemalloc
 
@@ -126,6 +127,13 @@ def test_a_console_shows_no_control_characters(capsys):
     shown = capsys.readouterr().out
     assert "host" in shown
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+
+
+def test_a_console_shows_markup_as_it_is():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True)
+    console.print("[link=http://a]b[/link] [/c] :bomb:", highlight=False)
+    assert out.getvalue() == "[link=http://a]b[/link] [/c] :bomb:\n"
 
 
 def test_errors_of_the_command_line_have_no_control_characters(capsys):

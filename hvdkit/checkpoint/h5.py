@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from hvdkit.checkpoint.dtypes import numpy_dtype
+from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.exporting import exporting
+from hvdkit.checkpoint.manifest import STATE
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.tensors import nbytes
@@ -22,6 +24,8 @@ from hvdkit.errors import UsageError
 #: The part of a checkpoint that holds the layout, and its key in this part.
 PART = "keras"
 LAYOUT = "weights.h5"
+# The exceptions for entries of another form, and for names that HDF5 refuses.
+_WRONG = (KeyError, TypeError, ValueError)
 
 
 def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
@@ -34,6 +38,7 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
 
     Raises:
         UsageError: the checkpoint has no layout, or the name ends differently.
+        Damaged: the layout is not valid.
         HvdkitError: the file cannot be written.
     """
     path = Path(file)
@@ -44,16 +49,23 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
     import h5py  # type: ignore[import-untyped]
 
     with exporting(path) as beside, h5py.File(beside, "w") as h5:
-        for group_path, name, variables in layout:
-            group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
-            if name is not None:
-                group.attrs["name"] = name
-            for key, part, tensor in variables:
-                array = _read(checkpoint, part, tensor)
-                dataset = group.create_dataset(key, data=array)
-                if array.dtype.name == "bfloat16":
-                    # HDF5 has no such dtype. Keras marks the dataset with this attribute.
-                    dataset.attrs["dtype"] = "bfloat16"
+        written: dict[tuple[str, str], Any] = {}
+        try:
+            for group_path, name, variables in layout:
+                group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
+                if name is not None:
+                    group.attrs["name"] = name
+                for key, part, tensor in variables:
+                    if (part, tensor) in written:
+                        group[key] = written[part, tensor]  # a second name takes no space
+                        continue
+                    array = _read(checkpoint, part, tensor)
+                    dataset = written[part, tensor] = group.create_dataset(key, data=array)
+                    if array.dtype.name == "bfloat16":
+                        # HDF5 has no such dtype. Keras marks the dataset with this attribute.
+                        dataset.attrs["dtype"] = "bfloat16"
+        except _WRONG as error:
+            raise Damaged(STATE, f"its {LAYOUT} has wrong entries ({error})") from error
 
 
 def _layout(checkpoint: OpenCheckpoint) -> Sequence[Any]:
@@ -63,12 +75,14 @@ def _layout(checkpoint: OpenCheckpoint) -> Sequence[Any]:
             f"step {checkpoint.manifest.step} was not saved by hvd.callbacks.Checkpoint of "
             f"hvdkit.keras: only such a checkpoint has the layout of a .weights.h5 file"
         )
-    layout = outline.tree(PART)[LAYOUT]
+    content = outline.tree(PART)
+    layout = content.get(LAYOUT) if isinstance(content, dict) else None
     if isinstance(layout, str):
         raise UsageError(
             f"step {checkpoint.manifest.step} cannot be exported as .weights.h5: {layout}"
         )
-    assert isinstance(layout, list)
+    if not isinstance(layout, list):
+        raise Damaged(STATE, f"its part {PART} has no {LAYOUT}")
     return layout
 
 

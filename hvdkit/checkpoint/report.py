@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -24,6 +22,7 @@ from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import Entry
 from hvdkit.checkpoint.store import Store
+from hvdkit.console import Console
 from hvdkit.errors import UsageError
 from hvdkit.plain_files import printable
 
@@ -54,7 +53,7 @@ def list_steps(store: Store, console: Console) -> None:
         table.add_column("run", justify="right")
     for entry in entries:
         cells = (*_row(entry), str(entry.run))
-        table.add_row(*(escape(cell) for cell in cells[: len(table.columns)]))
+        table.add_row(*cells[: len(table.columns)])
     console.print(table, highlight=False)
     for entry in entries:
         if entry.error is not None:
@@ -336,4 +335,4 @@ class _PlainProgress:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(escape(text), highlight=False)
+    console.print(text, highlight=False)

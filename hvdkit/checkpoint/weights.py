@@ -20,7 +20,9 @@ import numpy as np
 
 from hvdkit.checkpoint import tensors, tree
 from hvdkit.checkpoint.dtypes import NAMES, PAIRS
+from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.exporting import exporting
+from hvdkit.checkpoint.manifest import STATE
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.errors import UsageError
@@ -132,7 +134,7 @@ def _weights(checkpoint: OpenCheckpoint) -> _Weights:
     (part,) = models
     specs = outline.specs.get(part, {})
     state = tree.decode(outline.trees[part], {name: _Place(name) for name in specs})
-    tied: dict[str, str] = state.pop(TIED, {})
+    tied = pop_tied(state)
     names = {place.name: name for name, place in state.items() if isinstance(place, _Place)}
     for name, exported in names.items():
         if specs[name].dtype in PAIRS:
@@ -146,6 +148,22 @@ def _weights(checkpoint: OpenCheckpoint) -> _Weights:
             "not exported, because a safetensors file holds tensors only: %s", ", ".join(left)
         )
     return _Weights(part, {name: names[name] for name in specs if name in names}, tied)
+
+
+def pop_tied(state: Any) -> dict[str, str]:
+    """Remove the additional names from the state of a model, and return them; see `TIED`.
+
+    Raises:
+        Damaged: it is not the state of a model.
+    """
+    tied = state.pop(TIED, {}) if isinstance(state, dict) else None
+    if not isinstance(tied, dict) or not all(
+        isinstance(name, str) for name in (*state, *tied, *tied.values())
+    ):
+        raise Damaged(STATE, "a model is not an object with a name for each tensor")
+    if not state.keys() >= {*tied.values()}:
+        raise Damaged(STATE, f"a model has other names ({TIED}) of missing tensors")
+    return tied
 
 
 @dataclass(frozen=True)

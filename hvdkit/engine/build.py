@@ -21,9 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
+from hvdkit.console import Console
 from hvdkit.engine import (
     cache,
     describe,
@@ -92,7 +90,7 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
             wheel = _make(plan, options, scratch, console)
         if options.wheel_dir is not None:
             kept = _copy(wheel, options.wheel_dir)
-            console.print(f"Wheel: {escape(str(kept))}")
+            console.print(f"Wheel: {kept}")
         install.install_wheel(wheel, options.target)
     engine = describe.installed(options.target)
     if engine is None or not _matches(engine, plan):
@@ -103,7 +101,7 @@ def build(plan: Plan, options: Options, console: Console) -> describe.Engine:
         )
     console.print(
         f"Installed Horovod {engine.version} for {', '.join(engine.frameworks)} over "
-        f"{', '.join(plan.controllers)} into {escape(str(engine.path.parent))} "
+        f"{', '.join(plan.controllers)} into {engine.path.parent} "
         f"({time.monotonic() - started:.0f} s)."
     )
     return engine
@@ -158,7 +156,7 @@ def _make(plan: Plan, options: Options, scratch: Path, console: Console) -> Path
 
 def _compile(plan: Plan, tree: Path, tools: Path, dist: Path, console: Console) -> Path:
     log = _log_file()
-    console.print(f"Building Horovod {plan.version}; the full log is {escape(str(log))}")
+    console.print(f"Building Horovod {plan.version}; the full log is {log}")
     with log.open("w", encoding="utf-8") as stream, BuildProgress(console, "compiling") as progress:
         command = plan.command(dist)
         environment = plan.environment(tools, tree)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
+from hvdkit.console import Console
 from hvdkit.engine import cache, patches
 from hvdkit.engine.cuda import Gpu
 from hvdkit.engine.plan import Plan
@@ -71,4 +69,4 @@ def list_patches(console: Console) -> None:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(escape(text), highlight=False)
+    console.print(text, highlight=False)

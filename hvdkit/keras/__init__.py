@@ -21,6 +21,7 @@ from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
 from hvdkit.keras.batch_check import wrap_train_function
 from hvdkit.keras.data import ResumableSampler
+from hvdkit.keras.fit_call import wrap_fit
 from hvdkit.keras.functions import (
     allgather,
     allreduce,
@@ -30,7 +31,6 @@ from hvdkit.keras.functions import (
     gather_for_loss,
     reducescatter,
 )
-from hvdkit.keras.initial_epoch import wrap_fit
 from hvdkit.keras.models import load_model, wrap_compile
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
 from hvdkit.keras.overlap import wrap_train_step

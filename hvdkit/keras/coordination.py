@@ -27,8 +27,8 @@ from hvdkit.core.waiting import warning_while_waiting
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.batch_check import batch_check_of
+from hvdkit.keras.fit_call import initial_epoch
 from hvdkit.keras.functions import broadcast_model, calls
-from hvdkit.keras.initial_epoch import initial_epoch
 from hvdkit.keras.layer_state import compare_layers
 from hvdkit.keras.metrics import MetricState, flatten, reduce_logs
 from hvdkit.keras.models import distributions_of, has_own_step
@@ -140,7 +140,7 @@ class Coordination:
         # The id of a variable without gradients -> digest of its value at the beginning.
         self._before: dict[int, int] = {}
         self._trains_one_model = False
-        self._asks_tapes = False
+        self._asks_step = False
         self._statistics: StatisticsAverage | None = None
         self._trained: MetricState | None = None
         # The first losses of this `fit` on this rank.
@@ -280,8 +280,7 @@ class Coordination:
         self._compares_unreduced = counts[10] == counts[6]
         self.changes_at_end = bool(counts[12])
         self._batches.turn(self._trains_one_model)
-        own_steps = backend.NAME == "tensorflow" and counts[11] == counts[6]
-        self._asks_tapes = own_steps and not self._trains_one_model
+        self._asks_step = counts[11] == counts[6]
         for distribution in self.distributions:
             if counts[7]:
                 distribution.discard()
@@ -548,13 +547,39 @@ class Coordination:
         self._batches.together = self._steps_per_execution
         if self._batches.together > 1:
             self._batches.ends()
-        if self._asks_tapes:
-            # Tapes reduce the gradients of a `train_step` without a wrapped optimizer.
-            self._asks_tapes = False
-            reduce = backend.tapes_reduce(self.model.trainable_weights, self.group.process_set)
-            count, reducing = self.group.sum([1, int(reduce)], "hvdkit.keras.tapes")
-            self._batches.turn(reducing == count)
+        if self._asks_step:
+            self._asks_step = False
+            self._note_reductions()
             self._batches.trained = batches.stop
+
+    def _note_reductions(self) -> None:
+        """Find out what reduces the gradients of a custom `train_step`. A collective.
+
+        The first batch has shown it: tapes, or wrapped optimizers that `begin` could not find.
+        """
+        known, self.distributions = self.distributions, distributions_of(self.model)
+        new = [d for d in self._distributions_of_group if d not in known]
+        checks = bool(new) and all(d.check_parameters for d in new)
+        tapes = backend.tapes_reduce(self.model.trainable_weights, self.group.process_set)
+        own = [1, bool(self._distributions_of_group), checks, tapes]
+        count, wrapped, checking, taped = self.group.sum(
+            [int(value) for value in own], "hvdkit.keras.step"
+        )
+        self._trains_one_model = wrapped == count
+        self._batches.turn(self._trains_one_model or taped == count)
+        for distribution in new:
+            distribution.in_fit = True
+        if new and self.is_first and "elsewhere" not in _logged:
+            log.warning(
+                "train_step uses a wrapped %s that is not an attribute of the model, so "
+                "checkpoints, commits and broadcasts do not contain its state. Make it an "
+                "attribute: model.my_optimizer = optimizer",
+                ", ".join(type(each.optimizer).__name__ for each in new),
+            )
+            _logged.add("elsewhere")
+        if checking == count:
+            self._compares_values = True
+            self._compared += new
 
     def _end_batches(self) -> None:
         """Stop measuring times until the next batch.

@@ -1,6 +1,7 @@
 """Reduce and accumulate the gradients of a Keras optimizer in its `apply` method."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,12 +19,15 @@ from hvdkit.core.stragglers import StragglerReport
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow, overwritten
+from hvdkit.keras.fit_call import fitted_model
 from hvdkit.keras.replicas import has_begun, keras_replicas
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
 # The ids of the variables that each `Distribution` is applying reduced gradients to, in `apply`.
 _being_applied: "dict[Distribution, set[int]]" = {}
+
+_used: "weakref.WeakKeyDictionary[Any, dict[Distribution, None]]" = weakref.WeakKeyDictionary()
 
 
 class Distribution:
@@ -223,6 +227,8 @@ class Distribution:
             )
         self._optimizer, self._update = optimizer, update
         self.applied = True
+        if (model := fitted_model()) is not None:
+            used_by(model)[self] = None
         backend.check_no_strategy()
         if self.accumulation_steps == 1:
             self._apply_reduced(self._reduce(gradients, variables), variables)
@@ -416,6 +422,11 @@ class Distribution:
                 f"variables whose gradients are reduced"
             )
         return [[index[id(v)] for v in group] for group in self._groups]
+
+
+def used_by(model: Any) -> dict[Distribution, None]:
+    """Return the `Distribution`s that `fit` has used since `compile`, also of global optimizers."""
+    return _used.setdefault(model, {})
 
 
 def distribution_of(optimizer: Any) -> Distribution | None:

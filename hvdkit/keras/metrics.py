@@ -103,21 +103,43 @@ class MetricState:
         """Return the current state of the metrics of `model`."""
         metrics = flat_metrics(model)
         summed = [is_additive(metric) for metric in metrics]
+        arrays = [
+            [_to_numpy(variable) for variable in metric.variables]
+            if sums
+            else [_to_numpy(value) for value in keras.tree.flatten(metric.result())]
+            for metric, sums in zip(metrics, summed, strict=True)
+        ]
+        _count_rows(model, dict(zip(map(id, metrics), arrays, strict=True)))
         return cls(
             summed,
             [metric.name for metric in metrics],
-            [
-                [_to_numpy(variable) for variable in metric.variables]
-                if sums
-                else [_to_numpy(value) for value in keras.tree.flatten(metric.result())]
-                for metric, sums in zip(metrics, summed, strict=True)
-            ],
+            arrays,
             {name: _copy(value) for name, value in _flat(model.get_metrics_result()).items()},
         )
 
     def averaged(self) -> list[str]:
         """Return the names of metrics whose results are averaged."""
         return [name for name, sums in zip(self.names, self.additive, strict=True) if not sums]
+
+
+def _count_rows(model: Any, arrays: Mapping[int, list[np.ndarray]]) -> None:
+    """Weight the losses of a model's outputs by rows.
+
+    Keras counts 1 for a batch, not its rows, where a graph of TensorFlow does not know their number
+    when it is traced, as with a smaller last batch. Ranks may differ in this.
+
+    Args:
+        model: the model.
+        arrays: the id of a metric -> its variables; changed in place.
+    """
+    # A model may have its own `metrics`.
+    if id(tracker := getattr(model, "_loss_tracker", None)) not in arrays:
+        return
+    _, rows = arrays[id(tracker)]
+    for each in getattr(model._compile_loss, "metrics", None) or ():
+        total, count = arrays.get(id(each), (0, 0))
+        if 0 < count < rows:
+            arrays[id(each)][:] = [total * (rows / count), rows]
 
 
 # One entry for each metric and log: [kind, name, shapes of its arrays]. Ranks without metrics

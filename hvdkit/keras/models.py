@@ -17,9 +17,10 @@ from keras.src.trainers.trainer import Trainer
 from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.distribution import Distribution, distribution_of, used_by
 from hvdkit.keras.further_optimizers import further_optimizers
 from hvdkit.keras.multi_optimizer import optimizers_inside
-from hvdkit.keras.optimizer import DistributedOptimizer, Distribution, distribution_of
+from hvdkit.keras.optimizer import DistributedOptimizer
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -50,6 +51,7 @@ def _compiling(original: Any) -> Any:
                 log.info("compile ignores %s, which Keras 3 does not have", _KERAS_2_ARGUMENT)
             _logged.add(_KERAS_2_ARGUMENT)
         original(self, *args, **options)
+        used_by(self).clear()
         adapt(self)
 
     compile._hvdkit = True  # type: ignore[attr-defined]
@@ -94,7 +96,8 @@ def fit_optimizers(model: Any) -> dict[str, Any]:
 def distributions_of(model: Any) -> list[Distribution]:
     """Return the `Distribution` of each wrapped optimizer that `fit` may use.
 
-    That of `compile` is first. See `fit_optimizers`.
+    That of `compile` is first. See `fit_optimizers`. Those of other optimizers that a `train_step`
+    uses, such as global ones, follow. They are unknown before the first batch.
 
     Raises:
         UsageError: optimizers in a `MultiOptimizer` are wrapped.
@@ -106,7 +109,8 @@ def distributions_of(model: Any) -> list[Distribution]:
             "MultiOptimizer itself, and not the optimizers in it"
         )
     found = [distribution_of(each) for each in optimizers]
-    return list(dict.fromkeys(each for each in found if each is not None))
+    own = [each for each in found if each is not None]
+    return list(dict.fromkeys([*own, *(used_by(model) if has_own_step(model) else ())]))
 
 
 def main_optimizer(model: Any) -> Any:

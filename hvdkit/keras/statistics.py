@@ -19,16 +19,21 @@ def statistics_of(model: Any) -> list[Any]:
 
     Also those of PyTorch's normalization modules, which `trainable` does not stop.
     """
+    return [variable for variable, is_frozen in _all_statistics(model) if not is_frozen]
+
+
+def _all_statistics(model: Any) -> list[tuple[Any, bool]]:
+    """Return all moving statistics of a model, each with whether its layer is frozen now."""
     own = [
-        variable
+        (variable, not layer.trainable)
         for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.built and layer.trainable
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.built
         # With `renorm`, a layer has more statistics than a mean and a variance.
         for variable in layer._non_trainable_variables
         if backend.is_floating(variable)
     ]
     moved = (buffer for buffer in buffers_of(model) if buffer.of_normalization)
-    return [*own, *(buffer for buffer in moved if backend.is_floating(buffer))]
+    return [*own, *((buffer, False) for buffer in moved if backend.is_floating(buffer))]
 
 
 def compared_buffers(model: Any) -> list[Any]:
@@ -62,6 +67,8 @@ def synchronized_by_strategy(model: Any) -> list[Any]:
 class StatisticsAverage:
     """Averages the moving statistics of batch normalization over ranks.
 
+    Those of a frozen layer only if they have changed: a callback may freeze it within an epoch.
+
     After a batch with NaN or infinity, the statistics of its rank stay NaN, even if the optimizer
     skips the step. Such a rank gets the average of the other ranks. If no rank has finite
     statistics, all ranks get their last finite statistics.
@@ -78,8 +85,8 @@ class StatisticsAverage:
         self._is_local = is_local
         # The id of a variable -> its last value that was finite.
         self._finite: dict[int, np.ndarray] = {}
-        for variable in self._variables():
-            self._keep(variable, _value_of(variable))
+        for variable, _ in self._variables():
+            self._keep(variable)
 
     def average(self, trains_one_model: bool) -> None:
         """Average the statistics. A collective.
@@ -90,8 +97,13 @@ class StatisticsAverage:
             trains_one_model: whether this rank's gradients are reduced. If they are on some ranks
                 only, the statistics are not averaged.
         """
-        variables = self._variables() if trains_one_model else []
+        found = self._variables() if trains_one_model else []
+        variables = [variable for variable, _ in found]
         values = [_value_of(variable) for variable in variables]
+        moved = [
+            not is_frozen or not np.array_equal(value, self._finite.get(id(variable), np.nan))
+            for (variable, is_frozen), value in zip(found, values, strict=True)
+        ]
         size = sum(value.size for value in values)
         ranks, total, squares = self._group.sum(
             [1, size, size * size], "hvdkit.keras.statistics.size"
@@ -100,15 +112,19 @@ class StatisticsAverage:
             return
         finite = [bool(np.isfinite(value).all()) for value in values]
         own = [v if f else np.zeros_like(v) for v, f in zip(values, finite, strict=True)]
-        *sums, counts = backend.sum_arrays(
-            [*own, np.array(finite)], "hvdkit.keras.statistics", self._group.process_set
+        *sums, counts, movements = backend.sum_arrays(
+            [*own, np.array(finite), np.array(moved)],
+            "hvdkit.keras.statistics",
+            self._group.process_set,
         )
-        for variable, value, count in zip(variables, sums, counts, strict=True):
-            if count:
-                self._keep(variable, value / count)
-            if id(variable) in self._finite:
+        for variable, value, count, moves in zip(variables, sums, counts, movements, strict=True):
+            if moves and count:
+                variable.assign(value / count)
+                self._keep(variable)
+            elif moves and id(variable) in self._finite:
                 variable.assign(self._finite[id(variable)])
-        if (fewest := int(counts.min())) < ranks and self._group.rank == self._group.ranks[0]:
+        fewest = int(counts[movements > 0].min(initial=ranks))
+        if fewest < ranks and self._group.rank == self._group.ranks[0]:
             log.warning(
                 "moving statistics of BatchNormalization contain NaN or infinity on %d of %d "
                 "ranks. All ranks get %s. Remove samples with NaN or infinity from the data.",
@@ -117,10 +133,11 @@ class StatisticsAverage:
                 "the average of the other ranks" if fewest else "the last finite statistics",
             )
 
-    def _variables(self) -> list[Any]:
-        return [each for each in statistics_of(self._model) if not self._is_local(each)]
+    def _variables(self) -> list[tuple[Any, bool]]:
+        return [each for each in _all_statistics(self._model) if not self._is_local(each[0])]
 
-    def _keep(self, variable: Any, value: np.ndarray) -> None:
+    def _keep(self, variable: Any) -> None:
+        value = _value_of(variable)
         if np.isfinite(value).all():
             self._finite[id(variable)] = value
 

@@ -31,6 +31,7 @@ from hvdkit.launch.start_watch import LateStart
 from hvdkit.launch.timeouts import Timeouts
 from hvdkit.plain_files import parse_json
 from hvdkit.signals import begin_to_note, handle_stop_signals, ignored
+from hvdkit.whole_files import replacing
 
 _POLL_SECONDS = 0.1
 # The messages of which an agent sends many.
@@ -148,9 +149,10 @@ class Job:
 
     def _write_events(self) -> None:
         if (folder := self._output.directory) is not None:
-            with contextlib.suppress(OSError):  # a full disk, for example
+            # A full disk, for example, or a link of another user.
+            with contextlib.suppress(OSError), replacing(folder / EVENTS) as draft:
                 text = e.to_text(self._journal.plan, self._journal.events)
-                (folder / EVENTS).write_text(text, encoding="utf-8")
+                draft.write_text(text, encoding="utf-8")
 
     # Messages of agents
 

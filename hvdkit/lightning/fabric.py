@@ -10,11 +10,15 @@ from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 import hvdkit.torch as hvd
-from hvdkit.errors import UsageError
 from hvdkit.lightning import collectives
 from hvdkit.lightning.ranks import RanksMixin, check_batch_norm, no_sync
+from hvdkit.torch.unwrapped import expect_reduction
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torchmetrics import compute_over_ranks
+
+_ADVICE = (
+    "Use model, optimizer = fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer)"
+)
 
 
 class HvdkitStrategy(RanksMixin, ParallelStrategy):
@@ -51,8 +55,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
             precision=precision,
         )
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        # Modules whose optimizers the next backward pass checks.
-        self._unchecked: list[torch.nn.Module] = []
         self._backward_sync_control = _NoSync(self)
 
     def _configure_launcher(self) -> None:
@@ -73,7 +75,7 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         check_batch_norm(module)
         compute_over_ranks(module)
         hvd.broadcast_parameters(module, root_rank=0)
-        self._unchecked.append(module)
+        expect_reduction(module.parameters(), _ADVICE)
         return module
 
     def setup_module_and_optimizers(
@@ -98,41 +100,6 @@ class HvdkitStrategy(RanksMixin, ParallelStrategy):
         return wrapped
 
     # --- training -------------------------------------------------------------------------------
-
-    def backward(
-        self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any
-    ) -> None:
-        """Run a backward pass, which reduces the gradients.
-
-        Raises:
-            UsageError: a module was set up without its optimizer.
-        """
-        self._check_optimizers()
-        super().backward(tensor, module, *args, **kwargs)
-
-    def _check_optimizers(self) -> None:
-        """Check that an optimizer reduces the gradients of each module that was set up.
-
-        Raises:
-            UsageError: no optimizer of a module was set up.
-        """
-        owned = {
-            id(p)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        for module in self._unchecked:
-            trained = [name for name, p in module.named_parameters() if p.requires_grad]
-            parameters = dict(module.named_parameters())
-            if trained and not any(id(parameters[name]) in owned for name in trained):
-                raise UsageError(
-                    f"fabric.backward() was called, but no optimizer of the "
-                    f"{type(module).__name__} was set up, so its gradients (of {trained[0]!r}, "
-                    f"...) would not be reduced. Use model, optimizer = fabric.setup(model, "
-                    f"optimizer), or fabric.setup_optimizers(optimizer)"
-                )
-        self._unchecked.clear()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks; see `hvdkit.lightning.collectives.reduce`."""

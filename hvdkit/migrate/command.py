@@ -77,7 +77,7 @@ def run(options: Namespace) -> int:
     left = sum(len(each.advice) for each in outcomes.values())
     changed = [path for path, each in outcomes.items() if each.before != each.after]
     done = len(changed) - len(failed)
-    print(_closing(options, done, left, len(found.texts)), file=out)
+    print(printable(_closing(options, done, left, len(found.texts))), file=out)
     return 1 if left or found.unreadable or failed else 0
 
 

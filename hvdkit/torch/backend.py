@@ -285,7 +285,22 @@ class TorchMemory:
     def is_changed(self) -> bool:
         """See `RoundMemory`."""
         gradients, versions = self._packed
-        return holders.versions(gradients) != versions
+        now = holders.versions(gradients)
+        return now != versions and any(
+            new != old and self._counts_alone(gradient)
+            for gradient, old, new in zip(gradients, versions, now, strict=True)
+        )
+
+    def _counts_alone(self, gradient: torch.Tensor) -> bool:
+        """Return whether the version of a gradient certainly counts its own changes only.
+
+        If the script keeps all gradients in one tensor, its parts count their changes together.
+        """
+        if gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes:
+            return True
+        own = [*(flat for flat, _ in self._kept.values()), *(flat for flat, _, _ in self._lent)]
+        at = gradient.untyped_storage().data_ptr()
+        return any(flat.untyped_storage().data_ptr() == at for flat in own)
 
     @torch.no_grad()
     def scale(self, buffer: torch.Tensor, factor: float) -> None:

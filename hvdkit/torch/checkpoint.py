@@ -18,7 +18,7 @@ from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.weights import TIED
+from hvdkit.checkpoint.weights import pop_tied
 from hvdkit.core.collectives import check_member
 from hvdkit.core.process_sets import check_one_model
 from hvdkit.errors import UsageError
@@ -246,5 +246,5 @@ def _state_dict(checkpoint: OpenCheckpoint, part: str) -> dict[str, Any]:
     prepared = on_host(checkpoint.outline.tree(part))
     Broadcast({part: prepared}, checkpoint.outline).read(checkpoint)
     state = without_tensors(prepared)
-    tied = state.pop(TIED, {})
+    tied = pop_tied(state)
     return state | {name: state[holder] for name, holder in tied.items()}

@@ -37,7 +37,7 @@ def clip_grad_norm_(
     reduced = [wrapped(each).reduce() for each in several]
     if not all(reduced):
         return None
-    parameters = [p for each in several for group in each.param_groups for p in group["params"]]
+    parameters = [p for each in several for p in wrapped(each).reducer.parameters()]
     gradients = [p.grad for p in parameters if p.grad is not None]
     if any(gradient.is_sparse for gradient in gradients):
         norm = norm_of(gradients, norm_type)

@@ -3,7 +3,8 @@
 `Gradients.stages` is the ordered list: first those that measure, then those that change gradients.
 In each round, `Gradients.end_round` calls `undo` of all stages in reverse order with the bases,
 which are the gradients that earlier passes of this step have left in `p.grad`; then it adds the
-bases to what this pass has reduced, and calls the stages with the sums.
+bases to what this pass has reduced, and calls the stages with the sums. All ranks of the round do
+this, with the same gradients. A `GradScaler` unscales gradients later.
 """
 
 from collections.abc import Callable, Sequence

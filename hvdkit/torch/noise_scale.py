@@ -178,7 +178,7 @@ class _Reading:
         self._large: list[torch.Tensor] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._add)
-            for parameter in _parameters(optimizer)
+            for parameter in optimizer.reducer.parameters()
             if parameter.requires_grad
         ]
         self._stage = Measure(lambda gradients: self._large.append(_sum(map(_square, gradients))))
@@ -204,10 +204,6 @@ class _Reading:
         """Hook when the gradient of this rank is complete."""
         if parameter.grad is not None:
             self._small[parameter] = _square(parameter.grad)
-
-
-def _parameters(optimizer: WrappedOptimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()

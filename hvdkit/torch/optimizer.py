@@ -95,8 +95,8 @@ def DistributedOptimizer(
             majority, as with two ranks.
         on_nonfinite: what to do if a rank's gradients contain NaN or infinity before the reduction.
             `"ignore"` does not check them. `"raise"` raises `NonFiniteGradients` on every rank;
-            the text names the ranks and the parameters. `"skip"` logs the same text and skips the
-            step on every rank.
+            the text names the ranks and the parameters. `"skip"` logs the same text, skips the step
+            on every rank, and sets the gradients to 0.
             The check reads each gradient once, and waits for the device after the backward pass. Do
             not use it for float16 with a `GradScaler`, which expects infinity.
         max_grad_norm: clip the reduced gradients to this norm, before `backward()` returns. The

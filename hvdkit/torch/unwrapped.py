@@ -5,6 +5,8 @@ Such a script raises no error. Each rank trains a model of its own, and rank 0 s
 - Rank 0 counts the steps of optimizers that are not wrapped, in a step hook of PyTorch. After ten
   steps, it warns if no collective can have reduced the gradients. The hook has only what this rank
   knows, so it communicates nothing.
+- With Accelerate and Fabric, the first step of such an optimizer raises on every rank, because the
+  library has prepared the model for a reduction.
 - `hvd.Checkpointer` compares the models and optimizers that no wrapped optimizer compares.
 """
 
@@ -52,6 +54,8 @@ _ADVICE = (
 _sent: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]" = weakref.WeakKeyDictionary()
 # Parameter -> True.
 _local: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# A parameter of a model that a library prepares -> how to have its gradients reduced.
+_prepared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Memory that the script has made equal on all ranks -> True.
 _shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The optimizers that were warned of, by their classes.
@@ -105,6 +109,17 @@ def note_shared(tensors: Iterable[torch.Tensor]) -> None:
     """Note that the script makes these tensors equal on all ranks, so they should stay equal."""
     for tensor in filter(is_readable, tensors):
         _shared[tensor.untyped_storage()] = True
+
+
+def expect_reduction(parameters: Iterable[torch.Tensor], advice: str) -> None:
+    """Note that no optimizer may train these parameters without a reduction.
+
+    Args:
+        parameters: the parameters.
+        advice: how to have the library wrap an optimizer.
+    """
+    for parameter in parameters:
+        _prepared[parameter] = advice
 
 
 def replica_checks(
@@ -196,7 +211,10 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(optimizer, WrappedOptimizer) or not mpi_ops.is_initialized():
         return
     _check_not_plain(optimizer)
-    if mpi_ops.size() == 1 or mpi_ops.rank() != 0:
+    if mpi_ops.size() == 1:
+        return
+    _check_prepared(optimizer)
+    if mpi_ops.rank() != 0:
         return
     sent = _sent.setdefault(optimizer, [])
     if len(sent) < _STEPS:
@@ -218,6 +236,24 @@ def _check_not_plain(optimizer: torch.optim.Optimizer) -> None:
         f"step() of the {type(optimizer).__name__} that hvd.DistributedOptimizer wraps was called "
         f"while gradients wait for their reduction: call step() of the wrapped optimizer"
     )
+
+
+def _check_prepared(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the gradients of prepared models are reduced.
+
+    Raises:
+        UsageError: the optimizer uses such a gradient, and nothing has reduced it.
+    """
+    for p in _parameters_of(optimizer) if _prepared else ():
+        if p.grad is None or p in _local or records.owner_of(p) is not None:
+            continue
+        if advice := _prepared.get(p):
+            raise UsageError(
+                f"an optimizer ({type(optimizer).__name__}) is about to train a prepared model on "
+                f"{mpi_ops.size()} ranks, but nothing has reduced the gradients, because the "
+                f"optimizer was not prepared: each rank would train a model of its own. {advice}. "
+                f"If each rank should train its own parameters, call hvd.register_local(optimizer)"
+            )
 
 
 def _trains_alone(optimizer: torch.optim.Optimizer, sent: int) -> bool:

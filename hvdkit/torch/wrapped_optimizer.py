@@ -16,7 +16,10 @@ gradient, in this order; an indented function is called by the one above it:
       Coordinator.wait                  wait for the header, compare the ranks' rounds
         Rounds.complete                 wait for the buckets and unpack them into `p.grad`
           Gradients.end_round           add the bases, call the last stages
-    step                                the plain optimizer's step
+    WrappedOptimizer.step
+      OptimizerReducer.reduce           reduce what no pass has reduced: usually nothing
+      Position.skips_step               `on_nonfinite="skip"`: no rank makes the step
+      step of the plain optimizer
 
 The base is the part of a gradient that earlier rounds have reduced. The header is a small sum that
 shows whether all ranks reduce the same gradients (`hvdkit.torch.headers`). A pass under `no_sync`,
@@ -107,13 +110,23 @@ class WrappedOptimizer(torch.optim.Optimizer):
         hvdkit_steps: the number of steps that were made.
         hvdkit_skipped_steps: the number of steps that were skipped.
         grad_norm: the 2-norm of the reduced gradients, as `max_grad_norm` or the last
-            `clip_grad_norm_` has found it; None without one.
+            `clip_grad_norm_` has found it; None without one, and after `hvd.Monitor` has read it.
         hvdkit_tuner: chooses the settings of the buckets in the first steps; None without
             `hvd.autotune`.
         hvdkit_trial: called after each step in a trial of `hvdkit tune`; None in other jobs.
     """
 
     reducer: OptimizerReducer
+    hvdkit_steps = 0
+    hvdkit_skipped_steps = 0
+    grad_norm: torch.Tensor | None = None
+    hvdkit_tuner: Tuner | None = None
+    hvdkit_trial: Callable[[], None] | None = None
+    _plain: torch.optim.Optimizer
+    _should_synchronize = True
+    # Whether the last step changed the parameters. After a fused step this is its tensor
+    # `found_inf`: 0 if the step changed them.
+    _stepped: bool | torch.Tensor = False
     param_groups = _shared("param_groups")
     state = _shared("state")
     defaults = _shared("defaults")
@@ -126,15 +139,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         left_out = {"step", *_SHARED}
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k not in left_out)
         self._plain = plain
-        self._should_synchronize = True
-        # Whether the last step changed the parameters. After a fused step this is its tensor
-        # `found_inf`: 0 if the step changed them.
-        self._stepped: bool | torch.Tensor = False
-        self.hvdkit_steps = 0
-        self.hvdkit_skipped_steps = 0
-        self.grad_norm: torch.Tensor | None = None
-        self.hvdkit_tuner: Tuner | None = None
-        self.hvdkit_trial: Callable[[], None] | None = None
         # Some optimizers, such as those around another optimizer, do not call `Optimizer.__init__`.
         if hasattr(plain, "_optimizer_load_state_dict_post_hooks"):
             plain.register_load_state_dict_post_hook(
@@ -203,6 +207,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if self.reducer.rounds.position.skips_step:
                 self.hvdkit_skipped_steps += 1
                 self.end_step()
+                self.zero_grad(set_to_none=False)  # a later pass must not add to them
                 return None
             result = super().step(**options)
         else:
@@ -423,7 +428,7 @@ def check_attributes(plain: torch.optim.Optimizer) -> None:
         UsageError: a method of the instance was replaced, which the wrapped optimizer would not
             call, or the optimizer has an attribute that wrapped optimizers have, too.
     """
-    kind, ours = type(plain), vars(WrappedOptimizer)
+    kind, ours = type(plain), vars(WrappedOptimizer) | WrappedOptimizer.__annotations__
     for name, value in vars(plain).items():
         if name not in ours or not hasattr(torch.optim.Optimizer, name):
             continue
@@ -436,8 +441,7 @@ def check_attributes(plain: torch.optim.Optimizer) -> None:
                 f"and then replace the method of the result; or define a subclass of "
                 f"{kind.__name__} with this method"
             )
-    own = {name for name in ours if not name.startswith("__")} | {"reducer", "grad_norm"}
-    own |= {"_plain", "_should_synchronize", "_stepped"}
+    own = {name for name in ours if not name.startswith("__")}
     own -= {*vars(torch.optim.Optimizer), *_SHARED}
     theirs = set(vars(plain)).union(*(vars(c) for c in kind.__mro__ if c not in _BASES))
     if both := sorted(own & theirs):

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_handlers_are_kept_until_the_next_checkpointer_records_signals(tmp_path,
 
 @pytest.mark.parametrize("archive", [False, True])
 def test_an_exception_after_the_shutdown_is_not_replaced(tmp_path, archive):
-    """As of a restart with other hosts, whose exit status the launcher needs."""
+    """A restart on other hosts ends the ranks with a status that the launcher needs."""
 
     class ShutDown(SimulatedCollectives):
         @property
@@ -156,11 +157,15 @@ def test_an_exception_after_the_shutdown_is_not_replaced(tmp_path, archive):
             pass
 
     collectives = ShutDown(SimulatedGroup(1), 0)
-    with (
-        pytest.raises(SystemExit, match="the hosts have changed"),
-        make(tmp_path, collectives, "main", [GENERATOR, CRITIC]) as main,
-        make(tmp_path, collectives, "archive", [GENERATOR]) if archive else main,
-    ):
-        main.save(1)
-        collectives.is_shut_down = True
-        raise SystemExit("the hosts have changed")
+
+    def train():
+        with contextlib.ExitStack() as stack:
+            main = stack.enter_context(make(tmp_path, collectives, "main", [GENERATOR, CRITIC]))
+            if archive:
+                stack.enter_context(make(tmp_path, collectives, "archive", [GENERATOR]))
+            main.save(1)
+            collectives.is_shut_down = True
+            sys.exit("the hosts have changed")
+
+    with pytest.raises(SystemExit, match="the hosts have changed"):
+        train()

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 import tracemalloc
 
 import numpy as np
@@ -16,7 +17,9 @@ from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.torch.checkpoint import export as export_for_torch
 from tests.checkpoint.material import save, step_folder
+from tests.launch.commands import execute
 
 
 def stored(folder, tree, specs, others=None):
@@ -29,7 +32,7 @@ def stored(folder, tree, specs, others=None):
     parts = {"model": EncodedPart(tree, contents), **(others or {})}
     store = Store(str(folder))
     with store.open_for_writing() as writer:
-        writer.write(Snapshot(7, None, {}, {}, parts, [b"{}"]))
+        writer.write(Snapshot(7, None, {}, {"torch": "2"}, parts, [b"{}"]))
     return store, contents
 
 
@@ -187,6 +190,35 @@ def test_checkpoints_that_cannot_be_exported(tmp_path, change, said):
             writer.write(Snapshot(7, None, {}, {}, parts, [b"{}"]))
     with store.newest_good() as opened, pytest.raises(UsageError, match=said):
         weights.export_file(opened, tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ([{"$tensor": "x"}], "is not an object"),
+        ({"$dict": [[5, {"$tensor": "x"}]]}, "is not an object"),
+        ({"x": {"$tensor": "x"}, "(tied)": ["x"]}, "is not an object"),
+        ({"x": {"$tensor": "x"}, "(tied)": {"y": ["x"]}}, "is not an object"),
+        ({"x": {"$tensor": "x"}, "(tied)": {"y": "z"}}, "of missing tensors"),
+    ],
+)
+def test_the_model_of_a_checkpoint_that_others_have_made(tmp_path, tree, said):
+    name = {list: "0", dict: "5" if "$dict" in tree else "x"}[type(tree)]
+    text = json.dumps(tree).replace('"$tensor": "x"', f'"$tensor": "{name}"')
+    store, _ = stored(tmp_path / "place", json.loads(text), {name: TensorSpec("F32", (3,))})
+    with store.newest_good() as opened:
+        for export in (weights.export_file, weights.export_folder, export_for_torch):
+            with pytest.raises(Damaged, match=said):
+                export(opened, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_a_warning_of_the_command_line_has_no_control_characters(tmp_path):
+    store, _ = stored(tmp_path / "place", {"\x1b]0;x\x07": 1}, {})
+    words = ["checkpoint", "export", store.location, str(tmp_path / "x.safetensors")]
+    done = execute([sys.executable, "-m", "hvdkit", *words])
+    assert done.returncode == 0
+    assert "tensors only: \ufffd]0;x\ufffd\n" in done.stderr
 
 
 @pytest.mark.parametrize("export", [weights.export_file, weights.export_folder])

@@ -17,7 +17,7 @@ from hvdkit.launch.plan import make_plan
 from tests.launch.commands import hvdkit, started, wait_until
 
 PLAN = make_plan(["true"], "/", [Host("localhost", 1)], 1)
-RUN = ("run", "-np", "2", "--output-dir", "logs")
+RUN = ("run", "--output-dir", "logs", "-np")
 RAISES = """
 import os, time
 if os.environ["RANK"] == "0":
@@ -29,8 +29,8 @@ except IndexError as error:
 """
 
 
-def run(tmp_path, code):
-    return hvdkit(*RUN, sys.executable, "-c", code, cwd=tmp_path)
+def run(tmp_path, code, ranks=2, **options):
+    return hvdkit(*RUN, str(ranks), sys.executable, "-c", code, cwd=tmp_path, **options)
 
 
 def test_the_link_to_the_newest_start_has_a_name_before_that_nobody_can_foresee(tmp_path):
@@ -54,6 +54,25 @@ def test_each_start_has_a_folder(tmp_path):
     assert (second.status, second.failed, second.reason, second.running) == (0, False, "", False)
     assert first.launcher != second.launcher
     assert first.began < first.ended < second.began < second.ended
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+@pytest.mark.parametrize("trap", [["ln", "-s", "{own}"], ["mkfifo", "-m", "666"]])
+def test_a_link_or_a_pipe_of_another_user_in_the_folder_of_a_start(tmp_path, trap):
+    own = tmp_path / "own"
+    own.write_text("old")
+    code = f"""
+import os, subprocess
+folder = os.path.realpath("logs/latest")
+os.chmod(folder, 0o777)
+trap = [word.format(own={str(own)!r}) for word in {trap}]
+subprocess.run([*trap, "events.jsonl"], cwd=folder, user=65534, group=65534, check=True)
+"""
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_uid == os.geteuid() and parent != parent.parent:
+            parent.chmod(parent.stat().st_mode | 0o711)
+    assert run(tmp_path, code, ranks=1, timeout=120).returncode == 0
+    assert own.read_text() == "old"
 
 
 @pytest.mark.parametrize("restarts", [("--restarts", "1"), ("--elastic",)])

@@ -34,6 +34,14 @@ def test_a_summary_changes_nothing(script, capsys):
     assert f"hvdkit migrate --write {script}" in output
 
 
+def test_a_name_with_control_characters(script, capsys):
+    named = script.rename(script.with_name("\x1b[31m.py"))
+    cli.main(["migrate", str(named)])
+    output = capsys.readouterr().out
+    assert "hvdkit migrate --write" in output
+    assert "\x1b" not in output
+
+
 def test_write_and_a_second_run(script, capsys):
     assert run("--write", script) == 0
     assert script.read_text() == NEW

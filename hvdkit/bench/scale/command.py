@@ -17,6 +17,7 @@ from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, p
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
 from hvdkit.errors import UsageError
 from hvdkit.flags import add_options, flag
+from hvdkit.plain_files import printable
 
 HELP = "predict the time of a training step on more ranks than there are here"
 EXAMPLE = """\
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     table.show(rows, title)
     print("Assumptions:")
     for text in texts:
-        print(f"- {text}")
+        print(printable(f"- {text}"))
     _compare(options, found)
     _write(options, found.model, texts, rows)
     return 0

@@ -116,7 +116,9 @@ def loop_step(model: Any, optimizer: Any) -> Callable[[np.ndarray, np.ndarray], 
         import torch
 
         def step(inputs: np.ndarray, targets: np.ndarray) -> None:
-            model.zero_grad()
+            # PyTorch does not know the variables that `quantize` has added.
+            for variable in model.trainable_variables:
+                variable.value.grad = None
             loss = loss_of(model, torch.from_numpy(inputs), torch.from_numpy(targets))
             optimizer.scale_loss(loss).backward()
             with torch.no_grad():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdkit.core.consistency import RankMismatchError
 from tests.logs import recorded
 from tests.monitor.simulated import Kept
 from tests.parallel.keras.job import common_folder, of_every_rank, same_everywhere
@@ -164,6 +165,55 @@ def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
     assert len(texts[1]) == (hvd.rank() == 0)
     weight = model.generator.weights[0].path
     assert all(f"after the first epoch: {weight!r} on rank 1" in text for text in texts[1])
+
+
+@pytest.mark.long_with("keras-tensorflow")
+def test_an_optimizer_that_is_not_an_attribute(hvd):
+    """Its windows end with the epochs, and moving statistics are averaged, as for an attribute."""
+    import keras
+
+    from hvdkit.keras import coordination
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            layers = [keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(1)]
+            self.net = keras.Sequential([keras.Input((3,)), *layers])
+
+        def call(self, x):
+            return self.net(x)
+
+        def train_step(self, data):
+            x, y = data
+
+            def loss():
+                return keras.ops.mean((self.net(x, training=True) - y) ** 2)
+
+            return {"loss": update(optimizer, loss, self.net.trainable_weights)}
+
+    coordination._logged.discard("elsewhere")
+    found = []
+    for is_attribute in (True, False):
+        keras.utils.set_random_seed(3)
+        model = Model()
+        model.build((None, 3))
+        model.compile()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=3)
+        if is_attribute:
+            model.own = optimizer
+        with recorded("hvdkit.keras") as records:
+            for epochs in (2, 1):
+                options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+                model.fit(*data(hvd), epochs=epochs, **options)
+        weights = [keras.ops.convert_to_numpy(v).tobytes().hex() for v in model.weights]
+        lines = [each.getMessage() for each in records if "attribute" in each.msg]
+        found.append((same_everywhere(weights), int(optimizer.iterations)))
+        assert len(lines) == (hvd.rank() == 0 and not is_attribute)
+    assert found[0] == found[1]
+    assert found[0][1] == 3 * 2
+    optimizer.variables[-1].assign(1.0 + hvd.rank())
+    with pytest.raises(RankMismatchError):
+        model.fit(*data(hvd), verbose=0)
 
 
 @pytest.mark.long_with("keras-tensorflow")

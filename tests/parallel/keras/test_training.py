@@ -92,6 +92,33 @@ def test_all_callbacks_read_reduced_logs(hvd):
     }
 
 
+def test_losses_of_outputs_weight_ranks_by_rows(hvd):
+    """On TensorFlow, Keras counts the rows of rank 0, and 1 for each batch of other ranks."""
+    import keras
+
+    def of_rank(rank):
+        x = np.random.default_rng(rank).normal(size=(8 + (rank > 0), 3)) * (1 + 3 * rank)
+        return x, {"a": x[:, :1], "b": x[:, 1:2]}
+
+    inputs = keras.Input((3,))
+    outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in "ab"}
+    model = keras.Model(inputs, outputs)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, loss={"a": "mse", "b": "mse"})
+    hvd.broadcast_model(model, root_rank=0)
+    x, y = of_rank(0)
+    validation = {"validation_data": of_rank(hvd.rank()), "validation_batch_size": 4}
+    history = model.fit(x, y, batch_size=4, verbose=0, **validation).history
+
+    own = [
+        model.evaluate(*of_rank(rank), batch_size=4, verbose=0, return_dict=True)
+        for rank in range(hvd.size())
+    ]
+    rows = [len(of_rank(rank)[0]) for rank in range(hvd.size())]
+    expected = {name: np.average([o[name] for o in own], weights=rows) for name in own[0]}
+    close({name: history[f"val_{name}"][0] for name in expected}, expected)
+
+
 def test_training_metrics_without_validation_are_reduced(hvd):
     history = fit(hvd, classifier(distributed(hvd)), epochs=2).history
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)

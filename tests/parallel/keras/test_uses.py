@@ -631,6 +631,35 @@ def test_moving_statistics_are_averaged(hvd, validation):
 
 
 @pytest.mark.long_with("keras-tensorflow")
+def test_moving_statistics_of_a_layer_that_a_callback_freezes_are_averaged(hvd):
+    """The layer is frozen after the first of two batches of the second epoch."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+
+    class Freezes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            layer.trainable = len(means) == 0
+            if not layer.trainable:
+                model.make_train_function(force=True)
+
+        def on_epoch_end(self, epoch, logs=None):
+            means.append(np.array(keras.ops.convert_to_numpy(layer.moving_mean)))
+
+    means = []
+    x = np.array([[1.0], [2.0]]).repeat(2, axis=1).repeat(4, axis=0) * (1 + hvd.rank())
+    fit_on = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
+    model.fit(x, x[:, :1], **fit_on, callbacks=[Freezes()])
+    expected = np.mean([1 + rank for rank in range(hvd.size())]) * np.array([1.25, 1.125, 1.125])
+    for mean, wanted in zip(means, expected, strict=True):
+        np.testing.assert_allclose(mean, wanted, rtol=1e-5)
+    same_everywhere([mean.tolist() for mean in means])
+
+
+@pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("on_all", [False, True])
 def test_moving_statistics_that_are_not_finite_are_replaced(hvd, on_all):
     """The step with NaN is skipped, but its forward pass has changed the statistics."""

@@ -216,6 +216,33 @@ def test_a_reduction_within_no_sync(hvd):
         optimizer.step()
 
 
+def test_an_optimizer_that_is_not_prepared_is_refused(hvd):
+    with processes(hvd):
+        from hvdkit.accelerate import HvdkitAccelerator
+
+        accelerator = HvdkitAccelerator(cpu=True)
+        model, other = accelerator.prepare(nn.Linear(2, 1), nn.Linear(2, 1))
+        local = accelerator.prepare_model(nn.Linear(2, 1), evaluation_mode=True)
+        prepared = accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.full((1, 2), 1.0 + hvd.rank())
+        accelerator.backward((model(x) * other(x) * local(x)).sum())
+        before = flat([model])
+        with pytest.raises(UsageError, match=r"accelerator\.prepare\(model, optimizer\)") as own:
+            plain.step()
+        assert_raised_on_all_ranks(hvd, own)
+        assert flat([model]).equal(before)
+        torch.optim.SGD(local.parameters(), lr=0.1).step()
+        prepared.step()
+        accelerator.prepare(plain).step()
+        assert not flat([model]).equal(before)
+        assert_same_on_all_ranks(hvd, nn.ModuleList([model, other]))
+        plain = torch.optim.SGD(accelerator.prepare(nn.Linear(2, 1)).parameters(), lr=0.1)
+        plain.param_groups[0]["params"][0].grad = torch.ones(1, 2)
+        hvd.register_local(plain)
+        plain.step()
+
+
 def test_what_cannot_be_right_is_refused(hvd):
     with processes(hvd):
         from accelerate import Accelerator, DistributedDataParallelKwargs

@@ -39,6 +39,11 @@ def test_sequences(rank_pool, request):
     run()
 
 
+def test_gradients_in_one_tensor_of_the_script_count_their_changes_together(hvd):
+    setting = Setting("fp16", bucket_bytes=2000, passes=3)
+    run_sequence(hvd, setting, [("train", 0), ("own_buffer", 0)])
+
+
 @pytest.mark.parametrize("keep", ["gradient", "view", "array"])
 def test_a_kept_gradient_keeps_no_other_memory(hvd, keep):
     torch.set_num_threads(1)

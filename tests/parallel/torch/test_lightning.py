@@ -655,11 +655,14 @@ def test_fabric_refuses_what_cannot_be_right(hvd):
     with pytest.raises(UsageError, match="use_distributed_sampler=False"):
         fabric.setup_dataloaders(DataLoader(torch.ones(4, 2), sampler=sampler))
     model = fabric.setup_module(nn.Linear(2, 1))
-    with pytest.raises(UsageError, match="no optimizer of the Linear was set up"):
-        fabric.backward(model(torch.ones(1, 2)).sum())
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    fabric.backward(model(torch.ones(1, 2) * (1 + hvd.rank())).sum())
-    optimizer.step()
+    weight = fabric.setup_optimizers(torch.optim.SGD([model.weight], lr=0.1))
+    bias = torch.optim.SGD([model.bias], lr=0.1)
+    fabric.backward(model(torch.ones(1, 2) * (1 + hvd.rank())).sum() * (1 + hvd.rank()))
+    weight.step()
+    with pytest.raises(UsageError, match=r"fabric\.setup_optimizers") as own:
+        bias.step()
+    assert_raised_on_all_ranks(hvd, own)
+    fabric.setup_optimizers(bias).step()
     assert_same_on_all_ranks(hvd, model)
 
 

@@ -112,6 +112,32 @@ def test_a_rank_without_a_pass_skips_too(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_skipped_step_leaves_no_gradients(hvd, passes):
+    """A script that calls `zero_grad()` only after a step that was made does not add to NaN."""
+    model, twin = small_model(), small_model()
+    optimizer = wrapped(hvd, model, "skip", accumulation_steps=passes)
+    other = hvd.DistributedOptimizer(
+        sgd(twin.parameters()), twin.named_parameters(), accumulation_steps=passes
+    )
+    for step in range(4):
+        for k in range(passes):
+            if step == 1 and k == 0 and hvd.rank() == 1:
+                spoil(model[0].bias, float("nan"))
+            loss_of(model, batch_of(hvd.rank(), step)).backward()
+            optimizer.step()
+        assert optimizer.stepped == (step != 1)
+        if step == 1:
+            assert not any(p.grad.any() for p in model.parameters())
+            continue
+        optimizer.zero_grad()
+        for _ in range(passes):
+            loss_of(twin, batch_of(hvd.rank(), step)).backward()
+            other.step()
+        other.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
 @contextmanager
 def ranks_of(hvd, alone):
     """Return a process set of one rank or of all ranks; None on a rank outside of it."""

@@ -1,4 +1,4 @@
-"""The epoch at which `fit` begins.
+"""The current call of `fit`: its model, and the epoch at which it begins.
 
 Keras does not pass the argument `initial_epoch` of `fit` to callbacks. Importing hvdkit.keras wraps
 `fit`, to read the argument.
@@ -11,7 +11,13 @@ from typing import Any
 
 import keras
 
-_given: ContextVar[int] = ContextVar("hvdkit_initial_epoch", default=0)
+# The model and the argument `initial_epoch`.
+_call: ContextVar[tuple[Any, int]] = ContextVar("hvdkit_fit_call", default=(None, 0))
+
+
+def fitted_model() -> Any:
+    """Return the model that `fit` trains now; None outside of `fit`."""
+    return _call.get()[0]
 
 
 def initial_epoch(model: Any) -> int:
@@ -20,7 +26,7 @@ def initial_epoch(model: Any) -> int:
     Args:
         model: the model. A callback that resumes the training has set its `_initial_epoch`.
     """
-    return int(model._initial_epoch or _given.get())
+    return int(model._initial_epoch or _call.get()[1])
 
 
 def wrap_fit() -> None:
@@ -32,13 +38,13 @@ def wrap_fit() -> None:
     place = list(inspect.signature(original).parameters).index("initial_epoch")
 
     @functools.wraps(original)
-    def fit(*args: Any, **options: Any) -> Any:
-        given = args[place] if len(args) > place else options.get("initial_epoch")
-        token = _given.set(given or 0)
+    def fit(self: Any, *args: Any, **options: Any) -> Any:
+        given = args[place - 1] if len(args) >= place else options.get("initial_epoch")
+        token = _call.set((self, given or 0))
         try:
-            return original(*args, **options)
+            return original(self, *args, **options)
         finally:
-            _given.reset(token)
+            _call.reset(token)
 
     fit._hvdkit = True  # type: ignore[attr-defined]
     trainer.fit = fit
