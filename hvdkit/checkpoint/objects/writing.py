@@ -164,7 +164,10 @@ class ObjectWriter:
     def discard(self, draft: Draft) -> None:
         """Delete the objects of a draft, unless it was committed."""
         assert isinstance(draft, ObjectDraft)
-        self._delete_unfinished([draft.name])
+        try:
+            self._delete_unfinished([draft.name])
+        except CheckpointError as error:
+            self._log_left(error)  # the caller raises the error of the draft
 
     def delete(self, names: Sequence[str]) -> None:
         """Void the steps, and then delete their objects."""
@@ -303,12 +306,16 @@ class ObjectWriter:
         return self._bucket.create(object_name(name, COMMITTED), content)
 
     def _delete_unfinished(self, left: Collection[str] = ()) -> None:
-        """Delete the objects of steps that do not exist. A failure is only logged.
+        """Delete the objects of steps that do not exist. That a deletion failed is only logged.
 
         Do not touch drafts of other writers, except those in `left`: a later one may be live.
+
+        Raises:
+            CheckpointError: the steps cannot be listed.
         """
+        there = listing.file_sizes(self._bucket)
         try:
-            for name, files in listing.file_sizes(self._bucket).items():
+            for name, files in there.items():
                 if listing.exists(name, files):
                     continue
                 is_final = COMMITTED in files
@@ -317,7 +324,10 @@ class ObjectWriter:
                 if is_final:
                     self._delete(name, files)
         except CheckpointError as error:
-            _log.warning("%s has objects that were not deleted yet: %s", self._bucket.url, error)
+            self._log_left(error)
+
+    def _log_left(self, error: CheckpointError) -> None:
+        _log.warning("%s has objects that were not deleted yet: %s", self._bucket.url, error)
 
     def _delete(self, name: str, files: Iterable[str]) -> None:
         """Delete the objects of a void step."""
