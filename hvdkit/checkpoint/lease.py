@@ -4,6 +4,9 @@ The writer increments a number in its lease every few seconds: the heartbeat. A 
 is dead if its process has ended. A writer on another host is dead if its lease has not changed for
 some time. The observer measures this time with its own monotonic clock; clocks of different hosts
 are never compared.
+
+A number or a token in each step could only stop the older of two writers. Without heartbeats, a job
+that is started by mistake would stop the checkpoints of a job that has trained for days.
 """
 
 from __future__ import annotations

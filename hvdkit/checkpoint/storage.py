@@ -101,9 +101,12 @@ class Draft(Protocol):
     """A step that is being written. Readers do not see it.
 
     Attributes:
+        commit: the number of its commit, greater than that of any step.
         written: bytes that `write` has stored so far. If the number stops growing, the write
             hangs. None if the storage itself raises an error when a request hangs.
     """
+
+    commit: int
 
     @property
     def written(self) -> int | None: ...
@@ -134,14 +137,7 @@ class Draft(Protocol):
 
 
 class StorageWriter(Protocol):
-    """The writer of a storage: one process at a time.
-
-    Attributes:
-        commit_number: the number of the next commit, greater than that of any existing step.
-    """
-
-    @property
-    def commit_number(self) -> int: ...
+    """The writer of a storage: one process at a time."""
 
     def check(self) -> None:
         """Check that this process still is the writer.

@@ -228,18 +228,17 @@ class Writer:
         Returns:
             The step's name.
         """
-        commit = self._writer.commit_number
-        if self.run >= manifest.MAX_RUN or commit >= manifest.MAX_COMMIT:
-            raise CheckpointError(
-                f"step {step} would be commit {commit} of run {self.run} in {self._storage}; "
-                f"expected numbers below {manifest.MAX_COMMIT} and {manifest.MAX_RUN}. Another "
-                f"step there has a number that hvdkit does not write: move it away, or give "
-                f"another folder."
-            )
         # Files that an earlier attempt failed to remove take space.
         self._writer.sweep()
         draft = self._draft = self._writer.draft(step, self.run)
         try:
+            if self.run >= manifest.MAX_RUN or draft.commit >= manifest.MAX_COMMIT:
+                raise CheckpointError(
+                    f"step {step} would be commit {draft.commit} of run {self.run} in "
+                    f"{self._storage}; expected numbers below {manifest.MAX_COMMIT} and "
+                    f"{manifest.MAX_RUN}. Another step there has a number that hvdkit does not "
+                    f"write: move it away, or give another folder."
+                )
             made = put_files(draft)
             draft.write(manifest.NAME, [memoryview(made.to_bytes())])
             self._read_back(draft, step)
@@ -279,7 +278,7 @@ class Writer:
             step=snapshot.step,
             epoch=snapshot.epoch,
             world_size=len(snapshot.ranks),
-            commit=self._writer.commit_number,
+            commit=draft.commit,
             run=self.run,
             time=time.time(),
             metrics=self._metrics(snapshot, files),
@@ -308,7 +307,7 @@ class Writer:
         """Copy the files of a step. Return the manifest of the copy."""
         for file in base.files:
             draft.copy(file, entry)
-        return replace(base, run=self.run, commit=self._writer.commit_number)
+        return replace(base, run=self.run, commit=draft.commit)
 
     def _count(self, read: int) -> None:
         self._read_back_bytes += read

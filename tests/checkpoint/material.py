@@ -104,7 +104,7 @@ def path_of(location):
 
 
 def leftovers(place):
-    """Return the names of all files except steps, the lock and the log."""
+    """Return the names of all files except steps, the lock and the lease of the last writer."""
     if isinstance(place, Path):
         return [
             p.name for p in place.iterdir() if not p.name.startswith("step-") and p.name != ".lock"
@@ -114,7 +114,8 @@ def leftovers(place):
     }
     found = [f"{p.parent.name}/{p.name}" for p in place.glob("*/*")]
     known = {f"steps/{name}" for name in steps}
-    return [name for name in found if name not in known and not name.startswith("log/")]
+    *_, last = sorted(name for name in found if name.startswith("writers/0")) or [""]
+    return [name for name in found if name not in known and name != last]
 
 
 def names(place):

@@ -1,5 +1,6 @@
 """Faults of servers and networks: no good step is lost, and all listed steps are good."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -12,14 +13,16 @@ import time
 import traceback
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import s3fs
 
-from hvdkit.checkpoint.errors import CheckpointError, Damaged, WriterConflict
+from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
 from hvdkit.checkpoint.lease import Lease
-from hvdkit.checkpoint.objects import bucket, files, listing, log, writing
+from hvdkit.checkpoint.objects import bucket, files, listing, writing
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.store import Store
@@ -30,6 +33,7 @@ from tests.checkpoint.material import (
     before_commit,
     leftovers,
     names,
+    path_of,
     save,
     snapshot,
 )
@@ -195,21 +199,18 @@ def test_a_writer_killed_after_any_change_loses_nothing(on_s3, s3_proxy, step):
             writer.write(snapshot(4))
         assert_newest_good(store, 4)
         assert leftovers(place) == [], last
-    assert any("/log/" in change for change in killer.changes)
+    assert any("/committed.json" in change for change in killer.changes)
     assert spared > 10
 
 
 def test_outdated_listings(on_s3, s3_proxy):
-    store = through(s3_proxy, on_s3, keep_last=None)
+    save(on_s3, 1)
     s3_proxy.act = lambda number, method, path: "stale" if "list-type" in path else None
-    with store.open_for_writing() as writer:
-        for step in (1, 2, 3):
-            writer.write(snapshot(step))
-            assert_newest_good(store, step)
-    assert [info.step for info in store.steps()] == [1, 2, 3]
-    with store.open_for_writing() as writer:
-        writer.write(snapshot(4))
-    assert_newest_good(store, 4)
+    with pytest.raises(CheckpointError, match="the listings of s3://.* are outdated"):
+        through(s3_proxy, on_s3).open_for_writing()
+    s3_proxy.act = lambda number, method, path: None
+    save(on_s3, 2)
+    assert [info.step for info in Store(str(on_s3)).steps()] == [1, 2]
 
 
 def objects_of(place):
@@ -229,7 +230,7 @@ def test_a_store_without_conditional_writes_is_refused(on_s3, s3_proxy, answer, 
         with pytest.raises(CheckpointError, match="does not support conditional writes") as caught:
             through(s3_proxy, on_s3).open_for_writing()
         assert time.monotonic() - began < 30
-        # Neither a record of the log nor the object of the check is left.
+        # Neither a lease nor the object of the check is left.
         assert objects_of(on_s3) == before
     said = (
         "it overwrote an existing object" if answer == "unconditional" else "it refused to create"
@@ -243,7 +244,7 @@ def test_a_store_without_conditional_writes_is_refused(on_s3, s3_proxy, answer, 
 @pytest.mark.long
 @pytest.mark.parametrize("place_on_server", ["azure", "rados"], indirect=True)
 def test_one_of_several_creates_an_object(place_on_server):
-    """The log needs this if several writers create the next record at the same time.
+    """Needed if several processes replace a dead writer at the same time.
 
     Not with moto, whose server looks for an object and then writes it, in several threads.
     """
@@ -312,39 +313,6 @@ def test_an_address_that_is_wrong(on_s3, quick, url, options, said):
         Store(url, storage_options=options).open_for_writing()
 
 
-def test_a_damaged_listing(on_s3, caplog):
-    store = save(on_s3, 1, 2, keep_last=None)
-    # The last record closes the writer.
-    *_, newest, last = sorted((on_s3 / "log").iterdir(), key=lambda path: path.name)
-    last.unlink()
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(bytes(content))
-    # Only the damaged record lists step 2. The files of step 2 stay.
-    assert_newest_good(store, 1)
-    assert "the newest record in the log of" in caplog.text
-    save(on_s3, 3, keep_last=None)
-    assert [info.step for info in store.steps()] == [1, 2, 3]
-    assert leftovers(on_s3) == []
-
-
-def test_a_deleted_log_deletes_no_steps(on_s3):
-    save(on_s3, 1, 2)
-    for record in (on_s3 / "log").iterdir():
-        record.unlink()
-    with pytest.raises(CheckpointError, match="has 2 steps, but its log/ is empty or was deleted"):
-        Store(str(on_s3)).open_for_writing()
-    assert len(list((on_s3 / "steps").iterdir())) == 2
-
-
-def test_old_records_are_deleted(on_s3, monkeypatch):
-    monkeypatch.setattr(log, "KEPT_RECORDS", 3)
-    store = save(on_s3, *range(1, 8), keep_last=2)
-    save(on_s3, 8)
-    assert_newest_good(store, 8)
-    assert 3 <= len(list((on_s3 / "log").iterdir())) <= 6
-
-
 def test_large_files_are_sent_and_read_in_parts(on_s3, s3_proxy, monkeypatch):
     monkeypatch.setattr(bucket, "_PART_BYTES", 5 * 2**20)
     monkeypatch.setattr(files, "_BLOCK_BYTES", 2_000_000)
@@ -363,14 +331,15 @@ def test_large_files_are_sent_and_read_in_parts(on_s3, s3_proxy, monkeypatch):
     assert (found.reshape(2, -1) == data).all()
 
 
-def leave_writer(place, **changes):
-    """Append a record of a writer on another host, and write one heartbeat."""
+def leave_writer(place):
+    """Create the lease of a writer on another host. Return its object and a new heartbeat."""
     there = Bucket(str(place), {})
-    lease = dataclasses.replace(Lease.own(), host="elsewhere", machine="another", **changes)
-    there.write(f"writers/{lease.token}.json", lease.to_bytes(0))
-    head = log.read_head(there)
-    assert log.append(there, log.Record(head.number + 1, lease, head.steps))
-    return there, lease
+    lease = dataclasses.replace(Lease.own(), host="elsewhere", machine="another")
+    last = max(there.sizes("writers"), default="writers/000000000.json")
+    name = f"writers/{int(last[8:17]) + 1:09d}.json"
+    beats = itertools.count()
+    assert there.create(name, lease.to_bytes(next(beats)))
+    return name, lambda: there.write(name, lease.to_bytes(next(beats)))
 
 
 @pytest.fixture
@@ -404,35 +373,44 @@ def test_a_writer_on_another_host_without_heartbeats(on_s3, impatient):
     assert_newest_good(Store(str(on_s3)), 2)
 
 
-def test_a_writer_on_another_host_with_heartbeats(on_s3, impatient, monkeypatch):
-    there, lease = leave_writer(on_s3)
-    beats = iter(range(1, 1000))
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_a_writer_on_another_host_with_heartbeats(on_s3, impatient, monkeypatch, version):
+    place = str(on_s3)
+    if version == "this":
+        lease, beat = leave_writer(place)
+    else:
+        place = of_an_earlier_version()
+        there = Bucket(place, {})
+        (lease,) = there.sizes("writers")
+        left = Lease.parse(there.read(lease, 10_000))
+        beats = itertools.count(1)
+
+        def beat():
+            there.write(lease, left.to_bytes(next(beats)))
+
     read = Bucket.read
 
     def beating(self, name, *arguments):
-        if name == f"writers/{lease.token}.json":
-            there.write(name, lease.to_bytes(next(beats)))
+        if name == lease:
+            beat()
         return read(self, name, *arguments)
 
     monkeypatch.setattr(Bucket, "read", beating)
     with pytest.raises(WriterConflict, match="on elsewhere is writing"):
-        Store(str(on_s3)).open_for_writing()
+        Store(place).open_for_writing()
 
 
 def test_a_writer_on_another_host_that_closes_while_the_next_one_waits(
     on_s3, impatient, monkeypatch
 ):
     save(on_s3, 1)
-    there, lease = leave_writer(on_s3)
-    heartbeat = f"writers/{lease.token}.json"
+    lease, _ = leave_writer(on_s3)
     read = Bucket.read
     reads = itertools.count()
 
     def closing(self, name, *arguments):
-        if name == heartbeat and next(reads) == 1:
-            head = log.read_head(there)
-            assert log.append(there, log.Record(head.number + 1, lease, head.steps, is_open=False))
-            there.delete([heartbeat])
+        if name == lease and next(reads) == 2:
+            self.write(lease, listing.VOID)
         return read(self, name, *arguments)
 
     monkeypatch.setattr(Bucket, "read", closing)
@@ -454,7 +432,161 @@ def test_a_writer_that_was_taken_over_commits_nothing_more(on_s3, impatient, mon
         with pytest.raises(WriterConflict, match="on elsewhere has taken over"):
             writer.write(snapshot(4))
     assert [info.step for info in store.steps()] == [1, 2]
-    assert len(list((on_s3 / "steps").iterdir())) == 2
+    save(on_s3)
+    assert leftovers(on_s3) == []
+
+
+@pytest.fixture
+def numbers(request):
+    """The numbers of requests at which something happens."""
+    return itertools.count(1, 1 if request.config.getoption("--long") else 3)
+
+
+def in_memory():
+    """Return a URL of an empty store in memory, and empty all others: a listing reads them all."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    return f"memory://{secrets.token_hex(4)}/run"
+
+
+@contextlib.contextmanager
+def before_requests(act):
+    """Call `act(number, method, arguments)` before each request, except those of `act`."""
+    call = Bucket._call
+    numbers = itertools.count(1)
+    within = []
+
+    def acting(self, method, *arguments, **keywords):
+        if not within:
+            within.append(method)
+            try:
+                act(next(numbers), method, arguments)
+            finally:
+                within.clear()
+        return call(self, method, *arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "_call", acting)
+        yield
+
+
+def take_over(place, *steps):
+    """Save in this process, as if the writer that is open in it were dead."""
+    writing._held.clear()
+    return save(place, *steps, keep_last=2)
+
+
+def replace_writer(place, beats, number):
+    """Replace a writer before a request of a save. Return whether there was such a request."""
+    save(place, 1, 2, keep_last=2)
+    said = ""
+    replaced = []
+    with Store(place, keep_last=2).open_for_writing() as writer:
+        own = writer._writer
+
+        def act(request, *_):
+            if request == number:
+                replaced.append(request)
+                take_over(place, 4)
+                if beats:
+                    lease = f"writers/{own._number:09d}.json"
+                    Bucket(place, {}).write(lease, own._lease.to_bytes(9))
+
+        with before_requests(act):
+            try:
+                writer.write(snapshot(3))
+            except CheckpointError as error:
+                said = str(error)
+        if not replaced:
+            return False
+        with pytest.raises(WriterConflict):
+            writer.write(snapshot(5))
+    store = Store(place)
+    steps = [info.step for info in store.steps()]
+    assert steps[-1] == 4
+    # The step was committed before the request.
+    assert said or 3 in steps or steps == [4]
+    for entry in store.entries():
+        assert store.verify_entry(entry) == []
+    save(place)
+    assert leftovers(path_of(place)) == []
+    return True
+
+
+@pytest.mark.parametrize("beats", [False, True], ids=["silent", "beats"])
+def test_a_writer_may_be_replaced_at_any_request(beats, numbers):
+    assert next(n for n in numbers if not replace_writer(in_memory(), beats, n)) > 20
+
+
+def commit_late(place, by, number):
+    """Deliver a lost commit before a request of the next save, of the same or the next writer.
+
+    Returns:
+        Whether there was such a request.
+    """
+    save(place, 1, 2, keep_last=None)
+    late, arrived, problems = [], [], []
+
+    def lose(request, method, arguments):
+        if method == "pipe_file" and arguments[0].endswith(listing.COMMITTED):
+            late.append(arguments)
+            raise PermissionError
+
+    def arrive(request, *_):
+        if request == number:
+            arrived.append(request)
+            with contextlib.suppress(FileExistsError):
+                fsspec.filesystem("memory").pipe_file(*late[0], mode="create")
+        if arrived:
+            problems.extend(entry.error for entry in Store(place).entries() if entry.error)
+
+    with Store(place).open_for_writing() as writer:
+        if by == "next":
+            # As if the process ended.
+            writer._writer.discard = lambda draft: None
+        with before_requests(lose), pytest.raises(CheckpointError):
+            writer.write(snapshot(3))
+        with before_requests(arrive):
+            if by == "same":
+                writer.write(snapshot(4))
+            else:
+                take_over(place, 4)
+    assert problems == []
+    assert_newest_good(Store(place), 4)
+    save(place)
+    assert leftovers(path_of(place)) == []
+    return bool(arrived)
+
+
+@pytest.mark.parametrize("by", ["same", "next"])
+def test_a_commit_may_arrive_at_any_request_of_the_next_save(by, numbers):
+    """Its step is complete, or does not exist."""
+    assert next(n for n in numbers if not commit_late(in_memory(), by, n)) > 20
+
+
+def test_a_step_that_arrives_after_the_next_save_is_not_the_newest():
+    place = in_memory()
+    late = {}
+
+    def lose(request, method, arguments):
+        if method == "pipe_file" and arguments[0].endswith(listing.COMMITTED):
+            memory = fsspec.filesystem("memory")
+            late.update({path: memory.cat_file(path) for path in memory.find(arguments[0][:-15])})
+            late[arguments[0]] = arguments[1]
+            raise PermissionError
+
+    save(place, 1, 2)
+    with Store(place).open_for_writing() as writer:
+        for _ in range(5):
+            late.clear()
+            with before_requests(lose), pytest.raises(CheckpointError):
+                writer.write(snapshot(3))
+        take_over(place, 4)
+        for path, content in late.items():
+            fsspec.filesystem("memory").pipe_file(path, content)
+    assert {3, 4} <= {info.step for info in Store(place, keep_last=None).steps()}
+    assert_newest_good(Store(place), 4)
 
 
 def test_two_writers_that_take_over_at_once(on_s3, impatient, monkeypatch):
@@ -477,26 +609,6 @@ def test_two_writers_that_take_over_at_once(on_s3, impatient, monkeypatch):
     assert_newest_good(Store(str(on_s3)), 2)
 
 
-def test_a_writer_that_was_replaced_long_ago(on_s3, impatient, monkeypatch):
-    """The record with the replaced writer's next number has been deleted."""
-    monkeypatch.setattr(log, "KEPT_RECORDS", 3)
-    store = save(on_s3, 1)
-    with store.open_for_writing() as writer:
-        writer.write(snapshot(2))
-        there, lease = leave_writer(on_s3)
-        head = log.read_head(there)
-        for number in range(head.number + 1, head.number + 8):
-            assert log.append(there, log.Record(number, lease, head.steps))
-        log.trim(there, number)
-        with pytest.raises(WriterConflict, match="has taken over"):
-            writer.write(snapshot(3))
-        monkeypatch.setattr(writing.ObjectWriter, "check", lambda self: None)
-        with pytest.raises(WriterConflict, match="has taken over"):
-            writer.write(snapshot(4))
-    assert [info.step for info in store.steps()] == [1, 2]
-    assert log.read_head(there).number == number
-
-
 def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
     store = save(on_s3, 1, keep_last=1)
     scan = listing.scan
@@ -512,17 +624,9 @@ def test_the_only_step_is_replaced_while_it_is_listed(on_s3, monkeypatch):
     assert_newest_good(store, 2)
 
 
-@pytest.mark.parametrize("what", ["bucket", "steps"])
-def test_missing_objects_are_not_an_empty_store(on_s3, what):
-    """The bucket is missing, or steps were deleted by hand and the log was not."""
-    url = "s3://no-such-bucket/run"
-    if what == "steps":
-        url = str(on_s3)
-        save(on_s3, 1, 2)
-        for file in (on_s3 / "steps").glob("*/*"):
-            file.unlink()
-    with pytest.raises(CheckpointError, match="lists 2 steps|bucket does not exist"):
-        Store(url).newest_good()
+def test_a_missing_bucket_is_not_an_empty_store(on_s3):
+    with pytest.raises(CheckpointError, match="bucket does not exist"):
+        Store("s3://no-such-bucket/run").newest_good()
 
 
 def test_slashes_in_a_url(on_s3):
@@ -566,46 +670,88 @@ def test_objects_that_could_not_be_deleted_are_deleted_later(on_s3, quick, monke
     assert leftovers(on_s3) == []
 
 
-def test_heartbeats_are_written_and_deleted(on_s3, impatient):
+def test_heartbeats_are_written(on_s3, impatient):
     there = Bucket(str(on_s3), {})
     with Store(str(on_s3)).open_for_writing():
+        (lease,) = there.sizes("writers")
         deadline = time.monotonic() + 30
-        while not (signs := list(there.sizes("writers"))):
-            assert time.monotonic() < deadline
-        (sign,) = signs
         seen = set()
         while len(seen) < 3:
-            seen.add(there.read(sign, 10_000))
-    assert there.sizes("writers") == {}
+            seen.add(there.read(lease, 10_000))
+            assert time.monotonic() < deadline
+    # The next writer need not wait.
+    assert there.read(lease, 10_000) == listing.VOID
 
 
-def test_a_record_of_the_log_that_would_fill_the_memory_is_not_read(caplog):
-    store = bucket.Bucket(f"memory://{secrets.token_hex(4)}/run", {})
-    assert log.append(store, log.Record(1, Lease.own(), (log.Listed("step-1", 1, 1),)))
-    store.write(log.name_of(2), b" " * 90_000_000)
+def of_an_earlier_version():
+    """Return a store whose log lists steps 2 and 3. Its writer was killed before it committed 4."""
+    place = in_memory()
+    recorded = Path(__file__).with_name("earlier")
+    for file in recorded.glob("**/*.*"):
+        Bucket(place, {}).write(str(file.relative_to(recorded)), file.read_bytes())
+    return place
+
+
+def test_a_store_of_an_earlier_version_is_read():
+    place = of_an_earlier_version()
+    before = objects_of(place)
+    store = Store(place)
+    assert [info.step for info in store.steps()] == [2, 3]
+    assert_newest_good(store, 3)
+    assert objects_of(place) == before
+
+
+def convert(number):
+    """Let request `number` of the first writer fail. Return whether there was such a request."""
+    place = of_an_earlier_version()
+    failed, seen = [], []
+
+    def fail(request, *_):
+        if request >= number:
+            seen.append([info.step for info in Store(place).steps()])
+        if request == number:
+            failed.append(request)
+            raise PermissionError
+
+    with before_requests(fail), contextlib.suppress(CheckpointError):
+        Store(place).open_for_writing().close()
+    assert all(steps == [2, 3] for steps in seen)
+    save(place, 4)
+    store = Store(place)
+    assert [info.step for info in store.steps()] == [2, 3, 4]
+    assert_newest_good(store, 4)
+    save(place)
+    assert leftovers(path_of(place)) == []
+    return bool(failed)
+
+
+def test_a_store_of_an_earlier_version_is_converted(impatient, numbers):
+    assert next(n for n in numbers if not convert(n)) > 20
+
+
+@pytest.mark.parametrize("content", [b"{}", b" " * 90_000_000], ids=["damaged", "large"])
+def test_a_damaged_log_of_an_earlier_version(content, caplog):
+    place = of_an_earlier_version()
+    there = Bucket(place, {})
+    last = max(there.sizes("log"))
+    there.write(last, content)
+    before = there.sizes()
     tracemalloc.start()
     try:
-        head = log.read_head(store)
+        assert [info.step for info in Store(place).steps()] == [2, 3]
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
-    assert (head.number, head.steps) == (2, (log.Listed("step-1", 1, 1),))
-    assert "it has 90000000 bytes; expected at most 16000000" in caplog.text
-    with pytest.raises(Damaged, match="90000000 bytes"):
-        log.read(store, 2)
-
-
-@pytest.mark.parametrize("number", [10**20 - 1, 10**18, 10**18 - 1, 5000])
-@pytest.mark.parametrize("kind", ["garbage", "a copy"])
-def test_an_object_of_others_in_the_log_does_not_stop_saving(number, kind):
-    place = f"memory://{secrets.token_hex(4)}/run"
-    save(place, 1)
-    there = bucket.Bucket(place, {})
-    end = log.read_head(there)
-    content = b"{}" if kind == "garbage" else there.read(log.name_of(end.number), 10_000)
-    there.write(f"log/{number:020d}.json", content)
-    assert log.read_head(there).number == end.number
-    store = save(place, 2)
-    save(place, 3)
-    assert [info.step for info in store.steps()] == [1, 2, 3]
-    assert_newest_good(store, 3)
+    assert "the newest record in the log of" in caplog.text
+    with pytest.raises(CheckpointError, match="To use the record before it, delete the damaged"):
+        Store(place).open_for_writing()
+    there.delete([last])
+    for name in there.sizes("log"):
+        there.write(name, content)
+    with pytest.raises(CheckpointError, match="all records in the log of .* are damaged"):
+        Store(place).newest_good()
+    there.delete(list(there.sizes("log")))
+    with pytest.raises(CheckpointError, match="has 3 steps of an earlier version of hvdkit, but"):
+        Store(place).open_for_writing()
+    assert there.sizes("steps").items() <= before.items()
+    assert len(there.sizes("steps")) == 15

@@ -1,47 +1,31 @@
-"""List the steps in an object store: the steps of the commit log, and the objects of each."""
+"""List the steps in an object store. One listing of objects says which steps exist."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.objects.bucket import Bucket
-from hvdkit.checkpoint.objects.files import ObjectFiles, object_name
-from hvdkit.checkpoint.objects.log import Head, Listed
+from hvdkit.checkpoint.objects.files import ObjectFiles
 from hvdkit.checkpoint.reading import open_file, read_manifest
 from hvdkit.checkpoint.storage import Entry, bounded, in_commit_order
 
-#: The file that marks a damaged step.
+#: The object that makes a step exist.
+COMMITTED = "committed.json"
+#: The content of `COMMITTED` if the step does not exist: its writer has ended before the commit, or
+#: the step is being deleted. No other content has this size.
+VOID = b"{}"
+#: The object that marks a damaged step.
 MARK = "damaged.json"
-#: How often to list again after a live writer has changed the list.
-LIST_ATTEMPTS = 10
 
 _NAME = re.compile(r"step-(\d{12})(?:-run(\d{1,9}))?-[0-9a-f]{8}-\d{1,9}")
 _FILE = re.compile(r"steps/([^/]+)/([^/]+)")
 
 
-def scan(bucket: Bucket, head: Head, known: Mapping[str, Entry] | None = None) -> list[Entry]:
-    """Return all listed steps that are not marked as damaged.
-
-    Args:
-        bucket: where the steps are.
-        head: the end of the log.
-        known: name -> entry, for steps whose manifest need not be read.
-    """
-    sizes = file_sizes(bucket)
-    found = (
-        (known or {}).get(listed.name) or look(bucket, listed, sizes[listed.name])
-        for listed in head.steps
-        if MARK not in sizes[listed.name] and not is_gone(bucket, listed, sizes)
-    )
-    return in_commit_order(entry for entry in bounded(found) if entry is not None)
-
-
 def file_sizes(bucket: Bucket, step: str = "") -> dict[str, dict[str, int]]:
-    """Return step -> file -> size in bytes, of all steps or of one."""
+    """Return step -> file -> size in bytes, of all steps or of one, unfinished ones included."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for name, size in bucket.sizes(f"steps/{step}".rstrip("/")).items():
         if (match := _FILE.fullmatch(name)) and _NAME.fullmatch(match[1]):
@@ -49,43 +33,61 @@ def file_sizes(bucket: Bucket, step: str = "") -> dict[str, dict[str, int]]:
     return found
 
 
-def look(bucket: Bucket, listed: Listed, sizes: Mapping[str, int]) -> Entry:
+def exists(name: str, files: Mapping[str, int], logged: Collection[str] = ()) -> bool:
+    """Return whether a step exists.
+
+    Args:
+        name: of the step.
+        files: the sizes of its objects in bytes.
+        logged: the names of steps that an earlier version of hvdkit has committed.
+    """
+    if COMMITTED not in files:
+        return name in logged and bool(files)
+    # A commit may arrive after all other objects of the step were deleted.
+    return files[COMMITTED] != len(VOID) and len(files) > 1
+
+
+def scan(
+    bucket: Bucket,
+    steps: Mapping[str, Mapping[str, int]],
+    known: Mapping[str, Entry] | None = None,
+) -> list[Entry]:
+    """Return all steps that are not marked as damaged.
+
+    Args:
+        bucket: where the steps are.
+        steps: name -> file -> size in bytes, of steps that exist.
+        known: name -> entry, for steps whose manifest need not be read.
+    """
+    found = (
+        (known or {}).get(name) or _look(bucket, name, files)
+        for name, files in steps.items()
+        if MARK not in files
+    )
+    return in_commit_order(entry for entry in bounded(found) if entry is not None)
+
+
+def run_of(name: str) -> int:
+    """Return the run in the name of a step."""
+    return _parsed(name)[1]
+
+
+def _look(bucket: Bucket, name: str, sizes: Mapping[str, int]) -> Entry:
     """Describe a step. The error in the result says which object is missing or unreadable."""
+    step, run = _parsed(name)
     found = None
     problem: CheckpointError | None = None
-    files = ObjectFiles(bucket, listed.name, sizes)
+    files = ObjectFiles(bucket, name, sizes)
     try:
-        found = read_manifest(files, listed.step)
+        found = read_manifest(files, step)
         for file, record in found.files.items():
             open_file(files, file, record)
     except CheckpointError as error:
         problem = error
-    return Entry(listed.name, listed.step, listed.run, listed.name, found, problem)
+    return Entry(name, step, run, name, found, problem)
 
 
-def expect_log(bucket: Bucket, head: Head) -> None:
-    """Check that there is a log if there are steps.
-
-    Raises:
-        CheckpointError: there are steps and no log.
-    """
-    if head.record is None:
-        steps = [name for name, files in file_sizes(bucket).items() if manifest.NAME in files]
-        if steps:
-            raise CheckpointError(
-                f"{bucket.url} has {len(steps)} steps, but its log/ is empty or was deleted. "
-                f"Without the log it is unknown which steps are good. Restore log/, or give "
-                f"another address."
-            )
-
-
-def is_gone(bucket: Bucket, listed: Listed, sizes: Mapping[str, Mapping[str, int]]) -> bool:
-    """Return whether all objects of a listed step were deleted by hand."""
-    return not sizes[listed.name] and bucket.size(object_name(listed.name, manifest.NAME)) is None
-
-
-def parsed(name: str) -> tuple[int, int]:
-    """Return the step and the run in a name."""
+def _parsed(name: str) -> tuple[int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)

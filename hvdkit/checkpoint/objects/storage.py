@@ -1,13 +1,13 @@
-"""Steps in an object store: a step exists once the commit log lists it.
+"""Steps in an object store: a step exists if its last object exists, `committed.json`.
 
-URL/log/00000000000000000042.json    the list of steps after 42 changes; see `log`
 URL/steps/NAME/manifest.json, …      the files of one step, as in a folder
+URL/steps/NAME/committed.json        created after the other files were read back
 URL/steps/NAME/damaged.json          marks a damaged step, which is in quarantine
-URL/writers/TOKEN.json               heartbeat of the writer
+URL/writers/000000042.json           lease and heartbeat of the 42nd writer; the last one counts
 URL/writers/TOKEN-probe-0.json       exists shortly, to check that creation is exclusive
 
-A store needs exclusive creation of objects (S3's If-None-Match). It needs no rename and no
-consistent listing. The next writer deletes objects that a killed writer has left.
+A store needs exclusive creation of objects (S3's If-None-Match), and must list an object as soon as
+it exists. It needs no rename. The next writer deletes objects that a killed writer has left.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdkit.checkpoint.errors import CheckpointError
-from hvdkit.checkpoint.objects import listing, log
+from hvdkit.checkpoint.objects import earlier, listing
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.objects.files import ObjectFiles, object_name
 from hvdkit.checkpoint.objects.writing import ObjectWriter
 from hvdkit.checkpoint.storage import Entry, StepFiles
+
+#: How often to list again after a live writer has changed the list.
+_LIST_ATTEMPTS = 10
 
 
 class ObjectStorage:
@@ -40,8 +42,8 @@ class ObjectStorage:
         return self._bucket.url
 
     def exists(self) -> bool:
-        """Return whether there is a log or a step."""
-        return bool(self._bucket.sizes("log") or self._bucket.sizes("steps"))
+        """Return whether there is a writer or a step."""
+        return any(self._bucket.sizes(folder) for folder in ("writers", "steps"))
 
     def location(self, name: str) -> str:
         """Return the URL of a step."""
@@ -49,31 +51,17 @@ class ObjectStorage:
 
     def entries(self) -> list[Entry]:
         """List all steps."""
-        for _ in range(listing.LIST_ATTEMPTS):
-            head = log.read_head(self._bucket)
-            entries = listing.scan(self._bucket, head)
-            known = {entry.name for entry in entries if entry.error is None}
+        for _ in range(_LIST_ATTEMPTS):
+            steps = self._steps()
+            entries = listing.scan(self._bucket, steps)
             # List again if a live writer has deleted a step meanwhile, and written another.
-            if known == {each.name for each in head.steps} or log.read_head(self._bucket) == head:
+            if all(each.error is None for each in entries) or self._steps() == steps:
                 break
-        else:
-            return entries
-        listing.expect_log(self._bucket, head)
-        if head.steps and not entries and not self.quarantined():
-            raise CheckpointError(
-                f"the log of {self} lists {len(head.steps)} steps, and all their objects are "
-                f"missing. Restore the objects; or delete the log to start anew."
-            )
         return entries
 
     def quarantined(self) -> list[str]:
         """List the names of steps that are marked as damaged."""
-        sizes = listing.file_sizes(self._bucket)
-        return [
-            listed.name
-            for listed in log.read_head(self._bucket).steps
-            if listing.MARK in sizes[listed.name]
-        ]
+        return [name for name, files in self._steps().items() if listing.MARK in files]
 
     def open_step(self, entry: Entry) -> StepFiles:
         """Open a step for reading."""
@@ -82,20 +70,23 @@ class ObjectStorage:
         )
 
     def is_same(self, entry: Entry) -> bool:
-        """Return whether the log still lists the step. Names are never reused."""
-        listed = log.read_head(self._bucket).steps
-        if all(each.name != entry.name for each in listed):
-            return False
-        files = listing.file_sizes(self._bucket, entry.name)[entry.name]
-        return bool(files) and listing.MARK not in files
+        """Return whether the step still exists. Names are never reused."""
+        return listing.MARK not in self._steps(entry.name).get(entry.name, {listing.MARK: 0})
 
     def quarantine(self, entry: Entry) -> str | None:
-        """Mark a step as damaged. The log stays as it is, because only the writer changes it."""
+        """Mark a step as damaged."""
         if not self.is_same(entry):
             return None
         self._bucket.write(object_name(entry.name, listing.MARK), b"{}")
         return entry.name
 
     def open_for_writing(self) -> ObjectWriter:
-        """Append the first record of this process to the log, and remove leftovers."""
+        """Become the writer, and remove leftovers."""
         return ObjectWriter(self._bucket)
+
+    def _steps(self, name: str = "") -> dict[str, dict[str, int]]:
+        """Return step -> file -> size in bytes, of all steps that exist or of one."""
+        # Read the log first: its steps are committed before it is deleted.
+        logged = earlier.read(self._bucket).steps
+        found = listing.file_sizes(self._bucket, name)
+        return {each: files for each, files in found.items() if listing.exists(each, files, logged)}

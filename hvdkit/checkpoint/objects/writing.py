@@ -1,26 +1,33 @@
-"""The writer of an object store: it appends records to the commit log.
+"""The writer of an object store.
 
-A thread renews the writer's heartbeat. If the heartbeat stops, another process can become the
-writer.
+Each writer has a number, and creates the object `writers/NUMBER.json`. The creation fails if
+another process has the same number. The process with the highest number is the writer. A thread
+rewrites the object: the heartbeat. If the heartbeat stops, another process can become the writer.
+
+A commit creates `committed.json` in the step. A later writer creates the same object, with the
+content `VOID`, before it deletes a step that an earlier one has left unfinished. Only one of the
+two creations succeeds, so a commit that arrives late cannot make an incomplete step exist.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 
+from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.chunks import ChunkHasher, FileRecord
-from hvdkit.checkpoint.errors import CheckpointError, Damaged, WriterConflict
+from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
 from hvdkit.checkpoint.lease import MAX_BYTES, Lease, conflict, taken_over, wait_for_death
-from hvdkit.checkpoint.objects import listing, log
+from hvdkit.checkpoint.objects import earlier, listing
 from hvdkit.checkpoint.objects.bucket import Bucket
 from hvdkit.checkpoint.objects.content import Content
 from hvdkit.checkpoint.objects.files import SMALL_BYTES, ObjectFiles, object_name
-from hvdkit.checkpoint.objects.log import Head, Listed, Record
+from hvdkit.checkpoint.objects.listing import COMMITTED, VOID
 from hvdkit.checkpoint.storage import Draft, Entry, StepFiles, step_name
 
 _log = logging.getLogger(__name__)
@@ -30,18 +37,28 @@ BEAT_SECONDS = 10.0
 #: Seconds without a heartbeat after which a writer is considered dead.
 LEASE_TIMEOUT_SECONDS = 60.0
 
+# Each writer has so many commit numbers of its own. They are higher than those of earlier writers,
+# whose commits may still arrive.
+_COMMITS = 10**6
+
+# How often to try to become the writer, while others try the same.
+_ATTEMPTS = 10
+
+_WRITER = re.compile(r"writers/(\d{9})\.json")
+
 #: URLs and options of the stores that this process writes to.
 _held: set[Hashable] = set()
 _held_guard = threading.Lock()
 
 
 class ObjectDraft:
-    """The objects of a step that the log does not list yet."""
+    """The objects of a step that is not committed yet."""
 
     written = None
 
-    def __init__(self, bucket: Bucket, listed: Listed) -> None:
-        self.listed = listed
+    def __init__(self, bucket: Bucket, name: str, commit: int) -> None:
+        self.name = name
+        self.commit = commit
         self._bucket = bucket
         self._sizes: dict[str, int] = {}
 
@@ -53,7 +70,7 @@ class ObjectDraft:
         hasher = ChunkHasher()
         for piece in kept:
             hasher.update(piece)
-        target = object_name(self.listed.name, name)
+        target = object_name(self.name, name)
         if len(content) <= SMALL_BYTES:
             self._bucket.write(target, content[:])
         else:
@@ -64,7 +81,7 @@ class ObjectDraft:
     def copy(self, name: str, entry: Entry) -> None:
         """Copy a file of another step."""
         try:
-            self._bucket.copy(object_name(entry.name, name), object_name(self.listed.name, name))
+            self._bucket.copy(object_name(entry.name, name), object_name(self.name, name))
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{name} of {entry.name} was deleted while it was copied: save again"
@@ -72,28 +89,23 @@ class ObjectDraft:
 
     def files(self) -> StepFiles:
         """Open the draft for reading."""
-        return ObjectFiles(self._bucket, self.listed.name, self._sizes)
+        return ObjectFiles(self._bucket, self.name, self._sizes)
 
 
 class ObjectWriter:
-    """The writer. The newest record of the log names it."""
+    """The writer. Its object in `writers/` has the highest number."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._lease = Lease.own()
-        self._head = Head()
         self._attempts = 0
-        # Steps whose record may exist or not, because the request to create the record failed.
-        self._unknown: set[str] = set()
-        # Steps whose objects could not be deleted.
-        self._left: set[str] = set()
         # Complete steps, by name. No other process changes them.
         self._entries: dict[str, Entry] = {}
         self._stop = threading.Event()
         with ExitStack() as resources:
             self._hold()
             resources.callback(self._let_go)
-            left = self._begin()
+            self._number, left = self._begin()
             resources.callback(self._end)
             thread = threading.Thread(
                 target=self._beat, name="hvdkit-checkpoint-lease", daemon=True
@@ -101,83 +113,91 @@ class ObjectWriter:
             thread.start()
             resources.callback(thread.join)
             resources.callback(self._stop.set)
-            self._delete(left)
-            self._delete_heartbeats()
-            if self._head.number > log.KEPT_RECORDS:
-                log.trim(bucket, self._head.number)
+            self._commit_logged()
+            self._delete_unfinished(left)
+            self._delete_earlier_writers()
+            commits = [each.manifest.commit for each in self.entries() if each.manifest]
+            # Steps may have been copied from another store.
+            self._commits = max(self._number, max(commits, default=0) // _COMMITS + 1) * _COMMITS
             self._resources = resources.pop_all()
 
-    @property
-    def commit_number(self) -> int:
-        """The commit number of the next record."""
-        return self._head.number + 1
-
     def check(self) -> None:
-        """Check that no other writer has appended a record."""
+        """Check that there is no later writer."""
         self._lease.expect_own_process(self._bucket.url)
-        self._expect_own_record()
-        while (found := log.read(self._bucket, self.commit_number)) is not None:
-            self._adopt(found)
+        newest = self._newest()
+        if newest != self._number:
+            found = self._bucket.read(_writer_object(newest), MAX_BYTES)
+            raise taken_over(
+                *(self._bucket.url, self._lease, Lease.parse(found), LEASE_TIMEOUT_SECONDS)
+            )
 
     def entries(self) -> list[Entry]:
         """List all steps."""
-        entries = listing.scan(self._bucket, self._head, self._entries)
+        found = listing.file_sizes(self._bucket)
+        steps = {name: files for name, files in found.items() if listing.exists(name, files)}
+        entries = listing.scan(self._bucket, steps, self._entries)
         self._entries = {entry.name: entry for entry in entries if entry.error is None}
         return entries
 
     def next_run(self, entries: Sequence[Entry]) -> int:
         """Return a number for a new run."""
-        listed = [each.run for each in self._head.steps]
-        return max([*listed, *(entry.run for entry in entries)], default=0) + 1
+        there = map(listing.run_of, listing.file_sizes(self._bucket))
+        return max([*there, *(entry.run for entry in entries)], default=0) + 1
 
     def draft(self, step: int, run: int) -> ObjectDraft:
         """Begin to write a step."""
         self._attempts += 1
-        name = f"{step_name(step, run)}-{self._lease.token[:8]}-{self._attempts}"
-        return ObjectDraft(self._bucket, Listed(name, step, run))
+        name = f"{step_name(step, run)}{self._suffix}{self._attempts}"
+        return ObjectDraft(self._bucket, name, self._commits + self._attempts)
 
     def commit(self, draft: Draft) -> str:
-        """Append a record that lists the step."""
+        """Create the object that makes the step exist."""
         assert isinstance(draft, ObjectDraft)
-        listed = draft.listed
-        self._unknown.add(listed.name)
-        self._append(lambda steps: (*steps, listed), self.commit_number)
-        return listed.name
+        self.check()
+        is_committed = self._commit(draft.name)
+        # A later writer may not have listed this step.
+        self.check()
+        if not is_committed:
+            raise taken_over(self._bucket.url, self._lease, None, LEASE_TIMEOUT_SECONDS)
+        return draft.name
 
     def discard(self, draft: Draft) -> None:
-        """Delete the objects of a draft, unless a record that may exist lists the draft."""
+        """Delete the objects of a draft, unless it was committed."""
         assert isinstance(draft, ObjectDraft)
-        name = draft.listed.name
-        if name in self._unknown:
-            self._left.add(name)
-        else:
-            self._delete([name])
+        try:
+            self._delete_unfinished([draft.name])
+        except CheckpointError as error:
+            self._log_left(error)  # the caller raises the error of the draft
 
     def delete(self, names: Sequence[str]) -> None:
-        """Append a record without the steps, and then delete their objects."""
+        """Void the steps, and then delete their objects."""
         try:
-            self._append(lambda steps: tuple(each for each in steps if each.name not in names))
+            self.check()
+            for name in names:
+                self._bucket.write(object_name(name, COMMITTED), VOID)
+                self._delete(name, listing.file_sizes(self._bucket, name)[name])
         except CheckpointError as error:
             if isinstance(error, WriterConflict):
                 raise
-            self._left.update(names)
-            _log.warning("%s could not be deleted: %s", ", ".join(names), error)
-            return
-        self._delete(names)
+            _log.warning("%s was not deleted yet: %s", ", ".join(names), error)
 
     def settle(self, name: str) -> str:
         """Return `name`: names are never reused."""
         return name
 
     def sweep(self) -> None:
-        """Try again to delete objects that this writer failed to delete."""
-        listed = {each.name for each in self._head.steps}
-        self._delete([name for name in self._left if name not in listed | self._unknown])
+        """Delete the unfinished steps of this writer, and the rest of deleted steps."""
+        self._delete_unfinished()
 
     def close(self) -> None:
-        """Append a record that ends this writer."""
+        """Let another process become the writer at once."""
         if os.getpid() == self._lease.pid:
             self._resources.close()
+
+    @property
+    def _suffix(self) -> str:
+        """The end of the names of this writer's steps, except their number."""
+        return f"-{self._lease.token[:8]}-"
 
     def _hold(self) -> None:
         with _held_guard:
@@ -192,193 +212,162 @@ class ObjectWriter:
         with _held_guard:
             _held.discard(self._bucket.identity)
 
-    def _begin(self) -> list[str]:
-        """Append a record with the same steps and this writer.
+    def _begin(self) -> tuple[int, list[str]]:
+        """Become the writer.
 
         Returns:
-            The names of unlisted steps that other writers have left.
+            The number of this writer; and the names of all steps before, unfinished ones included.
+            No step of a later writer is among them.
         """
         url = self._bucket.url
-        # Check first: a store without exclusive creation could overwrite a record.
+        # Check first: a store without exclusive creation could overwrite the lease of another.
         self._bucket.expect_exclusive_create(f"writers/{self._lease.token}-probe")
-        for _ in range(listing.LIST_ATTEMPTS):
-            head = log.read_head(self._bucket)
-            if head.record is not None and head.record.is_open:
-                writer = head.record.writer
-                heartbeat = self._heartbeat_reader(writer)
-                wait_for_death(url, self._lease, writer, heartbeat, LEASE_TIMEOUT_SECONDS)
-            sizes = listing.file_sizes(self._bucket)
-            there = [each for each in head.steps if not listing.is_gone(self._bucket, each, sizes)]
-            there += self._lost(head, sizes)
-            record = Record(head.number + 1, self._lease, tuple(there))
-            if log.append(self._bucket, record):
-                break
-        else:
-            raise conflict(url, None)
-        self._head = Head(record.number, record)
-        # All other writers are replaced now, so unlisted steps are leftovers.
-        return [name for name in sizes if name not in {each.name for each in there}]
-
-    def _lost(self, head: Head, sizes: Mapping[str, Mapping[str, int]]) -> list[Listed]:
-        """Return steps that only a damaged record at the end of the log may have listed.
-
-        Raises:
-            CheckpointError: there are steps and no records.
-        """
-        listing.expect_log(self._bucket, head)
-        if head.is_whole:
-            return []
-        names = {each.name for each in head.steps}
-        found = []
-        for name in sizes.keys() - names:
-            step, run = listing.parsed(name)
-            entry = listing.look(self._bucket, Listed(name, step, run), sizes[name])
-            if entry.manifest is None and not isinstance(entry.error, Damaged):
-                raise CheckpointError(f"{name} in {self._bucket.url}: {entry.error}")
-            # The lost records have the numbers between the last readable one and the head. A draft
-            # that was never committed has another number in its manifest: that of a record which
-            # another writer created in its place, or a number after the head.
-            if entry.manifest and _readable(head) < entry.manifest.commit <= head.number:
-                found.append(Listed(name, step, run))
-        return found
-
-    def _end(self) -> None:
-        """Append a record that ends this writer, and delete the heartbeat."""
-        try:
-            record = Record(self.commit_number, self._lease, self._head.steps, is_open=False)
-            self._expect_own_record()
-            if not log.append(self._bucket, record):
-                # Another writer has created this record, which `check` reports. Or it is an
-                # earlier record of this writer that arrived late. Then no record says that this
-                # writer has ended, so the next writer waits until it counts as dead.
-                self.check()
-            self._bucket.delete([_heartbeat_object(self._lease)])
-        except CheckpointError as error:
-            # The next writer on another host waits until the heartbeat counts as stopped.
-            _log.warning("%s was not closed: %s", self._bucket.url, error)
-
-    def _expect_own_record(self) -> None:
-        """Check that the newest record of this writer still exists.
-
-        Raises:
-            WriterConflict: the record was trimmed, because another writer has appended many
-                records.
-        """
-        if self._bucket.size(log.name_of(self._head.number)) is None:
-            raise taken_over(self._bucket.url, self._lease, None, LEASE_TIMEOUT_SECONDS)
-
-    def _append(
-        self,
-        change: Callable[[tuple[Listed, ...]], tuple[Listed, ...]],
-        number: int | None = None,
-    ) -> None:
-        """Append a record.
-
-        Args:
-            change: returns the new steps for the old ones.
-            number: the number that the record must get; None: any.
-
-        Raises:
-            WriterConflict: another writer has appended a record.
-            CheckpointError: it is unknown whether the record exists.
-        """
-        while True:
-            record = Record(self.commit_number, self._lease, change(self._head.steps))
-            if number not in (None, record.number):
+        for _ in range(_ATTEMPTS):
+            newest = self._newest()
+            if newest:
+                self._wait_for_death(_writer_object(newest))
+            else:
+                self._expect_convertible()
+            left = list(listing.file_sizes(self._bucket))
+            number = newest + 1
+            if not self._bucket.create(_writer_object(number), self._lease.to_bytes(0)):
+                continue
+            newest = self._newest()
+            if newest == number:
+                return number, left
+            if newest < number:
                 raise CheckpointError(
-                    f"an earlier save to {self._bucket.url}, which had failed, was completed late. "
-                    "Save again."
+                    f"the listings of {url} are outdated: {_writer_object(number)} was created, "
+                    f"and is not listed. Expected a store that lists an object as soon as it "
+                    f"exists. Use a store that is listed in docs/object-stores.md, or a folder."
                 )
-            if log.append(self._bucket, record):
-                break
-            self.check()
-        try:
-            self._expect_own_record()
-        except WriterConflict:
-            # The other writer may have trimmed its own record with this number, so delete this one.
-            # Do not delete the step's objects: the other writer may have read this record, and
-            # listed the step.
-            with contextlib.suppress(CheckpointError):
-                self._bucket.delete([log.name_of(record.number)])
-            raise
-        self._head = Head(record.number, record)
-        self._unknown.clear()
-        if record.number % log.KEPT_RECORDS == 0:
-            log.trim(self._bucket, record.number)
+        raise conflict(url, None)
 
-    def _adopt(self, record: Record) -> None:
-        """Accept a record that this writer has created, although the store's reply was lost.
+    def _newest(self) -> int:
+        """Return the highest number of a writer; 0 if there was none."""
+        matches = map(_WRITER.fullmatch, self._bucket.sizes("writers"))
+        return max((int(match[1]) for match in matches if match), default=0)
 
-        Raises:
-            WriterConflict: the record is another writer's.
-        """
-        self._unknown.clear()
-        if record.writer.token != self._lease.token:
-            raise taken_over(self._bucket.url, self._lease, record.writer, LEASE_TIMEOUT_SECONDS)
-        self._head = Head(record.number, record)
-
-    def _delete(self, names: Sequence[str]) -> None:
-        """Delete the objects of unlisted steps. A failure is only logged."""
-        self._left.update(names)
-        for name in names:
-            try:
-                files = [
-                    object_name(name, file) for file in listing.file_sizes(self._bucket, name)[name]
-                ]
-                _log.info("removing %s/%s", self._bucket.url, object_name(name, ""))
-                self._bucket.delete(files)
-                self._left.discard(name)
-            except CheckpointError as error:
-                _log.warning("%s was not deleted yet: %s", object_name(name, ""), error)
-                return
-
-    def _heartbeat_reader(self, writer: Lease) -> Callable[[], bytes | None]:
-        """Return a function that reads the heartbeat of `writer`.
-
-        It returns b"" until there is a heartbeat, because a writer appends its record first. It
-        returns None after the heartbeat was deleted: the writer has ended, or was replaced. Then
-        the next record exists already, so this process cannot create it.
-        """
-        found = False
+    def _wait_for_death(self, name: str) -> None:
+        """Return once the process that rewrites an object in `writers/` is known to be dead."""
 
         def read() -> bytes | None:
-            nonlocal found
-            content = self._bucket.read(_heartbeat_object(writer), MAX_BYTES)
-            found = found or content is not None
-            return content if found else b""
+            content = self._bucket.read(name, MAX_BYTES)
+            return None if content == VOID else content
 
-        return read
+        writer = Lease.parse(read())
+        wait_for_death(self._bucket.url, self._lease, writer, read, LEASE_TIMEOUT_SECONDS)
 
-    def _delete_heartbeats(self) -> None:
-        """Delete the heartbeats of dead writers."""
+    def _expect_convertible(self) -> None:
+        """Check that this process may write to a store that no writer of this version has opened.
+
+        Raises:
+            WriterConflict: a writer of an earlier version is alive.
+            CheckpointError: it is unknown which steps exist.
+        """
+        log = earlier.read(self._bucket)
+        if log.problem is not None:
+            raise CheckpointError(
+                f"the newest record in the log of {self._bucket.url} is damaged: {log.problem}. "
+                f"Only this record may list the newest step. To use the record before it, delete "
+                f"the damaged one."
+            )
+        unknown = [
+            name
+            for name, files in listing.file_sizes(self._bucket).items()
+            if manifest.NAME in files and COMMITTED not in files
+        ]
+        if unknown and not log.records:
+            raise CheckpointError(
+                f"{self._bucket.url} has {len(unknown)} steps of an earlier version of hvdkit, but "
+                f"its log/ is empty or was deleted. Without the log it is unknown which steps are "
+                f"good. Restore log/, or give another address."
+            )
+        if log.writer is not None:
+            self._wait_for_death(f"writers/{log.writer.token}.json")
+
+    def _commit_logged(self) -> None:
+        """Commit the steps in the log of an earlier version, and delete the log.
+
+        Raises:
+            CheckpointError: a request failed. The next writer does the rest.
+        """
+        log = earlier.read(self._bucket)
+        there = listing.file_sizes(self._bucket) if log.steps else {}
+        for name in log.steps & there.keys():
+            if COMMITTED not in there[name]:
+                self._commit(name)
+        # The oldest record first: the last one lists the steps.
+        self._bucket.delete(log.records)
+
+    def _commit(self, name: str) -> bool:
+        """Make a step exist. Return False if it is void."""
+        content = json.dumps(self._lease.fields()).encode()
+        return self._bucket.create(object_name(name, COMMITTED), content)
+
+    def _delete_unfinished(self, left: Collection[str] = ()) -> None:
+        """Delete the objects of steps that do not exist. That a deletion failed is only logged.
+
+        Do not touch drafts of other writers, except those in `left`: a later one may be live.
+
+        Raises:
+            CheckpointError: the steps cannot be listed.
+        """
+        there = listing.file_sizes(self._bucket)
+        try:
+            for name, files in there.items():
+                if listing.exists(name, files):
+                    continue
+                is_final = COMMITTED in files
+                if not is_final and (name in left or self._suffix in name):
+                    is_final = self._bucket.create(object_name(name, COMMITTED), VOID)
+                if is_final:
+                    self._delete(name, files)
+        except CheckpointError as error:
+            self._log_left(error)
+
+    def _log_left(self, error: CheckpointError) -> None:
+        _log.warning("%s has objects that were not deleted yet: %s", self._bucket.url, error)
+
+    def _delete(self, name: str, files: Iterable[str]) -> None:
+        """Delete the objects of a void step."""
+        _log.info("removing %s/%s", self._bucket.url, object_name(name, ""))
+        # The void object last: a commit that arrives late must not succeed before.
+        ordered = [*(set(files) - {COMMITTED}), COMMITTED]
+        self._bucket.delete([object_name(name, file) for file in ordered])
+
+    def _delete_earlier_writers(self) -> None:
+        """Delete the objects of earlier writers. A failure is only logged."""
         try:
             names = [
                 name
                 for name in self._bucket.sizes("writers")
-                if name != _heartbeat_object(self._lease)
+                if not (match := _WRITER.fullmatch(name)) or int(match[1]) < self._number
             ]
             self._bucket.delete(names)
         except CheckpointError as error:
             _log.warning("old heartbeats in %s were not deleted yet: %s", self._bucket.url, error)
 
+    def _end(self) -> None:
+        """Say that this writer has ended."""
+        try:
+            self._bucket.write(_writer_object(self._number), VOID)
+        except CheckpointError as error:
+            # The next writer on another host waits until the heartbeat counts as stopped.
+            _log.warning("%s was not closed: %s", self._bucket.url, error)
+
     def _beat(self) -> None:
-        beat, failing = 0, False
-        while True:
+        beat, failing = 1, False
+        while not self._stop.wait(BEAT_SECONDS):
             try:
-                self._bucket.write_soon(_heartbeat_object(self._lease), self._lease.to_bytes(beat))
+                self._bucket.write_soon(_writer_object(self._number), self._lease.to_bytes(beat))
                 failing = False
             except CheckpointError as error:
                 if not failing:
                     _log.warning("cannot write the heartbeat in %s: %s", self._bucket.url, error)
                 failing = True
             beat += 1
-            if self._stop.wait(BEAT_SECONDS):
-                return
 
 
-def _readable(head: Head) -> int:
-    return 0 if head.record is None else head.record.number
-
-
-def _heartbeat_object(writer: Lease) -> str:
-    return f"writers/{writer.token}.json"
+def _writer_object(number: int) -> str:
+    return f"writers/{number:09d}.json"

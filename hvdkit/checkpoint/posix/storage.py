@@ -110,9 +110,9 @@ class PosixStorage:
 class PosixDraft:
     """A hidden folder beside the steps. A file is on the disk when `write` returns."""
 
-    def __init__(self, path: Path, parent: int, step: int, run: int) -> None:
+    def __init__(self, path: Path, parent: int, step: int, run: int, commit: int) -> None:
         self.name = path.name
-        self.step, self.run = step, run
+        self.step, self.run, self.commit = step, run, commit
         self.written = 0
         self._path = path
         self._parent = parent
@@ -207,7 +207,7 @@ class PosixWriter:
         """Begin to write a step."""
         self._attempts += 1
         name = f"{_WRITING}{self._lock.lease.token}-{self._attempts}"
-        return PosixDraft(self._path / name, self._folder, step, run)
+        return PosixDraft(self._path / name, self._folder, step, run, self.commit_number)
 
     def commit(self, draft: Draft) -> str:
         """Make the step visible by renaming its folder."""
@@ -227,7 +227,7 @@ class PosixWriter:
                 there = os.stat(final, dir_fd=self._folder)
                 if (there.st_dev, there.st_ino) != (made.st_dev, made.st_ino):
                     raise
-        self._newest_commit = self.commit_number
+        self._newest_commit = draft.commit
         with failing("fsync", self._path):
             disk.sync_folder(self._folder, self._path.name)
         return final
