@@ -60,6 +60,11 @@ class _Write:
         self._moved = time.monotonic()
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def ended(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the write; return whether it has ended.
 
@@ -201,6 +206,23 @@ class BackgroundWriter:
             self._base = None
         self.run = self._writer.run
 
+    def open_at(self, run: int) -> Writer:
+        """Open the store, if it is not open, and write into this run from now on.
+
+        For steps that may be lost at any time: they are no progress of the job. Steps of later
+        runs, and incomplete steps, are deleted.
+
+        Raises:
+            CheckpointError: see `Store.open_for_writing`.
+        """
+        if self._writer is None:
+            self._writer = self._store.open_for_writing()
+            self._writer.on_progress = lambda: None
+            entries = self._store.entries()
+            self._writer.prune([e.name for e in entries if e.run > run or e.error is not None])
+        self.run = self._writer.run = run
+        return self._writer
+
     def _expect_no_steps(self) -> None:
         entries = self._store.entries()
         if entries:
@@ -211,6 +233,14 @@ class BackgroundWriter:
                 f"run in this folder and deletes nothing of the earlier run"
             )
 
+    def continue_run(self, run: int) -> None:
+        """Continue a run, whatever steps the store has of it.
+
+        For the run of a restored step that is in the memory of the hosts only.
+        """
+        self._base = None
+        self.run = run
+
     def try_to_open(self) -> None:
         """Call `open`. If it fails, keep the error; `finished` raises it later."""
         try:
@@ -218,6 +248,11 @@ class BackgroundWriter:
                 self.open()
         except Exception as error:
             self._failure = error
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is running."""
+        return self._write is not None and self._write.running
 
     def begin(self, snapshot: Snapshot) -> None:
         """Start to write a snapshot, after `open` and `finished`.
