@@ -111,15 +111,12 @@ class HostSteps:
             raise CheckpointError(
                 f"a step has {size / 1e6:.0f} MB: expected twice as much free space in {places}"
             )
-        writer = self._writers[folder]
-        if folder == self._folder and writer.run is not None:
-            # The last step is here, so a step in another folder is older.
-            for other in self._writers.keys() - {folder}:
-                if other.exists():
-                    self._writers[other].close()
-                    shutil.rmtree(other, ignore_errors=True)
+        for other in self._writers.keys() - {folder}:
+            if other.exists() and _newest(other) < _newest(folder):
+                self._writers[other].close()
+                shutil.rmtree(other, ignore_errors=True)
         self._folder = folder
-        return writer.open_at(run)
+        return self._writers[folder].open_at(run)
 
     def newest(self) -> OpenCheckpoint | None:
         """Read and verify the newest good step, and open it; None without one."""
@@ -171,6 +168,12 @@ class HostSteps:
         if not self._failed:
             _log.warning("a step was not kept in the memory of this host: %s", error)
         self._failed = True
+
+
+def _newest(folder: Path) -> Key:
+    """Return the newest complete step in a folder; empty if it has none."""
+    steps = Store(folder).steps()
+    return max((key_of(each.manifest) for each in steps), default=[])
 
 
 class NewestSearch:
