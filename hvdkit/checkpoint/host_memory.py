@@ -143,15 +143,16 @@ class HostMemory:
         if None in described:
             return disk
         self._agree(described)
-        kept = next((each.newest() for each in self._steps or ()), None)
-        message: dict[str, Any] = {
-            "kept": key_of(kept.manifest) if kept else [],
-            "restored": next((each.restored() for each in self._steps or ()), []),
-        }
+        kept: OpenCheckpoint | None = None
+        message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
-            if disk is not None:
-                message["disk"] = disk.newest()
+            kept = self._newest()
+            message = {
+                "kept": key_of(kept.manifest) if kept else [],
+                "restored": next((each.restored() for each in self._steps or ()), []),
+                "disk": disk.newest() if disk else [],
+            }
         except Exception as error:
             problem = error
         told = exchange(self._collectives, message, problem, NOTHING_RESTORED)
@@ -236,8 +237,11 @@ class HostMemory:
         if self._is_first:
             if kept is not None:
                 kept.close()
-            kept = next((each.newest() for each in self._steps or ()), None)
+            kept = self._newest()
         return kept
+
+    def _newest(self) -> OpenCheckpoint | None:
+        return next((each.newest() for each in self._steps or ()), None)
 
     def _of(self, holder: int, kept: OpenCheckpoint | None) -> bytes:
         """Return the manifest of the step of a rank. A collective."""

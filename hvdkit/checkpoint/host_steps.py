@@ -20,7 +20,6 @@ from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import Snapshot, Writer
-from hvdkit.errors import HvdkitError
 from hvdkit.plain_files import parse_json
 
 _log = logging.getLogger("hvdkit.checkpoint")
@@ -125,7 +124,8 @@ class HostSteps:
         for folder in self._writers:
             try:
                 opened = Store(folder).newest_good(quarantine=False)
-            except CheckpointError as error:
+            except Exception as error:
+                # Another step may be good, and the other ranks do not have this error.
                 _log.warning("%s", error)
             else:
                 found += [opened] if opened else []
@@ -155,7 +155,7 @@ class HostSteps:
         try:
             while not self._writers[self._folder].finished(_WAIT_SECONDS):
                 pass
-        except HvdkitError as error:
+        except Exception as error:
             self._warn(error)
 
     def close(self) -> None:
