@@ -3,9 +3,9 @@
     restart_script.py MODE FOLDER DEVICE
 
 Each process appends the time of each step to a file of its own in the folder. MODE is `hvdkit` for
-hvdkit's optimizer and checkpoints, `memory-MB` for the same with MB megabytes of state, of which each
-step is kept in the memory of the host, `ddp` for DistributedDataParallel with `torch.save`, or
-`elastic` for Horovod's elastic state. DEVICE is `cpu` or `cuda`.
+hvdkit's optimizer and checkpoints, `ddp` for DistributedDataParallel with `torch.save`, or
+`elastic` for Horovod's elastic state. `memory-MB` is `hvdkit` with MB megabytes of state, of which
+the newest step is kept in the memory of the host. DEVICE is `cpu` or `cuda`.
 """
 
 import os
