@@ -114,6 +114,11 @@ class HostSteps:
             if other.exists() and _newest(other) < _newest(folder):
                 self._writers[other].close()
                 shutil.rmtree(other, ignore_errors=True)
+        if folder not in (self._folder, next(iter(self._writers))):
+            _log.warning(
+                "steps of %.0f MB are kept in %s, because %s has less than twice this space",
+                *(size / 1e6, folder.parent, self._folder.parent),
+            )
         self._folder = folder
         return self._writers[folder].open_at(run)
 

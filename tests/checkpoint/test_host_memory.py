@@ -223,6 +223,7 @@ def test_a_full_memory(world, monkeypatch, caplog):
     world.train(2, 4)
     assert world.steps("a", 1) == [(1, 4)]
     assert world.steps("a") == []
+    assert caplog.text.count("temporary-a, because") == 1
     free["temporary"] = 100
     world.train(4, 8)
     assert caplog.text.count("expected twice as much free space in") == 2
