@@ -13,13 +13,13 @@ import torch, hvdkit.torch as hvd
 hvd.init()
 place = hvd.broadcast_object(rank, {lost})
 agents = hvd.allgather_object(agent)
-model = torch.nn.Linear(512, 512)
+model = torch.nn.Linear(512, 512, bias=False)
 torch.nn.init.zeros_(model.weight)
 folder = {folder!r}
 checkpointer = hvd.Checkpointer(folder, model=model, every_steps=3, every_steps_in_memory=1)
 restored = checkpointer.restore()
 begun = step = restored.step if restored else 0
-print('from', step, 'sum', float(model.weight.sum()), 'of', hvd.size(), flush=True)
+print('from', step, 'sum', model.weight.sum().item(), 'of', hvd.size(), flush=True)
 while step < 9:
     with torch.no_grad():
         model.weight += 1

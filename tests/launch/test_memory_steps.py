@@ -50,11 +50,17 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 draw = random.Random(f"{{os.environ['SEED']}} {{start}}")
-victim, delay = draw.randrange(hvd.size()), draw.uniform(0, 0.4)
-if start < int(os.environ["KILLS"]) and victim == hvd.rank():
+is_victim = start < int(os.environ["KILLS"]) and draw.randrange(hvd.size()) == hvd.rank()
+# A few starts end in the restore. After such a failure, the launcher waits.
+in_restore, delay = draw.random() < 0.1, draw.uniform(0, 0.3)
+
+def kill_soon():
     timer = threading.Timer(delay, die)
     timer.daemon = True
     timer.start()
+
+if is_victim and in_restore:
+    kill_soon()
 if start == 0 and hvd.rank() == 0 and (point := os.environ.get("POINT")):
     def before(*step):
         in_thread = threading.current_thread() is not threading.main_thread()
@@ -78,6 +84,9 @@ with hvd.Checkpointer(
             step += 1
             time.sleep(float(os.environ["PAUSE"]))
             checkpointer.maybe_save(step, epoch)
+            if is_victim and not in_restore:
+                is_victim = False
+                kill_soon()
     checkpointer.save(step)
 state = [*model.state_dict().values()]
 state += [v for each in optimizer.state_dict()["state"].values() for v in each.values()]
