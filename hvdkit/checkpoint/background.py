@@ -23,6 +23,7 @@ _NO_PROGRESS_SECONDS = 600.0
 # Log that a save waits for the previous write after this many seconds.
 _LOG_AFTER_SECONDS = 1.0
 _POLL_SECONDS = 5.0
+_CALLER_SECONDS = 0.001
 
 # Errors of a disk or file server that may be temporary, and the pauses before further attempts.
 _TEMPORARY = {
@@ -90,6 +91,8 @@ class _Write:
         return True
 
     def _run(self) -> None:
+        # Let the caller return first. It would wait for the interpreter's lock for 5 ms or more.
+        time.sleep(_CALLER_SECONDS)
         began = time.perf_counter()
         step = self.step
         assert self._snapshot is not None
