@@ -197,7 +197,6 @@ def test_a_job_that_is_killed_at_random_moments(tmp_path, torch_variables, undis
     for killed, _, kept in (map(int, kill) for kill in kills):
         # A start that is killed early tells no step. A step on disk may be newer.
         assert starts[min(start for start in starts if start > killed)] >= kept
-    if os.environ.get("SHOW"): print([(int(a), int(b), int(c), starts.get(int(a) + 1)) for a, b, c in kills])
 
 
 @pytest.mark.parametrize(
