@@ -53,7 +53,8 @@ class HostSteps:
         }
         # The folder of the last write.
         self._folder = folders[0]
-        self._failed = False
+        # The kinds of failures that were logged.
+        self._warned: set[tuple[type, int | None]] = set()
 
     def is_idle(self) -> bool:
         """Return whether no write is running. If the last one has failed, log why."""
@@ -77,7 +78,6 @@ class HostSteps:
         try:
             self._open(sum(map(nbytes, specs)) + sum(map(len, snapshot.ranks)), run)
             self._writers[self._folder].begin(snapshot)
-            self._failed = False
         except Exception as error:
             self._warn(error)
 
@@ -170,9 +170,10 @@ class HostSteps:
             writer.close()
 
     def _warn(self, error: Exception) -> None:
-        if not self._failed:
+        kind = (type(error), getattr(error.__cause__, "errno", None))
+        if kind not in self._warned:
             _log.warning("a step was not kept in the memory of this host: %s", error)
-        self._failed = True
+        self._warned.add(kind)
 
 
 def _newest(folder: Path) -> Key:
