@@ -4,7 +4,8 @@
 
 Each process appends the time of each step to a file of its own in the folder. MODE is `hvdkit` for
 hvdkit's optimizer and checkpoints, `ddp` for DistributedDataParallel with `torch.save`, or
-`elastic` for Horovod's elastic state. DEVICE is `cpu` or `cuda`.
+`elastic` for Horovod's elastic state. `memory-MB` is `hvdkit` with MB megabytes of state, of which
+the newest step is kept in the memory of the host. DEVICE is `cpu` or `cuda`.
 """
 
 import os
@@ -16,18 +17,29 @@ import torch
 
 _SAVE_STEPS = 50
 _STEP_SECONDS = 0.01
+_WIDTH = 1024
 
 Step = Callable[[int], None]
 
 
 def main() -> None:
     """Train until a signal ends this process."""
-    mode, folder, device = sys.argv[1:]
+    name, folder, device = sys.argv[1:]
+    mode, _, size = name.partition("-")
     torch.set_default_device(device)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    # Weights and Adam's two moments.
+    layers = round(int(size or 0) * 1_000_000 / (3 * 4 * _WIDTH * _WIDTH))
+    width = _WIDTH if layers else 64
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, width),
+        torch.nn.ReLU(),
+        *(torch.nn.Linear(width, width, bias=False) for _ in range(layers)),
+        torch.nn.Linear(width, 8),
+    )
     optimizer = torch.optim.Adam(model.parameters())
-    {"hvdkit": _hvdkit, "ddp": _ddp, "elastic": _elastic}[mode](model, optimizer, folder)
+    modes = {"hvdkit": _hvdkit, "memory": _memory, "ddp": _ddp, "elastic": _elastic}
+    modes[mode](model, optimizer, folder)
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -66,6 +78,25 @@ def _hvdkit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: st
             step += 1
             if step % _SAVE_STEPS == 0:
                 checkpointer.save(step)
+
+
+def _memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    import hvdkit.torch as hvd
+
+    hvd.init()
+    record = _recorder(folder, hvd.rank())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    path = os.path.join(folder, "checkpoints")
+    with hvd.Checkpointer(
+        path, model=model, optimizer=optimizer, every_steps_in_memory=1
+    ) as checkpointer:
+        restored = checkpointer.restore()
+        step = restored.step if restored else 0
+        while True:
+            _step(model, optimizer)
+            record()
+            step += 1
+            checkpointer.maybe_save(step)
 
 
 def _ddp(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:

@@ -60,6 +60,12 @@ def launchers(folder: Path, python: str = sys.executable) -> Mapping[str, Launch
     found = {
         "hvdkit run": Launcher([*run, python], "hvdkit", spares=True),
         "hvdkit run --no-spares": Launcher([*run, "--no-spares", python], "hvdkit"),
+        **{
+            f"hvdkit run, {size} MB in memory": Launcher(
+                [*run, python], f"memory-{size}", spares=True
+            )
+            for size in (100, 1000)
+        },
     }
     torchrun = [python, "-P", "-m", "torch.distributed.run"]
     torchrun += [f"--nproc-per-node={_RANKS}", "--max-restarts=100"]

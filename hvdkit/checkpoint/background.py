@@ -23,6 +23,7 @@ _NO_PROGRESS_SECONDS = 600.0
 # Log that a save waits for the previous write after this many seconds.
 _LOG_AFTER_SECONDS = 1.0
 _POLL_SECONDS = 5.0
+_CALLER_SECONDS = 0.001
 
 # Errors of a disk or file server that may be temporary, and the pauses before further attempts.
 _TEMPORARY = {
@@ -60,6 +61,11 @@ class _Write:
         self._moved = time.monotonic()
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def ended(self, seconds: float) -> bool:
         """Wait at most `seconds` for the end of the write; return whether it has ended.
 
@@ -85,6 +91,8 @@ class _Write:
         return True
 
     def _run(self) -> None:
+        # Let the caller return first. It would wait for the interpreter's lock for 5 ms or more.
+        time.sleep(_CALLER_SECONDS)
         began = time.perf_counter()
         step = self.step
         assert self._snapshot is not None
@@ -201,6 +209,23 @@ class BackgroundWriter:
             self._base = None
         self.run = self._writer.run
 
+    def open_at(self, run: int) -> Writer:
+        """Open the store, if it is not open, and write into this run from now on.
+
+        For steps that may be lost at any time: they are no progress of the job. Steps of later
+        runs, and incomplete steps, are deleted.
+
+        Raises:
+            CheckpointError: see `Store.open_for_writing`.
+        """
+        if self._writer is None:
+            self._writer = self._store.open_for_writing()
+            self._writer.on_progress = lambda: None
+            entries = self._store.entries()
+            self._writer.prune([e.name for e in entries if e.run > run or e.error is not None])
+        self.run = self._writer.run = run
+        return self._writer
+
     def _expect_no_steps(self) -> None:
         entries = self._store.entries()
         if entries:
@@ -212,6 +237,14 @@ class BackgroundWriter:
                 f"earlier run"
             )
 
+    def continue_run(self, run: int) -> None:
+        """Continue a run, whatever steps the store has of it.
+
+        For the run of a restored step that is in the memory of the hosts only.
+        """
+        self._base = None
+        self.run = run
+
     def try_to_open(self) -> None:
         """Call `open`. If it fails, keep the error; `finished` raises it later."""
         try:
@@ -219,6 +252,11 @@ class BackgroundWriter:
                 self.open()
         except Exception as error:
             self._failure = error
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is running."""
+        return self._write is not None and self._write.running
 
     def begin(self, snapshot: Snapshot) -> None:
         """Start to write a snapshot, after `open` and `finished`.

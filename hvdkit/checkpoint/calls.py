@@ -1,6 +1,6 @@
 """Check that all ranks have called the same method of a `Manager`.
 
-Each method begins with the same allreduce of 16 bytes. With different collectives, a rank in
+Each method begins with the same allreduce of 24 bytes. With different collectives, a rank in
 `maybe_save` and a rank in another method would wait for each other.
 """
 
@@ -12,7 +12,8 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.errors import UsageError
 
 _BITS = 15
-
+#: The counts in one word of 64 bits.
+_COUNTS = 4
 
 #: A save is due by the first rank's clock.
 LATE = 1
@@ -33,6 +34,7 @@ class StepWord(NamedTuple):
         elsewhere: 1 if this rank is in another call than `maybe_save`.
         wrong: 1 if this rank's call is an error: the step is not a valid number, or is lower than
             in an earlier call; or the calls are never at a boundary.
+        keeps: 1 if this rank can keep this step in the memory of its host, see `HostMemory.ready`.
     """
 
     present: int = 1
@@ -43,12 +45,14 @@ class StepWord(NamedTuple):
     first: int = 0
     elsewhere: int = 0
     wrong: int = 0
+    keeps: int = 0
 
     def sum(self, collectives: Collectives) -> "StepWord":
         """Return the sum of all ranks' words. A collective."""
-        words = [_packed(self[:4]), _packed(self[4:])]
+        words = [_packed(self[k : k + _COUNTS]) for k in range(0, len(self), _COUNTS)]
         totals = collectives.sum(words, "hvdkit.checkpoint.step")
-        return StepWord(*(count for total in totals for count in _unpacked(total)))
+        counts = [count for total in totals for count in _unpacked(total)]
+        return StepWord(*counts[: len(self)])
 
 
 def begin(collectives: Collectives, call: str) -> None:
@@ -99,4 +103,4 @@ def _packed(counts: Sequence[int]) -> int:
 
 
 def _unpacked(word: int) -> list[int]:
-    return [word >> k * _BITS & (1 << _BITS) - 1 for k in range(4)]
+    return [word >> k * _BITS & (1 << _BITS) - 1 for k in range(_COUNTS)]

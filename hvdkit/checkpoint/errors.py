@@ -17,6 +17,10 @@ class WriterConflict(CheckpointError):
     """Another process is writing to the same folder, or has taken it over."""
 
 
+class NoneGood(CheckpointError):
+    """There are steps, and none of them is good."""
+
+
 class Damaged(CheckpointError):
     """A file of a checkpoint is missing, or differs from the file that was written."""
 

@@ -18,18 +18,20 @@ from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.checkpointers import Checkpointers, Stopped
 from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
+from hvdkit.checkpoint.host_memory import HostMemory
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
+from hvdkit.checkpoint.sharding import ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import RankItem, StatefulItem
 from hvdkit.checkpoint.storage import check_number
-from hvdkit.checkpoint.store import Store
-from hvdkit.checkpoint.writing import Snapshot
+from hvdkit.checkpoint.store import StepSearch, Store
+from hvdkit.checkpoint.writing import EncodedPart, Snapshot
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
 from hvdkit.core.replaced_state import follow
@@ -101,6 +103,8 @@ class Manager:
             `HostCollectives.sum_order`. The text is saved, and a restore warns if it differs.
         every_steps: `maybe_save` saves at the first call at or after each multiple of this number.
         every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock.
+        every_steps_in_memory: `maybe_save` keeps the state in the memory of each host, at the first
+            call at or after each multiple of this number. Not with a `ShardedItem`.
         asynchronous: write while training continues. Otherwise `save` returns after the write.
         overwrite: for a folder that has steps, of which none was restored. True: begin a new run
             there. False: `save` raises an error.
@@ -142,6 +146,7 @@ class Manager:
         sum_order: Callable[[], str] = str,
         every_steps: int | None = None,
         every_minutes: float | None = None,
+        every_steps_in_memory: int | None = None,
         asynchronous: bool = True,
         overwrite: bool = False,
         run: int | None = None,
@@ -159,6 +164,11 @@ class Manager:
         self._schedule = Schedule(every_steps, every_minutes)
         for name in (*parts, *(rank_parts or {})):
             check_part_name(name)
+        if every_steps_in_memory and any(isinstance(i, ShardedItem) for i in parts.values()):
+            raise UsageError(
+                f"every_steps_in_memory is {every_steps_in_memory}, and sharded= was given: the "
+                f"memory of a host keeps whole states only. Remove one of them"
+            )
         self._store = store
         self._collectives = collectives
         self._parts = dict(parts)
@@ -171,7 +181,6 @@ class Manager:
             **(versions or {}),
         }
         self._sum_order = sum_order
-        self._asynchronous = asynchronous
         self._checkpointers = Checkpointers.of(collectives.rank)
         self._signals = StopSignals(stop_signals, self._checkpointers.request)
         self._boundary = boundary or StepBoundary()
@@ -182,8 +191,9 @@ class Manager:
         self._closed = False
         self._half_restored = False
         self._unknown_metrics: set[str] = set()
-        # Used on the first rank only.
-        self._memory = SnapshotMemory(allocate)
+        self._host_memory = HostMemory(collectives, store.location, every_steps_in_memory, allocate)
+        # Used on the first rank only. None: each save waits for its write, and makes no copy.
+        self._memory = SnapshotMemory(allocate) if asynchronous else None
         self._writer = BackgroundWriter(store, overwrite, run)
         # The newest step that this manager has saved or restored.
         self._step: int | None = None
@@ -234,7 +244,7 @@ class Manager:
             CheckpointError: on all ranks: this write or the previous one failed.
         """
         self._begin("save")
-        wait = bool(wait) or not self._asynchronous
+        wait = bool(wait) or self._memory is None
         consequence = f"step {step} was not saved"
         # The thread uses the previous copy until it is written.
         self._finish("save", consequence)
@@ -258,15 +268,7 @@ class Manager:
         (self._note_save or self._warn_of_window)(int(step))
         self._step = int(step)
         if self._first:
-            snapshot = Snapshot(
-                step=int(step),
-                epoch=None if epoch is None else int(epoch),
-                metrics=values,
-                versions=self._versions,
-                parts=content,
-                ranks=ranks,
-                sum_order=self._sum_order(),
-            )
+            snapshot = self._snapshot(step, epoch, values, content, ranks)
             self._warn_of_missing(values)
         try:
             if self._first:
@@ -278,6 +280,58 @@ class Manager:
             if self._first:
                 snapshot.withdrawn.set()
             raise
+
+    def _snapshot(
+        self,
+        step: int,
+        epoch: int | None,
+        metrics: Mapping[str, float],
+        parts: Mapping[str, EncodedPart],
+        ranks: Sequence[bytes],
+    ) -> Snapshot:
+        return Snapshot(
+            step=int(step),
+            epoch=None if epoch is None else int(epoch),
+            metrics=metrics,
+            versions=self._versions,
+            parts=parts,
+            ranks=ranks,
+            sum_order=self._sum_order(),
+        )
+
+    def _keep(self, step: int, epoch: int | None, metrics: Mapping[str, float] | None) -> None:
+        """Keep the state as it is now in the memory of each host. A collective.
+
+        Copy the state and return; a thread of each host writes the copy. The replicas are not
+        compared. A failed write is only logged, and the step before stays in memory.
+
+        Args:
+            step: see `save`.
+            epoch: see `save`.
+            metrics: see `save`.
+
+        Raises:
+            UsageError, CheckpointError: on all ranks: see `save`.
+        """
+        self._host_memory.begin(step)
+        saving = Saving(
+            *(self._collectives, self._parts, self._rank_parts, self._alike),
+            replicas=tuple,
+            memory=self._host_memory.memory,
+            consequence=f"step {step} was not kept in memory",
+            writes=self._host_memory.writes,
+        )
+        problem: Exception | None = None
+        note: Mapping[str, Any] = {}
+        try:
+            note = {"metrics": check_arguments(step, epoch, metrics or {}), "run": self.run}
+            saving.prepare(int(step))
+        except Exception as error:
+            problem = error
+        content, ranks, note = saving.run_everywhere(problem, note)
+        if self._host_memory.writes:
+            snapshot = self._snapshot(step, epoch, note["metrics"], content, ranks)
+            self._host_memory.write(snapshot, note["run"])
 
     def _warn_of_window(self, step: int) -> None:
         if self._first and self._boundary.place() is not None:
@@ -303,14 +357,17 @@ class Manager:
     ) -> bool:
         """Save if a save is due. If the job was asked to stop, save and stop. A collective.
 
-        Call it after every step, or after every pass. It costs one allreduce of 16 bytes.
+        Call it after every step, or after every pass. It costs one allreduce of 24 bytes.
+
+        If no save is due, but `every_steps_in_memory` is: keep the state in the memory of each
+        host. If a host still writes the step before, a later call does this.
 
         A checkpoint has no gradients. So this method does not save between a backward pass and the
         next step or `zero_grad()`, or in an accumulation window. If any rank is there, a later call
         saves.
 
         Returns:
-            Whether the state was saved.
+            Whether the state was saved on disk.
 
         Raises:
             Stopped: on all ranks: a rank got a stop signal, and the state is on the disk. The
@@ -342,6 +399,7 @@ class Manager:
             blocked=int(bool(self._cannot_save_now())),
             first=first,
             wrong=int(wrong is not None),
+            keeps=int(wrong is None and self._host_memory.ready(step, self._step)),
         ).sum(self._collectives)
         if agreed.present < ranks:
             # Some ranks have called `join`, and take part in reductions only.
@@ -362,10 +420,12 @@ class Manager:
             return False
         if agreed.stops:
             self.save_and_stop(step, epoch, metrics)
-        if not (agreed.due or agreed.first & calls.LATE):
-            return False
-        self.save(step, epoch, metrics)
-        return True
+        if agreed.due or agreed.first & calls.LATE:
+            self.save(step, epoch, metrics)
+            return True
+        if agreed.keeps == ranks:
+            self._keep(step, epoch, metrics)
+        return False
 
     @property
     def _is_archive(self) -> bool:
@@ -418,7 +478,8 @@ class Manager:
     ) -> Restored | None:
         """Restore the newest good step of the newest run. A collective.
 
-        A step is good if its files are complete and match their hashes.
+        A step is good if its files are complete and match their hashes. Without `step`, `run` and
+        `only`, the newest step may be one in the memory of a host.
 
         Args:
             step: restore this step only. If newer steps exist, they stay, and the next save begins
@@ -443,6 +504,7 @@ class Manager:
         self._begin("restore")
         self._finish("restore", NOTHING_RESTORED)
         message: dict[str, Any] = {}
+        memory: Mapping[str, Any] | None = None
         problem: Exception | None = None
         try:
             for name, value in (("step", step), ("run", run)):
@@ -453,9 +515,11 @@ class Manager:
                 subject: "the newest" if wanted is None else str(wanted)
                 for subject, wanted in (("step", step), ("run", run))
             } | {"strict": str(strict), "only": str(sorted(parts))}
+            newest = step is None and run is None and only is None
+            memory = self._host_memory.described() if newest else None
         except Exception as error:
             problem = error
-        asked = exchange(self._collectives, message, problem)
+        asked = exchange(self._collectives, message | {"memory": memory}, problem)
         for subject in message:
             compare(
                 self._collectives,
@@ -477,7 +541,10 @@ class Manager:
             sum_order=self._sum_order(),
         )
         try:
-            search = self._store.search(step, run) if self._first else None
+            search: StepSearch | None = self._host_memory.search(
+                self._store.search(step, run) if self._first else None,
+                [each["memory"] for each in asked],
+            )
             found = restoring.run(search)
         finally:
             self._half_restored |= restoring.half_restored
@@ -490,6 +557,8 @@ class Manager:
         self._boundary.reach()
         if only is not None:
             self._writer.begin_run()
+        elif self._host_memory.note_restored(found, search):
+            self._writer.continue_run(found.run)
         elif self._first:
             self._writer.restored(found)
         return Restored(found.step, found.epoch, found.metrics, found.world_size)
@@ -704,6 +773,7 @@ class Manager:
         self._checkpointers.remove(self)
         self._signals.remove(keep_signals)
         self._writer.close()
+        self._host_memory.close()
 
     def abandon(self) -> None:
         """Close on this rank alone, and log an error instead of raising it. Not a collective.

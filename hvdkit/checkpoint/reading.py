@@ -159,6 +159,14 @@ class OpenCheckpoint:
             raise ValueError(f"{part}'s tensor {name} has {end - begin} bytes, not {out.size}")
         file.read(out, self.outline.begins[part] + begin)
 
+    def read_raw(self, name: str, out: np.ndarray, offset: int) -> None:
+        """Fill `out` (uint8) with the bytes of a file from `offset` on, without a check.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        self._files.read_into(name, out, offset)
+
     def close(self) -> None:
         """Stop reading ahead and close the files. May be called more than once."""
         self._resources.close()

@@ -20,7 +20,7 @@ from hvdkit.checkpoint.state import (
     StatefulItem,
     Tree,
 )
-from hvdkit.checkpoint.store import Search
+from hvdkit.checkpoint.store import StepSearch
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import digest
 from hvdkit.core.host_collectives import describe_sum_order
@@ -124,7 +124,7 @@ class Restoring:
     def _first(self) -> bool:
         return self._collectives.rank == self._collectives.ranks[0]
 
-    def run(self, search: Search | None) -> Manifest | None:
+    def run(self, search: StepSearch | None) -> Manifest | None:
         """Restore the newest good step. A collective.
 
         Args:
@@ -163,7 +163,7 @@ class Restoring:
         return prepared.outline.manifest
 
     def _open(
-        self, search: Search | None, damaged: list[str] | None
+        self, search: StepSearch | None, damaged: list[str] | None
     ) -> tuple[OpenCheckpoint | None, bytes, bytes]:
         """Open a step on the first rank and send its outline to all ranks. A collective.
 
@@ -263,7 +263,7 @@ class Restoring:
         if self._first:
             self._report(prepared)
 
-    def _end(self, search: Search) -> None:
+    def _end(self, search: StepSearch) -> None:
         """Quarantine damaged steps. A failure is only logged, because the state is restored."""
         try:
             search.end()

@@ -118,11 +118,14 @@ class Retention:
         keep_last: the number of newest steps to keep, at least 1; None keeps all.
         keep_best: the best steps to keep as well.
         keep_every: also keep steps whose number is a multiple of this; None: no such steps.
+        of_all_runs: whether the rules hold for all runs together. Otherwise they hold for the run
+            that is written, and the steps of older runs are kept.
     """
 
     keep_last: int | None = 3
     keep_best: Sequence[KeepBest] = ()
     keep_every: int | None = None
+    of_all_runs: bool = False
 
     def __post_init__(self) -> None:
         _check_count("keep_every", self.keep_every, "None for no such steps")

@@ -32,8 +32,9 @@ class Saving:
         rank_parts: name -> an item that has its own state on each rank.
         alike: names of parts without tensors, which are compared by their content.
         replicas: see `Manager`.
-        memory: memory for the first rank's copy; None to use the tensors in place.
+        memory: memory for the copy; None to use the tensors in place.
         consequence: added to errors.
+        writes: whether this rank writes the state. Default: whether it is the first rank.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Saving:
         replicas: Callable[[], Sequence[ReplicaCheck | None]],
         memory: SnapshotMemory | None,
         consequence: str,
+        writes: bool | None = None,
     ) -> None:
         self._collectives = collectives
         self._parts = parts
@@ -53,7 +55,7 @@ class Saving:
         self._replicas = replicas
         self._memory = memory
         self._consequence = consequence
-        self._first = collectives.rank == collectives.ranks[0]
+        self._writes = collectives.rank == collectives.ranks[0] if writes is None else writes
         self._step = 0
         self._message: dict[str, Any] = {}
         self._names_alike = [name for name in parts if name in alike]
@@ -80,7 +82,7 @@ class Saving:
             if isinstance(part, ComparedItem) and name not in self._alike
         }
         self._gathers = {
-            name: part.prepare_gather(self._first)
+            name: part.prepare_gather(self._writes)
             for name, part in self._parts.items()
             if isinstance(part, ShardedItem)
         }
@@ -115,17 +117,57 @@ class Saving:
             CheckpointError: on all ranks: a rank had another error.
             RankMismatchError: on all ranks: parameters or optimizer state differ.
         """
+        gathered, content, own, problem = self._collect(problem)
+        exchange(self._collectives, {}, problem, self._consequence)
+        for name, rows in self._gathers.items():
+            rows.run(self._collectives, [each["shards"][name] for each in gathered])
+            if rows.part is not None:
+                content[name] = rows.part
+        return content, gather(self._collectives, own, "hvdkit.checkpoint.ranks")
+
+    def run_everywhere(
+        self, problem: Exception | None, note: Mapping[str, Any]
+    ) -> tuple[dict[str, EncodedPart], list[bytes], Mapping[str, Any]]:
+        """Compare the state between the ranks, and send each rank's own state to all. A collective.
+
+        The parts have no `ShardedItem`.
+
+        Args:
+            problem: see `run`.
+            note: JSON values of the first rank.
+
+        Returns:
+            On the ranks that write, the parts; on all ranks, the own state of each rank, and the
+            note of the first rank.
+
+        Raises:
+            UsageError, CheckpointError: see `run`.
+        """
+        _, content, own, problem = self._collect(problem)
+        message = {"own": own.decode(), "note": dict(note)}
+        told = exchange(self._collectives, message, problem, self._consequence)
+        return content, [each["own"].encode() for each in told], told[0]["note"]
+
+    def _collect(
+        self, problem: Exception | None
+    ) -> tuple[list[dict[str, Any]], dict[str, EncodedPart], bytes, Exception | None]:
+        """Compare the state between the ranks, and copy the state of this rank. A collective.
+
+        Returns:
+            The messages of all ranks; the parts, if this rank writes; its own state; its error.
+        """
         gathered = exchange(self._collectives, self._message, problem, self._consequence)
         self._compare(gathered)
         self._compare_replicas([each["replicas"] for each in gathered])
         self._select([each["digests"] for each in gathered])
         content: dict[str, EncodedPart] = {}
+        own = b""
         try:
             # After the comparison, which may have repaired this rank.
             trees = {
                 name: self._alike[name] if name in self._alike else part.save()
                 for name, part in self._parts.items()
-                if name in self._alike or (self._first and name not in self._gathers)
+                if name in self._alike or (self._writes and name not in self._gathers)
             }
             own = rank_to_bytes(
                 _encoded_plainly(
@@ -133,16 +175,11 @@ class Saving:
                 ),
                 len(self._collectives.ranks),
             )
-            if self._first:
+            if self._writes:
                 content = in_place(trees) if self._memory is None else self._memory.copy(trees)
         except Exception as error:
             problem = error
-        exchange(self._collectives, {}, problem, self._consequence)
-        for name, rows in self._gathers.items():
-            rows.run(self._collectives, [each["shards"][name] for each in gathered])
-            if rows.part is not None:
-                content[name] = rows.part
-        return content, gather(self._collectives, own, "hvdkit.checkpoint.ranks")
+        return gathered, content, own, problem
 
     def _compare(self, gathered: Sequence[Mapping[str, Any]]) -> None:
         """Check that the ranks save the same state. A collective.

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.errors import CheckpointError, Damaged, NoneGood
 from hvdkit.checkpoint.manifest import Manifest
 from hvdkit.checkpoint.reading import OpenCheckpoint, examine
 from hvdkit.checkpoint.retention import KeepBest, Retention
@@ -70,6 +70,13 @@ class Store:
         self.location = str(self._storage)
         best = [keep_best] if isinstance(keep_best, KeepBest | str) else list(keep_best)
         self.retention = Retention(keep_last, best, keep_every)
+
+    @classmethod
+    def of_newest(cls, folder: str | os.PathLike[str]) -> Store:
+        """Return the store of a folder that keeps only the newest step of all runs."""
+        store = cls(folder)
+        store.retention = Retention(keep_last=1, of_all_runs=True)
+        return store
 
     def open_for_writing(self, *, run: int | None = None, new_run: bool = False) -> Writer:
         """Become the writer, and remove files that dead writers have left.
@@ -334,6 +341,22 @@ class Store:
         _log.warning("step %d in %s is damaged (%s); %s", step, self.location, why, done)
 
 
+class StepSearch(Protocol):
+    """A search that `Restoring` uses, such as `Search`."""
+
+    def open_next(self, *, whole: bool) -> OpenCheckpoint | None:
+        """See `Search`."""
+        ...
+
+    def reject(self, problem: Damaged) -> None:
+        """See `Search`."""
+        ...
+
+    def end(self) -> None:
+        """See `Search`."""
+        ...
+
+
 class Search:
     """A search for the newest good step.
 
@@ -364,11 +387,20 @@ class Search:
         """
         names = self._store.quarantined()
         if names:
-            raise CheckpointError(
+            raise NoneGood(
                 f"{self._store.location} has no good step, only damaged ones in quarantine: "
                 f"{', '.join(names)}. To train from the beginning, delete them or give another "
                 f"folder."
             )
+
+    def newest(self) -> Sequence[int]:
+        """Return run and number of the newest step, which may be damaged; empty if there is none.
+
+        Raises:
+            CheckpointError: the storage cannot be read.
+        """
+        listed = self._store.candidates(self._step, self._run)
+        return [listed[0].run, listed[0].step] if listed else []
 
     def open_next(self, *, whole: bool) -> OpenCheckpoint | None:
         """Open the newest step that is not known to be damaged.
@@ -441,15 +473,15 @@ class Search:
                 self._store.say_damaged(entry.step, problems, "it was skipped.")
         self._damaged = []
 
-    def _none_good(self) -> CheckpointError:
+    def _none_good(self) -> NoneGood:
         (entry, problems), location = self._damaged[0], self._store.location
         why = "; ".join(map(str, problems))
         if self._step is not None:
-            return CheckpointError(
+            return NoneGood(
                 f"step {self._step} in {location} is damaged ({why}). Choose another step, or give "
                 "no step to get the newest good one."
             )
-        return CheckpointError(
+        return NoneGood(
             f"none of the {len(self._damaged)} steps of run {entry.run} in {location} is good; "
             f"the newest, step {entry.step}, is damaged ({why}). Give another folder; or move "
             f"these steps out of this folder, to start again or to continue an older run."

@@ -93,7 +93,9 @@ class Writer:
     Any thread may call a method, but only one thread at a time.
 
     Attributes:
-        run: the number of the run that is written. Retention deletes steps of this run only.
+        run: the number of the run that is written. Retention deletes steps of this run only, unless
+            its rules are for all runs.
+        on_progress: called after the write of a step that is higher than all steps of the run.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Writer:
             run: the run to continue; if another one is the newest, a new run begins.
             new_run: begin a new run in any case.
         """
+        self.on_progress: Callable[[], None] = report_saved
         self._storage = storage
         self._retention = retention
         self._closed = False
@@ -152,7 +155,7 @@ class Writer:
         # same place may save it after each restart.
         if snapshot.step > self._highest:
             self._highest = snapshot.step
-            report_saved()
+            self.on_progress()
         self._retain()
         return self._storage.location(self._writer.settle(name))
 
@@ -207,6 +210,22 @@ class Writer:
             "older runs (%d steps, %.3g GB; `hvdkit checkpoint prune --older-runs` deletes them)",
             *(base.step, self._storage, len(older), sum(entry.size for entry in older) / 1e9),
         )
+
+    def receive(self, base: Manifest, contents: Iterable[tuple[str, Iterable[memoryview]]]) -> None:
+        """Write a step of another storage, and read it back.
+
+        Args:
+            base: the manifest of the step.
+            contents: name and content of each file.
+
+        Raises:
+            CheckpointError: a file could not be written, or its content does not fit the manifest.
+            WriterConflict: another process has taken over.
+        """
+        self._check()
+        self.run = base.run
+        self._commit(base.step, partial(self._put_files, contents, base))
+        self._retain()
 
     def _begin_run(self, entries: Sequence[Entry]) -> int:
         """Return the number of a new run."""
@@ -309,6 +328,14 @@ class Writer:
             draft.copy(file, entry)
         return replace(base, run=self.run, commit=draft.commit)
 
+    def _put_files(
+        self, contents: Iterable[tuple[str, Iterable[memoryview]]], base: Manifest, draft: Draft
+    ) -> Manifest:
+        """Write files of another storage. Return their manifest."""
+        for name, pieces in contents:
+            draft.write(name, pieces)
+        return replace(base, commit=self._writer.commit_number)
+
     def _count(self, read: int) -> None:
         self._read_back_bytes += read
 
@@ -331,7 +358,9 @@ class Writer:
         listed = [
             (entry.name, entry.manifest)
             for entry in entries
-            if entry.manifest is not None and entry.error is None and entry.run == self.run
+            if entry.manifest is not None
+            and entry.error is None
+            and (entry.run == self.run or self._retention.of_all_runs)
         ]
         stay = self._retention.kept([made for _, made in listed])
         deleted = [name for place, (name, _) in enumerate(listed) if place not in stay]

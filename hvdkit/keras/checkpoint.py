@@ -105,6 +105,7 @@ class Checkpoint(LastCallback):
         *,
         every_steps: int | None = None,
         every_minutes: float | None = None,
+        every_steps_in_memory: int | None = None,
         every_epochs: int | None = 1,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
@@ -125,6 +126,9 @@ class Checkpoint(LastCallback):
                 batches does not matter.
             every_minutes: save after this many minutes, by the first rank's clock. None: the time
                 does not matter.
+            every_steps_in_memory: keep the newest step in the memory of each host after this many
+                batches. A job of `hvdkit run --restarts N` resumes from it after a failure. None:
+                keep steps on disk only.
             every_epochs: save after this many epochs. None: the number of epochs does not matter.
                 The end of the last epoch is always saved.
             keep_last: the number of newest checkpoints to keep; None: all.
@@ -168,6 +172,7 @@ class Checkpoint(LastCallback):
         self._settings: dict[str, Any] = {
             "every_steps": every_steps,
             "every_minutes": every_minutes,
+            "every_steps_in_memory": every_steps_in_memory,
             "asynchronous": asynchronous,
             "stop_signals": stop_signals,
         }

@@ -30,12 +30,13 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from hvdkit import process_limit
+from hvdkit.core import host_folders
 from hvdkit.errors import HvdkitError
 from hvdkit.exit_statuses import CRASHES, signal_of
 from hvdkit.launch import messages, open_files
-from hvdkit.launch.commit_folder import CommitFolders
 from hvdkit.launch.echo import Echo
 from hvdkit.launch.host_facts import facts
+from hvdkit.launch.host_folders import HostFolders
 from hvdkit.launch.keeper import ORPHAN_GRACE, adopt_orphans
 from hvdkit.launch.launcher_link import LauncherLink
 from hvdkit.launch.local_ranks import LocalRanks, RankProcess
@@ -84,7 +85,7 @@ class Agent:
             self._send("alive")
         self._terminal, self._job = terminal, job
         self._records_at = 0.0
-        self._commits: CommitFolders | None = None
+        self._folders: HostFolders | None = None
         self._task: Message = {}
         self._ranks = self._new_ranks(SparePool())
         # When the ranks get SIGKILL, and the steps that end them.
@@ -102,6 +103,8 @@ class Agent:
 
     def _new_ranks(self, spares: SparePool, ranks: Sequence[Message] = ()) -> LocalRanks:
         environment, descriptors = self._inherited()
+        if self._folders is not None:
+            environment = {**environment, **host_folders.variables(self._folders.paths)}
         return LocalRanks(
             ranks, self._task, environment, descriptors, self._terminal, self._job, spares
         )
@@ -127,13 +130,13 @@ class Agent:
             # process that SIGKILL does not end.
             with contextlib.suppress(HvdkitError):
                 self._ranks.end()
-        if self._commits is not None:
-            if self._link.lost:
-                self._commits.remove()
+        if self._folders is not None:
+            if self._link.lost or not self._folders.has_commits:
+                self._folders.remove()
             else:
                 # After an exception, or the launcher's message `end`, the successor of this agent
                 # finds the commits.
-                self._commits.leave()
+                self._folders.leave()
         self._link.flush(ORPHAN_GRACE)
         self._link.close()
         if self._echo is not None:
@@ -232,7 +235,8 @@ class Agent:
             self._task = {**self._task, "stay": False}
             if not self._ranks.all:
                 self._explain(f"got {signal.Signals(number).name}")
-            if self._ending is None and (self._ranks.all or self._commits is not None):
+            has_commits = self._folders is not None and self._folders.has_commits
+            if self._ending is None and (self._ranks.all or has_commits):
                 # The launcher decides how long the ranks may save, and whether another agent needs
                 # the commits. Ranks may not handle SIGHUP.
                 self._ranks.signal(signal.SIGTERM)
@@ -273,6 +277,9 @@ class Agent:
                 if self._echo is not None:
                     self._echo.start(message["size"])
                 try:
+                    if self._task.get("steps") and self._folders is None:
+                        with contextlib.suppress(OSError):  # the ranks keep no steps
+                            self._folders = HostFolders()
                     with process_limit.explained():
                         self._ranks = self._new_ranks(self._ranks.spares, message["ranks"])
                         self._ranks.start(self._report_alive)
@@ -297,8 +304,8 @@ class Agent:
                 self._link.note_read(message["bytes"])
             case "keep":
                 self._keep(message["name"])
-            case "hosts" if self._commits is not None:
-                self._commits.announce(message["version"])
+            case "hosts" if self._folders is not None:
+                self._folders.announce(message["version"])
 
     def _report_alive(self) -> None:
         if self.answers:
@@ -321,11 +328,11 @@ class Agent:
     def _keep(self, name: str) -> None:
         """Make the folders for the commits of an elastic job."""
         try:
-            self._commits = CommitFolders(name)
+            self._folders = HostFolders(name)
         except OSError as error:
             self._send("failed", reason=f"no folder for commits: {error}")
             return
-        self._send("kept", folders=[str(path) for path in self._commits.paths])
+        self._send("kept", folders=[str(path) for path in self._folders.paths])
 
     # Output and ends of the ranks
 
@@ -379,8 +386,8 @@ class Agent:
             self._send("saved")
         if self._ranks.records.committed():
             self._send("committed")
-        if self._commits is not None:
-            self._commits.announce_pending()
+        if self._folders is not None:
+            self._folders.announce_pending()
         if self._ranks.all and self._ending is None:
             self._ranks.spares.step(self._ranks.records.path)
 

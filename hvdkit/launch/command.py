@@ -109,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
         use_agent_environment=options.nodes is not None,
         agents_stay=True,
         spares=bool(options.restarts) and not options.elastic and not options.no_spares,
+        steps=bool(options.restarts) and not options.elastic,
     )
     if options.elastic:
         return _run_elastic(options, settings)

@@ -25,6 +25,7 @@ import psutil
 from hvdkit import mpi_segments, processes
 from hvdkit.errors import HvdkitError
 from hvdkit.faults import record_folder
+from hvdkit.launch.host_folders import remove_abandoned_steps
 from hvdkit.owned_folders import remove_abandoned, temporary
 from hvdkit.processes import ProcessGroup, StartedProcess
 from hvdkit.signals import STOP_SIGNALS
@@ -342,6 +343,7 @@ class _Keeper(ProcessGroup):
         finally:
             # The parent has ended, so nobody owns its folders.
             remove_abandoned(temporary(), record_folder.PREFIX)
+            remove_abandoned_steps()
             mpi_segments.remove_abandoned_folders()
             for file in files:
                 file.unlink(missing_ok=True)

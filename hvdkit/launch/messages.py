@@ -4,10 +4,11 @@ To the agent:
 
     task       {command, directory, path,    the first message: what the ranks will run; whether the
                 files, forward_signals,      agent forwards its own signals to its ranks; whether
-                bind, stay, spares,          ranks are bound to CPUs; whether the agent stays after
+                bind, stay, spares, steps,   ranks are bound to CPUs; whether the agent stays after
                 lost_after}                  its ranks have ended, for the next `task`; whether it
-                                             keeps spare interpreters; and the seconds without a
-                                             message after which the launcher is lost
+                                             keeps spare interpreters; whether it gives the ranks
+                                             folders for steps; and the seconds without a message
+                                             after which the launcher is lost
     ask        {question, arguments}         answer one of `inspection.QUESTIONS`
     start      {ranks: [{rank, env,          start these ranks, each bound to its CPUs; a rank with
                 defaults, terminal, cpus}],  `terminal` gets the user's terminal; `size` is the

@@ -194,7 +194,7 @@ class Mpi(Launcher):
 
     def __init__(self, settings: Settings, mpirun: Mpirun, extra: Sequence[str]) -> None:
         # Each start has new agents.
-        super().__init__(replace(settings, agents_stay=False, spares=False))
+        super().__init__(replace(settings, agents_stay=False, spares=False, steps=False))
         self._mpirun = mpirun
         self._extra = extra
 

@@ -81,6 +81,7 @@ def task(plan: Plan, settings: Settings) -> Message:
         "lost_after": settings.timeouts.lost,
         "stay": settings.agents_stay,
         "spares": settings.spares,
+        "steps": settings.steps,
         "command": list(plan.command),
         "directory": plan.directory,
         "path": os.environ.get("PATH"),

@@ -30,6 +30,7 @@ class Settings:
         agents_stay: agents stay after their ranks have ended, until the launcher ends them. So the
             launcher can ask them why the job has failed, and start it again.
         spares: agents keep spare interpreters for restarts.
+        steps: agents give their ranks folders for steps that outlive the ranks.
     """
 
     ssh: Ssh
@@ -45,6 +46,7 @@ class Settings:
     bind: bool = False
     agents_stay: bool = False
     spares: bool = False
+    steps: bool = False
 
     @property
     def rank_timeouts(self) -> Timeouts:

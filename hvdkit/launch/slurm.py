@@ -121,7 +121,9 @@ class Slurm(Launcher):
     def __init__(self, settings: Settings, allocation: Allocation, kind: str | None) -> None:
         # Slurm has already pinned a task that sees one GPU. Each start has new agents.
         pin_gpus = settings.pin_gpus and not allocation.pins_gpus
-        super().__init__(replace(settings, pin_gpus=pin_gpus, agents_stay=False, spares=False))
+        super().__init__(
+            replace(settings, pin_gpus=pin_gpus, agents_stay=False, spares=False, steps=False)
+        )
         self._allocation = allocation
         self._kind = kind
 

@@ -75,6 +75,7 @@ class Checkpointer(Manager):
         generators: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
         every_minutes: float | None = None,
+        every_steps_in_memory: int | None = None,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
         keep_every: int | None = None,
@@ -103,6 +104,9 @@ class Checkpointer(Manager):
                 not matter.
             every_minutes: `maybe_save` saves after this many minutes. None: the time does not
                 matter.
+            every_steps_in_memory: `maybe_save` keeps the newest step in the memory of each host,
+                after this many steps. In a job of `hvdkit run --restarts N`, `restore` finds it
+                after a failure. Not with `sharded`. None: keep steps on disk only.
             keep_last: the number of newest checkpoints to keep; None: all.
             keep_best: also keep the best checkpoints by a metric, such as
                 `hvd.KeepBest("val_loss")`.
@@ -169,6 +173,7 @@ class Checkpointer(Manager):
             else str,
             every_steps=every_steps,
             every_minutes=every_minutes,
+            every_steps_in_memory=every_steps_in_memory,
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,

@@ -82,6 +82,9 @@ class Checkpointer(Manager):
             number; None for never.
         every_minutes: `maybe_save` saves after this many minutes, by the first rank's clock; None
             for never.
+        every_steps_in_memory: `maybe_save` keeps the newest step in the memory of each host, at the
+            first call at or after each multiple of this number; None for never. In a job of
+            `hvdkit run --restarts N`, `restore` finds it after a failure. Not with `sharded`.
         keep_last: the number of newest checkpoints to keep; None for all.
         keep_best: additional checkpoints to keep, such as `hvd.KeepBest("loss", "min")`.
         keep_every: also keep checkpoints whose step is a multiple of this number; None for no
@@ -125,6 +128,7 @@ class Checkpointer(Manager):
         generators: Mapping[str, Any] | None = None,
         every_steps: int | None = None,
         every_minutes: float | None = None,
+        every_steps_in_memory: int | None = None,
         keep_last: int | None = 3,
         keep_best: KeepBest | Sequence[KeepBest] = (),
         keep_every: int | None = None,
@@ -192,6 +196,7 @@ class Checkpointer(Manager):
             else str,
             every_steps=every_steps,
             every_minutes=every_minutes,
+            every_steps_in_memory=every_steps_in_memory,
             asynchronous=asynchronous,
             overwrite=overwrite,
             stop_signals=stop_signals,

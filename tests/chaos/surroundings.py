@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hvdkit.bench.namespaces import Host
-from hvdkit.launch.commit_folder import PREFIX
+from hvdkit.launch.host_folders import PREFIX
 from hvdkit.owned_folders import remove_abandoned
 from tests.chaos.faults import Fault
 from tests.chaos.job import HOST_SECONDS, Job

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.launch.commit_folder import PREFIX
+from hvdkit.launch.host_folders import PREFIX
 from tests.parallel.rank_pool import REPOSITORY
 
 #: Seconds for one event: a machine that runs other tests starts PyTorch slowly.

@@ -1,7 +1,7 @@
 """Keep the commits of elastic states in the memory of a host, so that they outlive the ranks.
 
 A `Committer` uses a `CommitStore` for each state. The agent of the host owns the folders
-(`hvdkit/launch/commit_folder.py`). One rank of the host writes. A rename makes a commit visible.
+(`hvdkit/launch/host_folders.py`). One rank of the host writes. A rename makes a commit visible.
 The previous commit is deleted after that, so it is still there if a rank is killed while it writes.
 """
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The folders for commits on this host, separated by `os.pathsep`.
-FOLDERS_VARIABLE = "HVDKIT_ELASTIC_DIR"
+from hvdkit.core import host_folders
+
 #: The number of starts of the ranks before this one.
 START_VARIABLE = "HVDKIT_ELASTIC_START"
 #: The version of the list of hosts from which this start was planned.
@@ -41,10 +41,10 @@ class ElasticStart:
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> ElasticStart | None:
         """Return the start that the launcher has described; None in a job that is not elastic."""
-        if not environ.get(FOLDERS_VARIABLE):
+        if not environ.get(START_VARIABLE):
             return None
         return cls(
-            [Path(text) for text in environ[FOLDERS_VARIABLE].split(os.pathsep)],
+            host_folders.folders(environ),
             int(environ[START_VARIABLE]),
             int(environ[HOSTS_VARIABLE]),
             environ[COMMITTED_VARIABLE] == "1",
@@ -53,7 +53,7 @@ class ElasticStart:
     def variables(self) -> dict[str, str]:
         """Return the environment variables from which `read` reads this start."""
         return {
-            FOLDERS_VARIABLE: os.pathsep.join(map(str, self.folders)),
+            **host_folders.variables(self.folders),
             START_VARIABLE: str(self.number),
             HOSTS_VARIABLE: str(self.hosts),
             COMMITTED_VARIABLE: "1" if self.committed else "0",

@@ -1,4 +1,7 @@
-"""The folders of a host for the commits of an elastic job. An agent owns them."""
+"""The folders of a host for what outlives its ranks. An agent owns them.
+
+They contain the commits of an elastic job, or the steps that a `Checkpointer` keeps in memory.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.core.elastic.start import HOSTS_FILE
-from hvdkit.owned_folders import OwnedFolder, temporary
+from hvdkit.owned_folders import OwnedFolder, remove_abandoned, temporary
 
-#: The beginning of the folders' names.
+#: The beginning of the folders' names: of an elastic job, and of another job.
 PREFIX = "hvdkit-commits-"
+STEPS_PREFIX = "hvdkit-steps-"
 _MEMORY = Path("/dev/shm")
 
 
-class CommitFolders:
+def _parents() -> list[Path]:
+    parents = [temporary()]
+    if os.access(_MEMORY, os.W_OK) and _MEMORY not in parents:
+        parents.insert(0, _MEMORY)
+    return parents
+
+
+def remove_abandoned_steps() -> None:
+    """Delete the folders for steps whose agents have been killed."""
+    for parent in _parents():
+        remove_abandoned(parent, STEPS_PREFIX)
+
+
+class HostFolders:
     """A folder in shared memory, and one on disk for what does not fit into the memory.
 
     Args:
-        name: the rest of the folders' names. If an agent is killed, the next agent uses the same
-            name, and so the same folders.
+        commits: the rest of the folders' names in an elastic job. If an agent is killed, the next
+            agent uses the same name, and so the same folders. "" for the folders of another job,
+            which end with the agent.
 
     Raises:
         OSError: no folder can be made.
     """
 
-    def __init__(self, name: str) -> None:
-        parents = [temporary()]
-        if os.access(_MEMORY, os.W_OK) and _MEMORY not in parents:
-            parents.insert(0, _MEMORY)
-        self._folders = [OwnedFolder(parent, PREFIX, name) for parent in parents]
+    def __init__(self, commits: str = "") -> None:
+        prefix = PREFIX if commits else STEPS_PREFIX
+        #: Whether the folders are those of an elastic job, which the next agent of the host gets.
+        self.has_commits = bool(commits)
+        self._folders = [OwnedFolder(parent, prefix, commits) for parent in _parents()]
         self._pending: int | None = None
 
     @property

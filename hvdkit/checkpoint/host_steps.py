@@ -1,0 +1,233 @@
+"""The newest step in the memory of one host, for the rank that writes it. No collectives.
+
+The folders belong to the agent of the host (`hvdkit/launch/host_folders.py`), so that a step
+outlives the ranks. It is an ordinary step, with the same files, hashes and checks as on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hvdkit.checkpoint.background import BackgroundWriter
+from hvdkit.checkpoint.errors import CheckpointError, Damaged, NoneGood
+from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.store import Search, Store
+from hvdkit.checkpoint.tensors import nbytes
+from hvdkit.checkpoint.writing import Snapshot, Writer
+from hvdkit.plain_files import parse_json
+
+_log = logging.getLogger("hvdkit.checkpoint")
+
+_WAIT_SECONDS = 60.0
+# The end of the name of a file beside the steps, with the newest step that was restored.
+_MARK = ".restored"
+
+#: The run and the number of a step: the order of steps.
+Key = list[int]
+
+
+def key_of(made: Manifest) -> Key:
+    """Return the place of a step in the order of steps."""
+    return [made.run, made.step]
+
+
+class HostSteps:
+    """The steps of one manager on this host.
+
+    While a step is written, the step before stays. If there is not enough space for both, the next
+    folder is used.
+
+    Args:
+        folders: the folders for the steps, in the order in which they are tried.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._writers = {
+            folder: BackgroundWriter(Store.of_newest(folder), overwrite=True) for folder in folders
+        }
+        # The folder of the last write.
+        self._folder = folders[0]
+        # The kinds of failures that were logged.
+        self._warned: set[tuple[type, int | None]] = set()
+
+    def is_idle(self) -> bool:
+        """Return whether no write is running. If the last one has failed, log why."""
+        writer = self._writers[self._folder]
+        if writer.busy:
+            return False
+        try:
+            writer.finished(0.0)
+        except Exception as error:
+            self._warn(error)
+        return True
+
+    def write(self, snapshot: Snapshot, run: int) -> None:
+        """Write a step in the background. A failure is only logged, and older steps stay.
+
+        Args:
+            snapshot: the step. It must not change until `is_idle` returns True.
+            run: its run.
+        """
+        specs = [spec for part in snapshot.parts.values() for spec, _ in part.tensors.values()]
+        try:
+            self._open(sum(map(nbytes, specs)) + sum(map(len, snapshot.ranks)), run)
+            self._writers[self._folder].begin(snapshot)
+        except Exception as error:
+            self._warn(error)
+
+    def receive(self, made: Manifest, contents: Iterable[tuple[str, Iterable[memoryview]]]) -> bool:
+        """Write a step of another host. Return whether it is good; if not, log why.
+
+        Args:
+            made: its manifest.
+            contents: as for `Writer.receive`.
+        """
+        try:
+            self._open(made.size, made.run).receive(made, contents)
+        except Exception as error:
+            self._warn(error)
+            return False
+        return True
+
+    def _open(self, size: int, run: int) -> Writer:
+        """Open the first folder with enough space, and return its writer.
+
+        Raises:
+            CheckpointError: there is not enough space, or the folder cannot be written to.
+        """
+        for folder in self._writers:
+            # The rest is for others: shared memory that is full ends the workers of data loaders.
+            if shutil.disk_usage(folder.parent).free >= 2 * size:
+                break
+        else:
+            places = " or ".join(str(folder.parent) for folder in self._writers)
+            raise CheckpointError(
+                f"a step has {size / 1e6:.0f} MB: expected twice as much free space in {places}"
+            )
+        for other in self._writers.keys() - {folder}:
+            if other.exists() and _newest(other) < _newest(folder):
+                self._writers[other].close()
+                shutil.rmtree(other, ignore_errors=True)
+        if folder not in (self._folder, next(iter(self._writers))):
+            _log.warning(
+                "steps of %.0f MB are kept in %s, because %s has less than twice this space",
+                *(size / 1e6, folder.parent, self._folder.parent),
+            )
+        self._folder = folder
+        return self._writers[folder].open_at(run)
+
+    def newest(self) -> OpenCheckpoint | None:
+        """Read and verify the newest good step, and open it; None without one."""
+        self.wait()
+        found: list[OpenCheckpoint] = []
+        for folder in self._writers:
+            try:
+                opened = Store(folder).newest_good(quarantine=False)
+            except Exception as error:
+                # Another step may be good, and the other ranks do not have this error.
+                _log.warning("%s", error)
+            else:
+                found += [opened] if opened else []
+        found.sort(key=lambda each: key_of(each.manifest))
+        for older in found[:-1]:
+            older.close()
+        return found[-1] if found else None
+
+    def restored(self) -> Key:
+        """Return the newest step that was restored on this host; empty if there was none."""
+        for folder in self._writers:
+            with contextlib.suppress(OSError, ValueError):
+                content = folder.with_suffix(_MARK).read_text(encoding="ascii")
+                return [int(number) for number in parse_json(content)]
+        return []
+
+    def note_restored(self, key: Key) -> bool:
+        """Note that a step was restored. Return False if there is no space for the note."""
+        for folder in self._writers:
+            with contextlib.suppress(OSError):
+                folder.with_suffix(_MARK).write_text(json.dumps(key), encoding="ascii")
+                return True
+        return False
+
+    def wait(self) -> None:
+        """Wait for the current write. If it fails, log why."""
+        try:
+            while not self._writers[self._folder].finished(_WAIT_SECONDS):
+                pass
+        except Exception as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Wait for the current write, and release the folders."""
+        self.wait()
+        for writer in self._writers.values():
+            writer.close()
+
+    def _warn(self, error: Exception) -> None:
+        kind = (type(error), getattr(error.__cause__, "errno", None))
+        if kind not in self._warned:
+            _log.warning("a step was not kept in the memory of this host: %s", error)
+        self._warned.add(kind)
+
+
+def _newest(folder: Path) -> Key:
+    """Return the newest complete step in a folder; empty if it has none."""
+    steps = Store(folder).steps()
+    return max((key_of(each.manifest) for each in steps), default=[])
+
+
+class NewestSearch:
+    """A search for the newest good step, on disk and in the memory of this host.
+
+    Args:
+        disk: the search on disk.
+        kept: the step in memory, which was verified. `end` closes it.
+        restored: the newest step of the job that was restored before; empty if there was none.
+
+    Attributes:
+        from_memory: whether the step that was opened last is the one in memory.
+        restored: as given.
+    """
+
+    def __init__(self, disk: Search, kept: OpenCheckpoint | None, restored: Key) -> None:
+        self.from_memory = False
+        self.restored = restored
+        self._disk = disk
+        self._kept = kept
+
+    def open_next(self, *, whole: bool) -> OpenCheckpoint | None:
+        """Open the newest step that is not known to be damaged, as `Search.open_next`."""
+        kept, self.from_memory = self._kept, False
+        try:
+            opened = self._disk.open_next(whole=whole)
+        except NoneGood as error:
+            if kept is None:
+                raise
+            _log.warning("%s", error)
+            opened = None
+        if kept is None or (opened and key_of(opened.manifest) >= key_of(kept.manifest)):
+            return opened
+        if opened is not None:
+            opened.close()
+        self.from_memory = True
+        return kept
+
+    def reject(self, problem: Damaged) -> None:
+        """Note that the step that was opened last is damaged."""
+        if not self.from_memory:
+            self._disk.reject(problem)
+            return
+        _log.warning("the step in the memory of this host is damaged: %s", problem)
+        self._kept = None
+
+    def end(self) -> None:
+        """Quarantine damaged steps on disk, as `Search.end`."""
+        self._disk.end()
+        if self._kept is not None:
+            self._kept.close()
