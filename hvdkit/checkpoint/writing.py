@@ -334,7 +334,7 @@ class Writer:
         """Write files of another storage. Return their manifest."""
         for name, pieces in contents:
             draft.write(name, pieces)
-        return replace(base, commit=self._writer.commit_number)
+        return replace(base, commit=draft.commit)
 
     def _count(self, read: int) -> None:
         self._read_back_bytes += read
