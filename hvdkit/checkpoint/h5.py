@@ -49,18 +49,14 @@ def export(checkpoint: OpenCheckpoint, file: str | os.PathLike[str]) -> None:
     import h5py  # type: ignore[import-untyped]
 
     with exporting(path) as beside, h5py.File(beside, "w") as h5:
-        written: dict[tuple[str, str], Any] = {}
         try:
             for group_path, name, variables in layout:
                 group = h5.create_group(f"{group_path}/vars" if group_path else "vars")
                 if name is not None:
                     group.attrs["name"] = name
                 for key, part, tensor in variables:
-                    if (part, tensor) in written:
-                        group[key] = written[part, tensor]  # a second name takes no space
-                        continue
                     array = _read(checkpoint, part, tensor)
-                    dataset = written[part, tensor] = group.create_dataset(key, data=array)
+                    dataset = group.create_dataset(key, data=array)
                     if array.dtype.name == "bfloat16":
                         # HDF5 has no such dtype. Keras marks the dataset with this attribute.
                         dataset.attrs["dtype"] = "bfloat16"

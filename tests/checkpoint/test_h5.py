@@ -1,6 +1,5 @@
 """Keras's weights file of a checkpoint that others have made."""
 
-import h5py
 import pytest
 
 from hvdkit.checkpoint import h5
@@ -36,13 +35,3 @@ def test_a_layout_that_is_not_valid(tmp_path, part):
     with pytest.raises(Damaged, match=r"state.json: its .*weights.h5"):
         export(tmp_path, part)
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
-
-
-def test_a_tensor_with_many_names_takes_the_space_of_one(tmp_path):
-    export(tmp_path, {"weights.h5": [["g", "n", [[str(i), "model", "w"] for i in range(100)]]]})
-    file = tmp_path / "a.weights.h5"
-    assert file.stat().st_size < 1_000_000
-    with h5py.File(file) as found:
-        group = found["g/vars"]
-        assert len(group) == 100
-        assert group["0"][...].tobytes() == group["99"][...].tobytes()
