@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hvdkit.bench.namespaces import Host
-from hvdkit.launch.host_folders import PREFIX
+from hvdkit.launch.host_folders import PREFIX, STEPS_PREFIX
 from hvdkit.owned_folders import remove_abandoned
 from tests.chaos.faults import Fault
 from tests.chaos.job import HOST_SECONDS, Job
@@ -116,7 +116,8 @@ class Reboot(_OfHost):
             _link(self.host, "up")
         for parent in (self.job.world.temporary, Path("/dev/shm")):
             # A host loses its memory. Here, all hosts share it.
-            remove_abandoned(parent, PREFIX)
+            for prefix in (PREFIX, STEPS_PREFIX):
+                remove_abandoned(parent, prefix)
         self.job.world.start_ssh(self.host)
 
 
