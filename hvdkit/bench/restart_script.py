@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -38,7 +39,12 @@ def main() -> None:
         torch.nn.Linear(width, 8),
     )
     optimizer = torch.optim.Adam(model.parameters())
-    modes = {"hvdkit": _hvdkit, "memory": _memory, "ddp": _ddp, "elastic": _elastic}
+    modes: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer, str], None]] = {
+        "hvdkit": _hvdkit,
+        "memory": partial(_hvdkit, in_memory=True),
+        "ddp": _ddp,
+        "elastic": _elastic,
+    }
     modes[mode](model, optimizer, folder)
 
 
@@ -62,25 +68,9 @@ def _recorder(folder: str, rank: int, start: int = 0) -> Callable[[], None]:
     return lambda: print(time.time(), file=file)
 
 
-def _hvdkit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    import hvdkit.torch as hvd
-
-    hvd.init()
-    record = _recorder(folder, hvd.rank())
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    path = os.path.join(folder, "checkpoints")
-    with hvd.Checkpointer(path, model=model, optimizer=optimizer) as checkpointer:
-        restored = checkpointer.restore()
-        step = restored.step if restored else 0
-        while True:
-            _step(model, optimizer)
-            record()
-            step += 1
-            if step % _SAVE_STEPS == 0:
-                checkpointer.save(step)
-
-
-def _memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+def _hvdkit(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str, in_memory: bool = False
+) -> None:
     import hvdkit.torch as hvd
 
     hvd.init()
@@ -88,7 +78,7 @@ def _memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: st
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     path = os.path.join(folder, "checkpoints")
     with hvd.Checkpointer(
-        path, model=model, optimizer=optimizer, every_steps_in_memory=1
+        path, model=model, optimizer=optimizer, every_steps_in_memory=1 if in_memory else None
     ) as checkpointer:
         restored = checkpointer.restore()
         step = restored.step if restored else 0
@@ -96,7 +86,10 @@ def _memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: st
             _step(model, optimizer)
             record()
             step += 1
-            checkpointer.maybe_save(step)
+            if in_memory:
+                checkpointer.maybe_save(step)
+            elif step % _SAVE_STEPS == 0:
+                checkpointer.save(step)
 
 
 def _ddp(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:

@@ -175,7 +175,7 @@ class _Handler:
         self._recording.add(signals)
 
     def remove(self, signals: StopSignals, keep: bool) -> None:
-        """Do not record the signal for `signals` any more, see `StopSignals.remove`."""
+        """Stop recording the signal in the request of `signals`, see `StopSignals.remove`."""
         self._recording.discard(signals)
         if self._recording:
             return

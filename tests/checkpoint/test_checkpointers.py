@@ -115,7 +115,7 @@ def test_a_signal_after_the_last_save_stops_a_job_with_an_archive(tmp_path, firs
 
 
 def test_a_script_that_begins_again_after_an_exception_stops_for_an_earlier_signal(tmp_path):
-    """Such as a SIGTERM that has also ended a worker of a `DataLoader`."""
+    """The signal, such as SIGTERM, may also have ended a worker of a `DataLoader`: an exception."""
 
     def run(collectives):
         for trial in range(2):
