@@ -342,7 +342,11 @@ class Facts:
     @cached_property
     def lost_hosts(self) -> list[str]:
         """The hosts that do not answer, in the order of their loss."""
-        return list(dict.fromkeys(each.host for each in self._losses if each.with_host))
+        return list(dict.fromkeys(each.host for each in self._host_losses))
+
+    @cached_property
+    def _host_losses(self) -> list[e.AgentLost]:
+        return [each for each in self._losses if each.with_host]
 
     @cached_property
     def lost_host_explains(self) -> bool:
@@ -381,7 +385,10 @@ class Facts:
 
     @cached_property
     def _problem(self) -> Event | None:
-        """The first problem, other than the end of a rank, before the launcher ended the ranks."""
+        """The first problem, other than the end of a rank, that the launcher did not cause.
+
+        It causes no loss of a host, which may be noticed long after other ranks have ended of it.
+        """
         others: list[Event] = [
             *self._losses,
             *self._agent_failures,
@@ -390,7 +397,7 @@ class Facts:
             *self._all(e.LateStop),
             *(each for each in self._all(e.Judged) if each.is_final),
         ]
-        early = [each for each in others if each.at <= self.end_began]
+        early = [each for each in others if each.at <= self.end_began or each in self._host_losses]
         return min(early, key=lambda each: each.at, default=None)
 
     @property
@@ -440,7 +447,7 @@ class Facts:
         first = self._problem
         if self.lost_agent:
             # After the loss of a host, mpirun may have ended an agent on another host before.
-            first = next((each for each in self._losses if each.with_host), first)
+            first = next(iter(self._host_losses), first)
         match first:
             case e.AgentFailed():
                 return f"{first.host}: {first.reason}"
