@@ -19,6 +19,7 @@ from hvdkit.checkpoint.state import StatefulItem, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
 from hvdkit.core.collectives import Collectives, broadcast_in_chunks
+from hvdkit.errors import UsageError
 
 #: Name of an item -> its state, in host memory.
 Parts = Mapping[str, EncodedPart]
@@ -30,14 +31,14 @@ class Pickled:
     Only for the memory of a job: unpickling runs code of the content.
 
     Args:
-        get: returns the values.
+        get: returns the values by name.
         take: gets a copy of them.
         loads: unpickles them.
     """
 
     def __init__(
         self,
-        get: Callable[[], Any],
+        get: Callable[[], Mapping[str, Any]],
         take: Callable[[Any], object],
         loads: Callable[[bytes], Any] = pickle.loads,
     ) -> None:
@@ -46,8 +47,17 @@ class Pickled:
         self._loads = loads
 
     def save(self) -> Tree:
-        """Return the pickled values."""
-        return np.frombuffer(cloudpickle.dumps(self._get(), protocol=5), np.uint8)
+        """Return the pickled values.
+
+        Raises:
+            UsageError: a value cannot be pickled.
+        """
+        values = self._get()
+        try:
+            content = cloudpickle.dumps(values, protocol=5)
+        except Exception as error:
+            raise UsageError(_unpicklable(values, error)) from error
+        return np.frombuffer(content, np.uint8)
 
     def plan_restore(self, tree: Tree) -> Tree:
         """Return the tree, an array of bytes."""
@@ -56,6 +66,21 @@ class Pickled:
     def restore(self, tree: Tree) -> None:
         """Unpickle the values, and hand them over."""
         self._take(self._loads(tree.tobytes()))
+
+
+def _unpicklable(values: Mapping[str, Any], problem: Exception) -> str:
+    """Return the text of the error of pickling values."""
+    which = "a value"
+    for name, value in values.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            which = f"{name} of type {type(value).__name__}"
+            break
+    return (
+        f"{which} cannot be pickled ({problem}): an elastic state keeps picklable objects only. "
+        f"Omit it from the state, and make it again at each start"
+    )
 
 
 def restore(parts: Parts, items: Mapping[str, StatefulItem]) -> None:

@@ -31,6 +31,10 @@ from hvdkit.errors import UsageError
 _log = logging.getLogger("hvdkit.elastic")
 
 
+#: The positions of checkpointers, which count the steps themselves. A start restores them.
+POSITIONS: Mapping[str, StatefulItem] = {"positions": Pickled(positions, restore_positions)}
+
+
 class _Position:
     """The `StatefulItem` of a `ResumableSampler`."""
 
@@ -167,18 +171,14 @@ class CommittedState:
         return {
             **self._model_items(),
             **{f"sampler-{name}": _Position(each) for name, each in self._samplers().items()},
-            "objects": Pickled(self._small, self._take_small, self._loads),
+            "objects": Pickled(self._objects, self._take_objects, self._loads),
         }
 
-    def _small(self) -> Any:
-        return {"objects": self._objects(), "positions": positions()}
-
-    def _take_small(self, small: Any) -> None:
-        for name, value in small["objects"].items():
+    def _take_objects(self, objects: Mapping[str, Any]) -> None:
+        for name, value in objects.items():
             # The value was checked when the script set it.
             self._saved_state[name] = value
             setattr(self, name, value)
-        restore_positions(small["positions"])
 
     def _make_boundary(self) -> StepBoundary:
         return StepBoundary()
@@ -257,7 +257,8 @@ class CommittedState:
         if self._commits is not None:
             # The thread that stores the last commit reads the copy.
             self._commits.wait()
-        self._saved = self._memory.copy({name: item.save() for name, item in self._items().items()})
+        items = self._items() | POSITIONS
+        self._saved = self._memory.copy({name: item.save() for name, item in items.items()})
 
     def restore(self) -> None:
         """Restore everything as of the last `save`, and discard accumulated gradients."""
@@ -272,6 +273,7 @@ class CommittedState:
                 the state of rank 0 does not fit the state of a rank.
         """
         self._check_ranks()
+        self._discard_gradients()
         _, problem = attempt(self.save) if self._rank() == 0 else (None, None)
         exchange(self._collectives(), {}, problem)
         self._receive(0)
@@ -305,6 +307,7 @@ class CommittedState:
             holder, own = found
             self._saved = own or self._saved
             self._receive(holder)
+            parts.restore(self._saved, POSITIONS)
             state_replaced()
         # A state that continues from an earlier call in this process was not reset.
         if commits.restarted and (found is not None or not self._began):
@@ -371,7 +374,8 @@ class CommittedState:
         """Store a commit, and return whether the hosts have changed. A collective."""
         assert self._commits is not None
         _, problem = attempt(self.save)
-        differing = [name for name, item in self._items().items() if isinstance(item, Pickled)]
+        items = self._items() | POSITIONS
+        differing = [name for name, item in items.items() if isinstance(item, Pickled)]
         return self._commits.store(self._saved, differing, problem)
 
     def _check_stored(self) -> None:

@@ -133,6 +133,7 @@ class TorchState(ObjectState, horovod_state.TorchState):
         **kwargs: Any,
     ) -> None:
         horovod_state.TorchState.__init__(self, model=model, optimizer=optimizer, **kwargs)
+        self._bcast_object = broadcast_object  # Horovod's class sets its own
         for name, handler in self._handlers.items():
             if type(handler) in (ModelStateHandler, OptimizerStateHandler):
                 self._handlers[name] = _Held(handler.value)
