@@ -8,5 +8,6 @@ the memory of each host, with the same items, files and hashes as a checkpoint o
 - `run`: the decorator of training functions.
 - `commits`: stores commits on every host, and finds the newest one at a start.
 - `parts`: copies, broadcasts and restores the items of a state.
-- `start`: what the launcher tells the ranks.
+
+`hvdkit.core.elastic_start` is what the launcher tells the ranks.
 """

@@ -18,10 +18,10 @@ from hvdkit.checkpoint.host_steps import HostSteps, content_of, key_of
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.progress import report_committed, report_saved
 from hvdkit.core.rank_errors import attempt, raise_together
 from hvdkit.elastic.parts import Parts, read
-from hvdkit.elastic.start import ElasticStart
 from hvdkit.errors import HvdkitError
 
 _COMMIT = "hvdkit.elastic.commit"

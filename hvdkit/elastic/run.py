@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hvdkit.core.collectives import Collectives
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.script_end import note_end_with
 from hvdkit.elastic.commits import Commits
-from hvdkit.elastic.start import ElasticStart
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 

@@ -16,6 +16,7 @@ from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import StatefulItem, Tree
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import group_by_text
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.process_sets import other_ranks
 from hvdkit.core.rank_errors import attempt
 from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
@@ -25,14 +26,13 @@ from hvdkit.elastic import parts
 from hvdkit.elastic.commits import Commits
 from hvdkit.elastic.copies import check_references, check_values, is_of_keras
 from hvdkit.elastic.parts import Parts, Pickled
-from hvdkit.elastic.start import ElasticStart
 from hvdkit.errors import UsageError
 
 _log = logging.getLogger("hvdkit.elastic")
 
 
 #: The positions of checkpointers, which count the steps themselves. A start restores them.
-POSITIONS: Mapping[str, StatefulItem] = {"positions": Pickled(positions, restore_positions)}
+POSITIONS: dict[str, StatefulItem] = {"positions": Pickled(positions, restore_positions)}
 
 
 class _Position:

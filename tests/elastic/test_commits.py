@@ -19,11 +19,11 @@ from hvdkit.checkpoint.host_steps import HostSteps, key_of
 from hvdkit.checkpoint.items import Plain
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.core import progress
+from hvdkit.core.elastic_start import HOSTS_FILE, ElasticStart
 from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.elastic import parts, run
 from hvdkit.elastic.commits import Commits
 from hvdkit.elastic.run import Adapter, elastic_function
-from hvdkit.elastic.start import HOSTS_FILE, ElasticStart
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
 from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank

@@ -277,7 +277,7 @@ def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path,
     """
     import keras
 
-    from hvdkit.elastic.start import ElasticStart
+    from hvdkit.core.elastic_start import ElasticStart
 
     left = list(kills)
 
@@ -436,7 +436,7 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint, in_state):
     """The killed epoch is not the first, so its samples have another order."""
     import keras
 
-    from hvdkit.elastic.start import ElasticStart
+    from hvdkit.core.elastic_start import ElasticStart
     from hvdkit.keras import data
 
     State = state_with_file(hvd, tmp_path / "commit")

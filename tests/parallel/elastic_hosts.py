@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hvdkit.checkpoint.host_steps import HostSteps
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.elastic import run
 from hvdkit.elastic.commits import Commits
 from hvdkit.elastic.parts import Parts, read
-from hvdkit.elastic.start import ElasticStart
 
 
 @contextmanager
