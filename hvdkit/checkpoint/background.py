@@ -258,6 +258,14 @@ class BackgroundWriter:
         """Whether a write is running."""
         return self._write is not None and self._write.running
 
+    def settled(self, seconds: float) -> bool:
+        """Wait at most `seconds` until no write is running. A failure stays for `finished`.
+
+        Raises:
+            CheckpointError: the write made no progress for 10 minutes.
+        """
+        return self._write is None or self._write.ended(seconds)
+
     def begin(self, snapshot: Snapshot) -> None:
         """Start to write a snapshot, after `open` and `finished`.
 

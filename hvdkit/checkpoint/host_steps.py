@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError, Damaged, NoneGood
@@ -20,6 +21,7 @@ from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import Snapshot, Writer
+from hvdkit.core.consistency import digest
 from hvdkit.plain_files import parse_json
 
 _log = logging.getLogger("hvdkit.checkpoint")
@@ -35,6 +37,11 @@ Key = list[int]
 def key_of(made: Manifest) -> Key:
     """Return the place of a step in the order of steps."""
     return [made.run, made.step]
+
+
+def content_of(made: Manifest) -> str:
+    """Return a digest of the content of a step, without its number."""
+    return digest([f"{name} {record}" for name, record in sorted(made.files.items())]).hex()
 
 
 class HostSteps:
@@ -58,26 +65,29 @@ class HostSteps:
 
     def is_idle(self) -> bool:
         """Return whether no write is running. If the last one has failed, log why."""
-        writer = self._writers[self._folder]
-        if writer.busy:
+        if self._writers[self._folder].busy:
             return False
-        try:
-            writer.finished(0.0)
-        except Exception as error:
-            self._warn(error)
+        self.wait()
         return True
 
-    def write(self, snapshot: Snapshot, run: int) -> None:
-        """Write a step in the background. A failure is only logged, and older steps stay.
+    def begin(self, snapshot: Snapshot, run: int) -> None:
+        """Write a step in the background, after `finish`.
 
         Args:
-            snapshot: the step. It must not change until `is_idle` returns True.
+            snapshot: the step. It must not change until `settle`, `finish` or `wait` returns.
             run: its run.
+
+        Raises:
+            CheckpointError: there is not enough space, or the folder cannot be written to.
         """
         specs = [spec for part in snapshot.parts.values() for spec, _ in part.tensors.values()]
+        self._open(sum(map(nbytes, specs)) + sum(map(len, snapshot.ranks)), run)
+        self._writers[self._folder].begin(snapshot)
+
+    def write(self, snapshot: Snapshot, run: int) -> None:
+        """Write a step in the background as `begin`. A failure is only logged."""
         try:
-            self._open(sum(map(nbytes, specs)) + sum(map(len, snapshot.ranks)), run)
-            self._writers[self._folder].begin(snapshot)
+            self.begin(snapshot, run)
         except Exception as error:
             self._warn(error)
 
@@ -139,27 +149,44 @@ class HostSteps:
             older.close()
         return found[-1] if found else None
 
-    def restored(self) -> Key:
-        """Return the newest step that was restored on this host; empty if there was none."""
+    def restored(self) -> list[Any]:
+        """Return what was noted of the step that was restored last on this host; empty for none."""
         for folder in self._writers:
             with contextlib.suppress(OSError, ValueError):
                 content = folder.with_suffix(_MARK).read_text(encoding="ascii")
-                return [int(number) for number in parse_json(content)]
+                return list(parse_json(content))
         return []
 
-    def note_restored(self, key: Key) -> bool:
-        """Note that a step was restored. Return False if there is no space for the note."""
+    def note_restored(self, noted: Sequence[int | str]) -> bool:
+        """Note that a step was restored. Return False if there is no space for the note.
+
+        Args:
+            noted: its run and number; more may follow.
+        """
         for folder in self._writers:
             with contextlib.suppress(OSError):
-                folder.with_suffix(_MARK).write_text(json.dumps(key), encoding="ascii")
+                folder.with_suffix(_MARK).write_text(json.dumps(noted), encoding="ascii")
                 return True
         return False
+
+    def settle(self) -> None:
+        """Wait until no write is running. If it has failed, `finish` raises the error."""
+        while not self._writers[self._folder].settled(_WAIT_SECONDS):
+            pass
+
+    def finish(self) -> None:
+        """Wait for the current write.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        while not self._writers[self._folder].finished(_WAIT_SECONDS):
+            pass
 
     def wait(self) -> None:
         """Wait for the current write. If it fails, log why."""
         try:
-            while not self._writers[self._folder].finished(_WAIT_SECONDS):
-                pass
+            self.finish()
         except Exception as error:
             self._warn(error)
 

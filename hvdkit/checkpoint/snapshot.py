@@ -2,15 +2,27 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.memory import ALIGNMENT, Allocate
-from hvdkit.checkpoint.state import Tensor, Tree
+from hvdkit.checkpoint.state import Tensor, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
+
+_K = TypeVar("_K")
+
+
+def placed(specs: Mapping[_K, TensorSpec]) -> tuple[dict[_K, slice], int]:
+    """Return the place of each tensor in a block of memory, and the size of the block in bytes."""
+    places: dict[_K, slice] = {}
+    end = 0
+    for key, spec in specs.items():
+        places[key] = slice(end, end + nbytes(spec))
+        end += -(-nbytes(spec) // ALIGNMENT) * ALIGNMENT
+    return places, end
 
 
 class SnapshotMemory:
@@ -34,12 +46,13 @@ class SnapshotMemory:
             UsageError: something in a tree cannot be saved.
         """
         encoded = _encoded(trees)
-        places: dict[tuple[str, str], slice] = {}
-        end = 0
-        for part, (_, tensors) in encoded.items():
-            for name, tensor in tensors.items():
-                places[part, name] = slice(end, end + nbytes(tensor.spec))
-                end += -(-nbytes(tensor.spec) // ALIGNMENT) * ALIGNMENT
+        places, end = placed(
+            {
+                (part, name): tensor.spec
+                for part, (_, tensors) in encoded.items()
+                for name, tensor in tensors.items()
+            }
+        )
         if len(self._memory) < end:
             # Free the old memory before allocating new memory.
             self._memory = np.empty(0, np.uint8)

@@ -1,6 +1,6 @@
 """Tell the checkpointers of this process that a commit of an elastic job has replaced the state.
 
-`hvdkit.core.elastic` stores and restores commits, and does not know checkpointers. So a
+`hvdkit.elastic` stores and restores commits, and does not know checkpointers. So a
 checkpointer adds itself here:
 
 - with `follow`, if the script gives it the steps;

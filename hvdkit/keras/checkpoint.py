@@ -20,7 +20,7 @@ from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.checkpoint.store import Store
 from hvdkit.core.consistency import prepare_on_all_ranks
-from hvdkit.core.elastic.start import ElasticStart
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.process_sets import check_one_model
 from hvdkit.core.replaced_state import end_position, keep_position, take_position
 from hvdkit.core.step_boundary import window_boundary

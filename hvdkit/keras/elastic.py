@@ -8,23 +8,21 @@ import keras
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
-from hvdkit.core.elastic.state import CommittedState, Item
-from hvdkit.core.elastic.variables_state import VariablesState
+from hvdkit.checkpoint.items import Variables, named
+from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.core.step_boundary import StepBoundary, window_boundary
+from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.epoch_begin import Copies
 from hvdkit.keras.executions import trained_batches
-from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.further_optimizers import (
-    build,
+    OptimizerStates,
     build_for_training,
     further_optimizers,
-    trained_of,
 )
-from hvdkit.keras.items import reduction_items_of
 from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.model_state import variables_of, weights_of
 from hvdkit.keras.models import is_built, reduced_over
@@ -53,16 +51,15 @@ run = backend.hvd.elastic.run
 ObjectState = backend.hvd.elastic.ObjectState
 
 
-class KerasState(VariablesState, horovod_elastic.ObjectState):
+class KerasState(CommittedState, horovod_elastic.ObjectState):
     """Elastic state of a Keras model, its optimizers, and any picklable objects.
 
     Optimizers that are attributes of the model, as in a GAN, and optimizers of nested models are
     part of the state.
 
     `commit` and `save` copy the state to host memory, `restore` restores that copy, and `sync`
-    broadcasts the state of rank 0. `restore` in the same process also restores the states of random
-    seeds and of stateful RNN layers. A commit does not contain these states: a rank that starts
-    again has the seeds that the script makes.
+    broadcasts the state of rank 0. The state does not contain random seeds and the states of
+    stateful RNN layers: a rank that starts again has the seeds that the script makes.
 
     The state contains the scales of `compression="fp16"`. A commit does not contain accumulated
     gradients: see `commit`.
@@ -106,7 +103,6 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
         self.model = model
         self.optimizer = outermost(model, optimizer)
         build_for_training(model, self.optimizer)
-        self._save_variables()
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
         )
@@ -117,21 +113,22 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
         return reduced_over(self._named())
 
-    def _broadcast_variables(self) -> None:
-        broadcast_model(self.model, root_rank=0, optimizer=self.optimizer)
-        self._save_variables()
-
     def _originals(self) -> Iterable[Any]:
-        return [*super()._originals(), self.model, *self.model.layers, *self._optimizers()]
+        variables = [v for each in self._optimizers() for v in each.variables]
+        kept = [self.model, *self.model.layers, *self._optimizers()]
+        return [*super()._originals(), *kept, *variables_of(self.model), *variables]
 
     def _advice(self, value: Any) -> str:
         return super()._advice(value) or backend.copy_advice(value)
 
-    def _reduction_items(self) -> Mapping[str, Item]:
-        items = reduction_items_of(self.optimizer) | backend.tape_items()
-        for name, optimizer in self._further().items():
-            items |= {f"{name}.{key}": item for key, item in reduction_items_of(optimizer).items()}
-        return items
+    def _model_items(self) -> Mapping[str, StatefulItem]:
+        return {
+            "model": Variables(
+                lambda: named(weights_of(self.model)), "the model", backend.tensor_of
+            ),
+            "optimizers": OptimizerStates(self.model, self._named),
+            **backend.tape_items(),
+        }
 
     def _further(self) -> dict[str, Any]:
         """Return the model's other optimizers, by name."""
@@ -155,26 +152,6 @@ class KerasState(VariablesState, horovod_elastic.ObjectState):
     def _discard_gradients(self) -> None:
         for distribution in self._distributions():
             distribution.discard()
-
-    def _layout(self) -> Any:
-        return trained_of(self.model, self._named())
-
-    def _build(self, layout: Any) -> None:
-        build(self.model, self._named(), layout)
-
-    def _optimizer_variables(self) -> list[Any]:
-        built = (each for each in self._optimizers() if each.built)
-        return [variable for each in built for variable in each.variables]
-
-    def _stored_variables(self) -> list[Any]:
-        return [*weights_of(self.model), *self._optimizer_variables()]
-
-    def _save_variables(self) -> None:
-        # Copies, because on the CPU an array may share the memory of the variable.
-        self._saved_variables = [
-            (variable, keras.ops.convert_to_numpy(variable).copy())
-            for variable in [*variables_of(self.model), *self._optimizer_variables()]
-        ]
 
 
 class _UpdateCallback(keras.callbacks.Callback):

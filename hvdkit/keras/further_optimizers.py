@@ -7,7 +7,7 @@ that the model's `train_step` passes. A new process therefore needs their list b
 or receive the optimizer's state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -176,20 +176,24 @@ def build_for_training(model: Any, optimizer: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-class FurtherOptimizers:
-    """An `OptionalItem`: the variables and wire-format scales of the further optimizers."""
+class OptimizerStates:
+    """A `StatefulItem`: the variables and wire-format scales of optimizers of a model.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: a built model.
+        optimizers: returns the optimizers by name.
+    """
+
+    def __init__(self, model: Any, optimizers: Callable[[], Mapping[str, Any]]) -> None:
         self._model = model
+        self._optimizers = optimizers
 
-    @property
-    def optional(self) -> bool:
-        """Whether all optimizers belong to layers: earlier versions did not save them."""
-        return not further_optimizers(self._model, nested=False)
+    def _built(self) -> dict[str, Any]:
+        return {name: each for name, each in self._optimizers().items() if each.built}
 
     def save(self) -> Tree:
         """Return the state of each optimizer that is built."""
-        optimizers = built_optimizers(self._model)
+        optimizers = self._built()
         trained = trained_of(self._model, optimizers)
         return {
             name: {
@@ -204,7 +208,7 @@ class FurtherOptimizers:
         """Return a text for each variable."""
         return [
             f"{name}: {line}"
-            for name, optimizer in built_optimizers(self._model).items()
+            for name, optimizer in self._built().items()
             for line in _variables(name, optimizer).signature()
         ]
 
@@ -214,7 +218,7 @@ class FurtherOptimizers:
         Raises:
             UsageError: the optimizers differ from those that were saved.
         """
-        own = further_optimizers(self._model)
+        own = self._optimizers()
         build(self._model, own, {name: saved["trained"] for name, saved in tree.items()})
         return {
             name: saved
@@ -224,11 +228,23 @@ class FurtherOptimizers:
 
     def restore(self, tree: Tree) -> None:
         """Restore the scales: the variables have been written to."""
-        own = further_optimizers(self._model)
+        own = self._optimizers()
         for name, saved in tree.items():
             distribution = distribution_of(own[name])
             if distribution is not None:
                 distribution.restore_reduction_state(saved["reduction"])
+
+
+class FurtherOptimizers(OptimizerStates):
+    """An `OptionalItem`: the states of the further optimizers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, lambda: further_optimizers(model))
+
+    @property
+    def optional(self) -> bool:
+        """Whether all optimizers belong to layers: earlier versions did not save them."""
+        return not further_optimizers(self._model, nested=False)
 
 
 def _variables(name: str, optimizer: Any) -> Variables:

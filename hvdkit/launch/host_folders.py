@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.core.elastic.start import HOSTS_FILE
+from hvdkit.core.elastic_start import HOSTS_FILE
 from hvdkit.owned_folders import OwnedFolder, remove_abandoned, temporary
 
 #: The beginning of the folders' names: of an elastic job, and of another job.

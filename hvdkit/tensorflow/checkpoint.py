@@ -132,14 +132,14 @@ class Checkpointer(Manager):
         items: dict[str, StatefulItem] = {}
         for name, given in {**models, **optimizers}.items():
             _check_built(given, name)
-            items[name] = Variables(functools.partial(_named, given), name, _tensor)
+            items[name] = Variables(functools.partial(_named, given), name, tensor_of)
         wrapped = {name: distribution_of(each) for name, each in optimizers.items()}
         distributions = {name: found for name, found in wrapped.items() if found is not None}
         items["reduction"] = reduction_item(optimizers)
         if data is not None:
             items["data"] = data_item(data)
         if sharded is not None:
-            items["sharded"] = ShardedItem(sharded, lambda variable, _: _tensor(variable))
+            items["sharded"] = ShardedItem(sharded, lambda variable, _: tensor_of(variable))
         items["metadata"] = kept_in(self._metadata)
         check_one_model(
             {name: each.process_set.ranks for name, each in distributions.items()},
@@ -264,7 +264,8 @@ def _warn_of_others(models: Mapping[str, Any], saved: Iterable[Any]) -> None:
             )
 
 
-def _tensor(variable: Any) -> VariableTensor:
+def tensor_of(variable: Any) -> VariableTensor:
+    """Return the tensor of a variable of TensorFlow or Keras, for a checkpoint."""
     return VariableTensor(tf_variable(variable))
 
 

@@ -1,7 +1,7 @@
 """Horovod's elastic training with hvdkit's `init` and broadcasts.
 
 `hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
-`hvdkit.core.elastic`. Under Horovod's own launcher, its elastic training runs.
+`hvdkit.elastic`. Under Horovod's own launcher, its elastic training runs.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +13,16 @@ from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.checkpoint.items import several
-from hvdkit.core.elastic.run import Adapter, elastic_function
-from hvdkit.core.elastic.state import Item
-from hvdkit.core.elastic.variables_state import VariablesState
+from hvdkit.checkpoint.items import Variables, named, several
+from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.core.loss_scaling import outermost
 from hvdkit.core.step_boundary import StepBoundary, window_boundary
+from hvdkit.elastic.run import Adapter, elastic_function
+from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
+from hvdkit.tensorflow.checkpoint import tensor_of
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-from hvdkit.tensorflow.functions import broadcast_object, broadcast_variables, is_seed
+from hvdkit.tensorflow.functions import broadcast_object, is_seed
 from hvdkit.tensorflow.reduction_items import distribution_of, reduction_item
 from hvdkit.tensorflow.runtime import init, shutdown
 from hvdkit.tensorflow.variables import tf_variable, tf_variables
@@ -71,7 +72,7 @@ def copy_advice(value: Any) -> str:
     return ""
 
 
-class _VariablesState(VariablesState, horovod_elastic.ObjectState):
+class _VariablesState(CommittedState, horovod_elastic.ObjectState):
     """Elastic state of variables, and of the objects given as keyword arguments.
 
     It also keeps the states of the reductions of all gradient tapes of this process.
@@ -85,7 +86,6 @@ class _VariablesState(VariablesState, horovod_elastic.ObjectState):
         get_rank: Callable[[], int] = mpi_ops.rank,
         **kwargs: Any,
     ) -> None:
-        self._save_variables()
         super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
     def _all_variables(self) -> Sequence[Any]:
@@ -98,11 +98,21 @@ class _VariablesState(VariablesState, horovod_elastic.ObjectState):
         found = [distribution_of(optimizer) for optimizer in self._optimizers().values()]
         return [distribution for distribution in found if distribution is not None]
 
-    def _reduction_items(self) -> Mapping[str, Item]:
-        return {"reduction": reduction_item(self._optimizers())}
+    def _model_items(self) -> Mapping[str, StatefulItem]:
+        return {
+            "variables": Variables(self._stored_variables, "the variables of the state", tensor_of),
+            "reduction": reduction_item(self._optimizers()),
+        }
+
+    def _stored_variables(self) -> dict[str, Any]:
+        """Return the variables by name, without states of random seeds.
+
+        If all ranks restored the same seed, their Dropout layers would drop the same units.
+        """
+        return named([v for v in self._all_variables() if not any(map(is_seed, tf_variables([v])))])
 
     def _originals(self) -> Iterable[Any]:
-        return [*super()._originals(), *self._optimizers().values()]
+        return [*super()._originals(), *self._optimizers().values(), *self._all_variables()]
 
     def _advice(self, value: Any) -> str:
         return super()._advice(value) or copy_advice(value)
@@ -120,17 +130,6 @@ class _VariablesState(VariablesState, horovod_elastic.ObjectState):
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
         wrapped = {name: distribution_of(each) for name, each in self._optimizers().items()}
         return {name: each.process_set.ranks for name, each in wrapped.items() if each is not None}
-
-    def _broadcast_variables(self) -> None:
-        broadcast_variables(self._all_variables(), root_rank=0)
-        self._save_variables()
-
-    def _save_variables(self) -> None:
-        # Copies: on the CPU, an array may share the memory of the variable.
-        self._saved_variables = [(v, v.numpy().copy()) for v in self._all_variables()]
-
-    def _stored_variables(self) -> Sequence[Any]:
-        return [v for v in self._all_variables() if not any(map(is_seed, tf_variables([v])))]
 
 
 class ObjectState(_VariablesState):

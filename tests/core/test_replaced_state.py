@@ -1,12 +1,10 @@
 """Positions of checkpointers in the commits of elastic jobs."""
 
 import gc
-import io
 
 import pytest
 
 from hvdkit.core import replaced_state
-from hvdkit.core.elastic.variables_state import VariablesState
 
 
 class Counter:
@@ -17,14 +15,6 @@ class Counter:
         return {"steps": self.steps}
 
 
-class State(VariablesState):
-    def __init__(self):
-        self._saved_variables, self._saved_state = (), {"epoch": 2}
-
-    def _stored_variables(self):
-        return ()
-
-
 @pytest.fixture(autouse=True)
 def no_positions(monkeypatch):
     monkeypatch.setattr(replaced_state, "_restored", {})
@@ -32,18 +22,16 @@ def no_positions(monkeypatch):
     monkeypatch.setattr(replaced_state, "_positioned", type(replaced_state._positioned)())
 
 
-def test_a_commit_restores_the_positions(tmp_path):
+def test_a_commit_restores_the_positions():
     running, ended = Counter(3), Counter(8)
     replaced_state.keep_position("running", running)
     replaced_state.keep_position("ended", ended)
     replaced_state.end_position("ended")
     assert replaced_state.take_position("ended") is None  # no commit was restored
     ended.steps, running.steps = 0, 4
-    file = io.BytesIO()
-    State().write_saved(file)
-    (tmp_path / "commit").write_bytes(file.getvalue())
+    committed = replaced_state.positions()
     replaced_state.restore_positions({"of an older commit": 1})
-    State().read_saved(tmp_path / "commit")
+    replaced_state.restore_positions(committed)
     assert replaced_state.take_position("of an older commit") is None
     assert replaced_state.take_position("ended") == {"steps": 8}
     assert replaced_state.take_position("running") == {"steps": 4}

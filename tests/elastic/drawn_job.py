@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -44,6 +45,7 @@ class Disturbances:
 
     def __init__(self):
         self.points = 0
+        self.lock = threading.Lock()
         self.start = self.first = -1
         self.drawn = []
         self.next_hosts = None
@@ -78,15 +80,17 @@ class Disturbances:
         # The first rank that ends ends the job: Horovod's launcher ends all others.
         if IN_PROCESS and name in ("end", "trained"):
             return
-        self.points += 1
+        with self.lock:
+            self.points += 1
+            points = self.points
         for each in list(self.drawn):
             if IN_PROCESS and each["action"] == "interrupt":
-                due = each["point"] <= self.points and name == "checked"
+                due = each["point"] <= points and name == "checked"
             else:
-                due = each["point"] == self.points
+                due = each["point"] == points
             if due:
                 self.drawn.remove(each)
-                print("disturbed", self.start, self.points, name, json.dumps(each), flush=True)
+                print("disturbed", self.start, points, name, json.dumps(each), flush=True)
                 self.cause(**each)
 
     def interrupted(self):
@@ -128,19 +132,21 @@ def watch_commits():
 
     With Horovod's launcher, make a point between the saving and the search for changed hosts.
     """
-    from hvdkit.core.elastic import commits, state
+    from hvdkit.checkpoint import writing
+    from hvdkit.elastic import commits, state
 
-    write, save = commits.CommitStore.write, state.CommittedState.save
+    begin, read_back = commits.Commits._begin, writing.Writer._read_back
+    save = state.CommittedState.save
 
-    def watched(self, identity, content):
+    def watched(self, content):
         point("before write")
-
-        def with_point(file):
-            content(file)
-            point("in write")
-
-        write(self, identity, with_point)
+        begin(self, content)
         point("after write")
+
+    def watched_thread(self, *args):
+        # A thread writes the commit of a host.
+        point("in write")
+        read_back(self, *args)
 
     def watched_save(self):
         save(self)
@@ -151,7 +157,8 @@ def watch_commits():
             time.sleep(2)  # As if this process had imported a framework.
         state.CommittedState.save = watched_save
     else:
-        commits.CommitStore.write = watched
+        commits.Commits._begin = watched
+        writing.Writer._read_back = watched_thread
 
 
 def loss_of(outputs, targets):

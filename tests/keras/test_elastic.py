@@ -2,12 +2,15 @@
 
 import contextlib
 import itertools
+import threading
 from collections import Counter
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 
+from hvdkit.errors import UsageError
+from tests.commit_files import read_commit, write_commit
 from tests.logs import recorded
 
 
@@ -17,8 +20,7 @@ def state_with_file(hvd, path):
     class State(hvd.elastic.KerasState):
         def commit(self):
             self.save()
-            with path.open("wb") as file:
-                self.write_saved(file)
+            write_commit(self, path)
 
     return State
 
@@ -32,15 +34,14 @@ def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
     model.compile(keras.optimizers.Adam(0.1), loss="mse")
     x = np.ones((2, 3), "float32")
     state = hvd.elastic.KerasState(model, epoch=1)
-    with (tmp_path / "commit").open("wb") as file:
-        state.write_saved(file)
+    write_commit(state, tmp_path / "commit")
     weights = model.get_weights()
     model.train_on_batch(x, x[:, :2])
     seeds = [v for v in model.variables if not any(v is weight for weight in model.weights)]
     drawn = [keras.ops.convert_to_numpy(seed).tolist() for seed in seeds]
     assert len(drawn) == 1
     state.epoch = 2
-    state.read_saved(tmp_path / "commit")
+    read_commit(state, tmp_path / "commit")
     state.restore()
     assert state.epoch == 1
     for own, saved in zip(model.get_weights(), weights, strict=True):
@@ -123,10 +124,9 @@ def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd, tmp_path):
     state = hvd.elastic.KerasState(model, inner)
     model.optimizer.dynamic_scale.assign(8.0)
     state.save()
-    with (tmp_path / "commit").open("wb") as file:
-        state.write_saved(file)
+    write_commit(state, tmp_path / "commit")
     model.optimizer.dynamic_scale.assign(2.0)
-    state.read_saved(tmp_path / "commit")
+    read_commit(state, tmp_path / "commit")
     state.restore()
     assert float(model.optimizer.dynamic_scale) == 8.0
 
@@ -203,8 +203,6 @@ def test_an_optimizer_for_other_variables_is_an_error(hvd, tmp_path):
     """All variables have the same shapes, so the state would fit."""
     import keras
 
-    from hvdkit.errors import UsageError
-
     def made(layer):
         layers = [keras.layers.Dense(3), keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input((3,)), *layers])
@@ -213,11 +211,12 @@ def test_an_optimizer_for_other_variables_is_an_error(hvd, tmp_path):
         model.further.build(model.layers[layer].trainable_variables)
         return hvd.elastic.KerasState(model)
 
-    with (tmp_path / "commit").open("wb") as file:
-        made(0).write_saved(file)
-    made(0).read_saved(tmp_path / "commit")
+    write_commit(made(0), tmp_path / "commit")
+    read_commit(made(0), tmp_path / "commit")
+    state = made(1)
+    read_commit(state, tmp_path / "commit")
     with pytest.raises(UsageError, match="further is built for other variables"):
-        made(1).read_saved(tmp_path / "commit")
+        state.restore()
 
 
 def test_changes_in_place_are_undone(hvd):
@@ -241,14 +240,9 @@ def test_changes_in_place_are_undone(hvd):
         assert objects["seen"] is not state.seen
 
 
-def test_objects_that_cannot_be_copied_are_kept(hvd):
-    import threading
-
-    lock = threading.Lock()
-    state = hvd.elastic.KerasState(small_model(), lock=lock, seen=[])
-    state.seen.append(1)
-    state.restore()
-    assert (state.lock, state.seen) == (lock, [])
+def test_objects_that_cannot_be_pickled_are_an_error(hvd):
+    with pytest.raises(UsageError, match="lock of type lock cannot be pickled .* Omit it"):
+        hvd.elastic.KerasState(small_model(), lock=threading.Lock(), seen=[])
 
 
 def test_sync_keeps_objects_that_the_script_has_set(hvd):
@@ -283,7 +277,7 @@ def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path,
     """
     import keras
 
-    from hvdkit.core.elastic.start import ElasticStart
+    from hvdkit.core.elastic_start import ElasticStart
 
     left = list(kills)
 
@@ -303,7 +297,7 @@ def test_a_commit_after_an_epoch_contains_the_states_of_callbacks(hvd, tmp_path,
 
     def start():
         if (tmp_path / "commit").exists():
-            state.read_saved(tmp_path / "commit")
+            read_commit(state, tmp_path / "commit")
             state.restore()
         history = state.model.fit(
             *(np.ones((4, 3)), np.ones((4, 2))),
@@ -358,7 +352,7 @@ def test_a_resumed_epoch_repeats_no_changes_of_its_begin(hvd, tmp_path):
         model.compile(keras.optimizers.SGD(1.0), loss="mse")
         state = State(model, epoch=0, batch=0)
         if seen:
-            state.read_saved(tmp_path / "commit")
+            read_commit(state, tmp_path / "commit")
             state.restore()
         model.fit(
             *(np.ones((12, 3)), np.ones((12, 2))),
@@ -405,9 +399,8 @@ def test_another_number_of_batches_keeps_the_fraction_of_the_epoch(hvd, tmp_path
 
     with pytest.raises(_KilledError):
         fit(first, 8, Interrupt())
-    with (tmp_path / "commit").open("wb") as file:
-        first.write_saved(file)
-    second.read_saved(tmp_path / "commit")
+    write_commit(first, tmp_path / "commit")
+    read_commit(second, tmp_path / "commit")
     second.restore()
     fit(second, steps)
     assert int(second.model.optimizer.iterations) == steps - trained
@@ -443,7 +436,7 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint, in_state):
     """The killed epoch is not the first, so its samples have another order."""
     import keras
 
-    from hvdkit.core.elastic.start import ElasticStart
+    from hvdkit.core.elastic_start import ElasticStart
     from hvdkit.keras import data
 
     State = state_with_file(hvd, tmp_path / "commit")
@@ -479,7 +472,7 @@ def test_a_sampler_continues_its_epoch(hvd, tmp_path, has_checkpoint, in_state):
             more = {"sampler": sampler} if in_state else {}
             state = State(model, epoch=0, batch=0, **more)
             if (tmp_path / "commit").exists():
-                state.read_saved(tmp_path / "commit")
+                read_commit(state, tmp_path / "commit")
                 state.restore()
             with pytest.raises(_KilledError) if killed else contextlib.nullcontext():
                 fit()
@@ -498,10 +491,9 @@ def test_a_state_of_objects_keeps_the_epochs_of_samplers(hvd, tmp_path):
 
     fit(2)
     state = hvd.elastic.ObjectState(epoch=2)
-    with (tmp_path / "commit").open("wb") as file:
-        state.write_saved(file)
+    write_commit(state, tmp_path / "commit")
     sampler.set_epoch(0)
-    state.read_saved(tmp_path / "commit")
+    read_commit(state, tmp_path / "commit")
     fit(1)
     assert sampler.epoch == 3
 
@@ -515,7 +507,7 @@ def test_a_loop_over_a_sampler_that_calls_fit_of_another_model(hvd):
     found = []
     for _ in sampler.batches():
         state.save()
-        found.append(state._saved_items["sampler sampler"]["consumed"])
+        found.append(state._saved["sampler-sampler"].tree["consumed"])
         teacher.fit(np.ones((2, 3)), np.ones((2, 2)), verbose=0)
     assert found == [2, 4, 6, 8]
 
@@ -553,8 +545,6 @@ def made_sampler():
 @pytest.mark.parametrize("error", NOT_COPIED)
 def test_values_that_cannot_be_copied(hvd, error):
     import keras
-
-    from hvdkit.errors import UsageError
 
     model = small_model()
     with pytest.raises(UsageError, match=error):

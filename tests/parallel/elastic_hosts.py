@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.core.elastic import run
-from hvdkit.core.elastic.committer import Committer
-from hvdkit.core.elastic.start import ElasticStart
+from hvdkit.checkpoint.host_steps import HostSteps
+from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.elastic import run
+from hvdkit.elastic.commits import Commits
+from hvdkit.elastic.parts import Parts, read
 
 
 @contextmanager
@@ -19,18 +21,19 @@ def host_of_its_own() -> Iterator[Path]:
     The value is the host's folder for commits.
     """
 
-    def committer(*arguments: object) -> Committer:
-        return Committer(*arguments[:3], writes=True)
+    def commits(*arguments: object) -> Commits:
+        return Commits(*arguments[:3], writes=True)
 
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         for variable, value in ElasticStart([folder], 0, 0, False).variables().items():
             patch.setenv(variable, value)
-        patch.setattr(run, "Committer", committer)
+        patch.setattr(run, "Commits", commits)
         yield folder
 
 
-def commit_in(folder: Path) -> Path:
-    """Return the only commit in the folder of a host."""
-    (commit,) = folder.glob("*.commit")
-    return commit
+def commit_in(folder: Path) -> Parts:
+    """Return the newest commit in the folder of a host."""
+    (commits,) = folder.glob("commits-*[0-9]")
+    with HostSteps([commits]).newest() as opened:
+        return read(opened)

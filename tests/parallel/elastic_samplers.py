@@ -4,6 +4,8 @@ from itertools import chain
 
 import numpy as np
 
+from tests.commit_files import read_commit, write_commit
+
 _SAMPLES = 40
 
 
@@ -25,11 +27,10 @@ def check_that_a_commit_keeps_the_position(hvd, kind, commit):
         trained += np.asarray(next(batches)).tolist()
         state.batch += 1
         state.commit()
-    with commit.open("wb") as file:
-        state.write_saved(file)
+    write_commit(state, commit)
     sampler, state = start(hvd, kind)
     if hvd.rank() < hvd.size() - 1:
-        state.read_saved(commit)
+        read_commit(state, commit)
         state.restore()
     state.sync()
     # The script's own sampler has the position.

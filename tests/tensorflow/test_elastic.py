@@ -1,6 +1,7 @@
 """`hvd.elastic.run` after errors."""
 
 from tests.alone import run_alone
+from tests.commit_files import read_commit, write_commit
 
 CODE = """
 import tensorflow as tf, hvdkit.tensorflow as hvd
@@ -42,8 +43,7 @@ def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
     layers = [keras.layers.Dense(2), keras.layers.Dropout(0.5)]
     model = keras.Sequential([keras.Input((3,)), *layers])
     state = hvd.elastic.TensorFlowKerasState(model, epoch=1)
-    with (tmp_path / "commit").open("wb") as file:
-        state.write_saved(file)
+    write_commit(state, tmp_path / "commit")
     weights = model.get_weights()
     model(tf.ones((2, 3)), training=True)
     model.layers[0].bias.assign([1.0, 2.0])
@@ -51,7 +51,7 @@ def test_a_commit_has_no_states_of_random_seeds(hvd, tmp_path):
     drawn = [seed.numpy().tolist() for seed in seeds]
     assert len(drawn) == 1
     state.epoch = 2
-    state.read_saved(tmp_path / "commit")
+    read_commit(state, tmp_path / "commit")
     state.restore()
     assert state.epoch == 1
     assert [each.tolist() for each in model.get_weights()] == [each.tolist() for each in weights]

@@ -3,5 +3,5 @@
     job       start the ranks, and start them again after a failure or a change of the hosts
     members   watch the hosts, and keep on each an agent, which owns the memory for commits
 
-The ranks' side is `hvdkit.core.elastic`.
+The ranks' side is `hvdkit.elastic`.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hvdkit.core.elastic.start import ElasticStart
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import prepare
 from hvdkit.launch.elastic.members import Members, assignment_of

@@ -1,7 +1,7 @@
 """Horovod's elastic API, with this package's `init`, optimizer and broadcasts.
 
 `hvdkit run --elastic` starts all ranks again after a failure, and when the hosts have changed: see
-`hvdkit.core.elastic`. Under Horovod's own launcher, its elastic training runs.
+`hvdkit.elastic`. Under Horovod's own launcher, its elastic training runs.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,8 @@ from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import mpi_ops
 
-from hvdkit.core.elastic.run import Adapter, elastic_function
+from hvdkit.elastic.run import Adapter, elastic_function
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.elastic.sampler import ElasticSampler
 from hvdkit.torch.elastic.state import ObjectState, TorchState
 from hvdkit.torch.runtime import init, shutdown
@@ -54,5 +53,4 @@ _adapter = Adapter(
     shutdown=shutdown,
     horovods_run=lambda func: horovod_elastic.run_fn(func, _reset),
     interrupt=HostsUpdatedInterrupt,
-    loads=loads_on_own_gpu,
 )

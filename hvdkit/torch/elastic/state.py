@@ -1,9 +1,7 @@
 """The state of an elastic job: save it, restore it, and broadcast it to new ranks."""
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from horovod.common import elastic as horovod_elastic
@@ -20,16 +18,15 @@ from horovod.torch.elastic.state import (
 )
 from torch.utils.data import DataLoader, Sampler
 
-from hvdkit.core.elastic.state import CommittedState
+from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.core.step_boundary import StepBoundary
+from hvdkit.elastic.parts import Pickled
+from hvdkit.elastic.state import CommittedState
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.devices import on_own_gpu
-from hvdkit.torch.digests import digests
-from hvdkit.torch.functions import (
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from hvdkit.torch.devices import host_memory, loads_on_own_gpu
+from hvdkit.torch.functions import broadcast_object
+from hvdkit.torch.items.model import ModelItem
+from hvdkit.torch.items.optimizer import OptimizerItem
 from hvdkit.torch.items.reduction import ReductionItem
 from hvdkit.torch.optimizer_reducer import step_boundary
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
@@ -46,32 +43,35 @@ __all__ = [
 ]
 
 
-class _ModelHandler(horovod_state.ModelStateHandler):
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+class _Held(StateHandler):
+    """A model or an optimizer, which an item keeps."""
 
+    _saved: Any = None
 
-class _OptimizerHandler(horovod_state.OptimizerStateHandler):
+    def save(self) -> None:
+        if not _is_item(self):
+            self._saved = self.value.state_dict()
+
     def restore(self) -> None:
-        # A copy: the optimizer keeps the tensors that it loads, and changes them in place.
-        self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
-
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
+        self.value.load_state_dict(self._saved)
 
 
-class _StateDictHandler(horovod_state.SamplerStateHandler):
-    """Keep an object with `state_dict` and `load_state_dict`, such as a scheduler or a GradScaler.
+class _Handled(Pickled):
+    """The item of an object with a `StateHandler`, which may be of the user.
 
-    The script's object gets the state. A copy of the object would be useless: the script may hold
-    the original, and a scheduler's copy has a copy of the optimizer.
+    All handlers keep in attributes what their `save` has saved.
     """
 
-    def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self._saved_sampler_state))
+    def __init__(self, handler: StateHandler) -> None:
+        def get() -> Any:
+            handler.save()
+            return {key: value for key, value in vars(handler).items() if key != "value"}
 
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        def take(saved: dict[str, Any]) -> None:
+            vars(handler).update(saved)
+            handler.restore()
+
+        super().__init__(get, take, loads_on_own_gpu)
 
 
 class ObjectState(CommittedState, horovod_elastic.ObjectState):
@@ -88,6 +88,8 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
     """
 
     _interrupt = HostsUpdatedInterrupt
+    _allocate = staticmethod(host_memory)
+    _loads = staticmethod(loads_on_own_gpu)
 
     def __init__(
         self,
@@ -97,36 +99,8 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
     ) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank, **kwargs)
 
-    def _content(self) -> Mapping[str, Any]:
-        """Return what `save` has saved, and the positions of checkpointers."""
-        small = self._values_to_write()
-        return {
-            "objects": small["objects"],
-            "handlers": {**self._saved_handlers(), **small.get("handlers", {})},
-            "items": self._saved_items,
-            "positions": small["positions"],
-        }
-
-    def _dump(self, content: Any, file: IO[bytes]) -> None:
-        torch.save(content, file)
-
-    def _plain(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return None
-        return str(value.dtype), tuple(value.shape), digests([value])
-
-    def read_saved(self, path: Path) -> None:
-        """Read what `write_saved` has written, for the next `restore`."""
-        # The file contains arbitrary objects, and belongs to the user of this process.
-        saved = torch.load(str(path), map_location=on_own_gpu, weights_only=False, mmap=True)
-        self._load_handlers(saved["handlers"])
-        self._set_saved(saved["objects"], saved.get("items", {}), saved.get("positions", {}))
-
-    def _saved_handlers(self) -> Mapping[str, Any]:
-        return {}
-
-    def _load_handlers(self, saved: Mapping[str, Any]) -> None:
-        pass
+    def _collectives(self) -> TorchCollectives:
+        return TorchCollectives(mpi_ops.global_process_set)
 
     def _advice(self, value: Any) -> str:
         return super()._advice(value) or copy_advice(value)
@@ -135,9 +109,9 @@ class ObjectState(CommittedState, horovod_elastic.ObjectState):
 class TorchState(ObjectState, horovod_state.TorchState):
     """Horovod's `TorchState`, with commits that a restarted job can restore.
 
-    Models and optimizers are synchronised by hvdkit. Horovod's class calls `step()` of the
-    optimizer on new ranks. For a wrapped optimizer, `step()` is a collective, and the other ranks
-    would not call it.
+    Models and optimizers are the same items as in a `hvd.Checkpointer`. Horovod's class calls
+    `step()` of the optimizer on new ranks. For a wrapped optimizer, `step()` is a collective, and
+    the other ranks would not call it.
 
     Args:
         model: a model.
@@ -161,28 +135,13 @@ class TorchState(ObjectState, horovod_state.TorchState):
         horovod_state.TorchState.__init__(self, model=model, optimizer=optimizer, **kwargs)
         self._bcast_object = broadcast_object  # Horovod's class sets its own
         for name, handler in self._handlers.items():
-            if isinstance(handler.value, torch.nn.Module):
-                self._handlers[name] = _ModelHandler(handler.value)
-            elif isinstance(handler.value, torch.optim.Optimizer):
-                self._handlers[name] = _OptimizerHandler(handler.value)
-        # After the optimizers: a scheduler may read the learning rates.
+            if type(handler) in (ModelStateHandler, OptimizerStateHandler):
+                self._handlers[name] = _Held(handler.value)
         for name, value in list(self._saved_state.items()):
             if _has_state_dict(value) and not isinstance(value, DataLoader):
                 del self._saved_state[name]
-                self._handlers[name] = _StateDictHandler(value)
-        self._sort_objects()
-
-    def sync(self) -> None:
-        """Broadcast everything from rank 0, and discard accumulated gradients. A collective.
-
-        Raises:
-            UsageError: on every rank, if the process set of an optimizer is not all ranks.
-        """
-        super().sync()
-        # Horovod's method saves the objects, but not the models, optimizers and samplers. A
-        # `restore` before the first commit would join values of two points in time.
-        for handler in self._handlers.values():
-            handler.save()
+                self._handlers[name] = SamplerStateHandler(value)
+        self._check_objects()
 
     def _originals(self) -> Iterable[Any]:
         yield from super()._originals()
@@ -204,14 +163,19 @@ class TorchState(ObjectState, horovod_state.TorchState):
     def _wrapped_optimizers(self) -> list[WrappedOptimizer]:
         return [each for each in self._optimizers().values() if isinstance(each, WrappedOptimizer)]
 
-    def _collectives(self) -> TorchCollectives:
-        return TorchCollectives(mpi_ops.global_process_set)
-
     def _reduced_over(self) -> Mapping[str, Sequence[int]]:
         return reduced_over(self._optimizers())
 
-    def _reduction_items(self) -> Mapping[str, ReductionItem]:
-        return {"optimizers": ReductionItem(self._optimizers())}
+    def _model_items(self) -> Mapping[str, StatefulItem]:
+        held = {n: handler.value for n, handler in self._handlers.items() if _is_item(handler)}
+        models = {n: ModelItem(v, n) for n, v in held.items() if isinstance(v, torch.nn.Module)}
+        return {
+            **models,
+            **{n: OptimizerItem(held[n], n, models) for n in held if n not in models},
+            "reduction": ReductionItem(self._optimizers()),
+            # After the optimizers: a scheduler may read the learning rates.
+            **{n: _Handled(handler) for n, handler in self._handlers.items() if n not in held},
+        }
 
     def _make_boundary(self) -> StepBoundary:
         return step_boundary(lambda: [each.reducer for each in self._wrapped_optimizers()])
@@ -224,25 +188,15 @@ class TorchState(ObjectState, horovod_state.TorchState):
                 for p in group["params"]:
                     p.grad = None
 
-    def _values(self) -> Mapping[str, Any]:
-        large = (torch.nn.Module, torch.optim.Optimizer)
-        handlers = {
-            name: attributes
-            for name, attributes in self._saved_handlers().items()
-            if not isinstance(self._handlers[name].value, large)
-        }
-        return {**super()._values(), "handlers": handlers}
 
-    def _saved_handlers(self) -> Mapping[str, Any]:
-        # All handlers, also those of the user, keep in attributes what their `save` has saved.
-        return {
-            name: {key: value for key, value in vars(handler).items() if key != "value"}
-            for name, handler in self._handlers.items()
-        }
-
-    def _load_handlers(self, saved: Mapping[str, Any]) -> None:
-        for name, attributes in saved.items():
-            vars(self._handlers[name]).update(attributes)
+def _is_item(handler: StateHandler) -> bool:
+    """Return whether an item of checkpoints holds the whole state of a model or an optimizer."""
+    if not isinstance(handler, _Held):
+        return False
+    if isinstance(handler.value, torch.nn.Module):
+        return True
+    # Some optimizers have entries of their own, which only their `load_state_dict` knows.
+    return handler.value.state_dict().keys() <= {"state", "param_groups"}
 
 
 def copy_advice(value: Any) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdkit.core.elastic.start import ElasticStart
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.elastic.job import ElasticJob, ElasticLimits, Exclusions
 from hvdkit.launch.elastic.members import assignment_of

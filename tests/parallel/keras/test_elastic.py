@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdkit.elastic import parts
+from hvdkit.elastic.state import POSITIONS
 from hvdkit.errors import UsageError
+from tests.commit_files import read_commit, write_commit
 from tests.parallel.elastic_hosts import commit_in, host_of_its_own
 from tests.parallel.keras.job import classifier, distributed, same_everywhere
 
@@ -20,8 +23,7 @@ def train(hvd, model, state, until, commit=None):
     while state.step < until:
         if state.step == COMMITTED and commit is not None:
             state.save()
-            with commit.open("wb") as file:
-                state.write_saved(file)
+            write_commit(state, commit)
         for number in range(passes):
             random = np.random.default_rng([state.step, number, hvd.rank()])
             x, y = random.normal(size=(4, 3)), random.integers(0, 2, (4, 1))
@@ -50,7 +52,7 @@ def test_a_commit_contains_the_scales_of_fp16(hvd, passes):
         expected = same_everywhere(digests(train(hvd, model, state, STEPS, commit)[COMMITTED:]))
         restarted, restarted_state = made(hvd, accumulation_steps=passes)
         if hvd.rank() < hvd.size() - 1:
-            restarted_state.read_saved(commit)
+            read_commit(restarted_state, commit)
             restarted_state.restore()
     restarted_state.sync()
     assert restarted_state.step == COMMITTED
@@ -76,30 +78,23 @@ def test_a_restore_to_the_beginning_forgets_the_scales(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_commit_without_a_reduction_is_read(hvd):
-    """A commit of a model whose optimizer was not wrapped, or of an earlier version."""
-    import pickle
-
+    """A commit of a model whose optimizer was not wrapped."""
     import keras
 
     plain = classifier(keras.optimizers.SGD(1.0), metrics=(), seed=5)
     with tempfile.TemporaryDirectory() as folder:
         commit = Path(folder) / "commit"
         old = hvd.elastic.KerasState(plain, step=4)
-        with commit.open("wb") as file:
-            old.write_saved(file)
-        for earlier in (False, True):
-            model, state = made(hvd)
-            train(hvd, model, state, 2)
-            if earlier:
-                content = pickle.loads(commit.read_bytes())[:3]
-                commit.write_bytes(pickle.dumps(content))
-            state.read_saved(commit)
-            state.restore()
-            state.sync()
-            assert state.step == 4
-            for own, saved in zip(model.get_weights(), plain.get_weights(), strict=True):
-                assert np.array_equal(own, saved)
-            train(hvd, model, state, 6)
+        write_commit(old, commit)
+        model, state = made(hvd)
+        train(hvd, model, state, 2)
+        read_commit(state, commit)
+    state.restore()
+    state.sync()
+    assert state.step == 4
+    for own, saved in zip(model.get_weights(), plain.get_weights(), strict=True):
+        assert np.array_equal(own, saved)
+    train(hvd, model, state, 6)
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -153,11 +148,9 @@ def test_a_commit_has_the_callback_states_of_rank_0_on_each_host(hvd):
         folder = hvd.broadcast_object(own)
         metadata = {"best": 3} if hvd.rank() == 0 else {}
         hvd.elastic.run(fit)(made(), folder, 1, metadata)
-        commit = host / "of the last rank"
-        last = commit_in(host).read_bytes()
-        commit.write_bytes(hvd.broadcast_object(last, root_rank=hvd.size() - 1))
         state, metadata = made(), {}
-        state.read_saved(commit)
+        state._saved = hvd.broadcast_object(commit_in(host), root_rank=hvd.size() - 1)
+        parts.restore(state._saved, POSITIONS)
         state.restore()
         best, losses = fit(state, folder, 2, metadata)
         hvd.allreduce(np.ones(1), name="all have read the folder")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hvdkit.core.consistency import RankMismatchError
+from tests.commit_files import read_commit, write_commit
 from tests.logs import recorded
 from tests.monitor.simulated import Kept
 from tests.parallel.keras.job import common_folder, of_every_rank, same_everywhere
@@ -317,13 +318,12 @@ def test_a_commit_contains_the_optimizers(hvd, make):
     with tempfile.TemporaryDirectory() as folder:
         state.save()
         commit = Path(folder) / "commit"
-        with commit.open("wb") as file:
-            state.write_saved(file)
+        write_commit(state, commit)
         expected = same_everywhere(fit(hvd, model, [], epochs=1))
         restarted = make(hvd, 9, **options)
         restarted_state = hvd.elastic.KerasState(restarted)
         if hvd.rank() < hvd.size() - 1:
-            restarted_state.read_saved(commit)
+            read_commit(restarted_state, commit)
             restarted_state.restore()
     restarted_state.sync()
     assert fit(hvd, restarted, [], epochs=1) == expected

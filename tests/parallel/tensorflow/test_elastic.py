@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import UsageError
+from tests.commit_files import read_commit, write_commit
 from tests.parallel.elastic_samplers import check_that_a_commit_keeps_the_position
 from tests.parallel.rank_pool import Configuration, start_ranks_of
 from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks
@@ -117,8 +118,7 @@ def test_a_commit_contains_the_scales_of_tapes(hvd, state_class):
         while state.step < 12:
             if state.step == 6 and commit is not None:
                 state.save()
-                with commit.open("wb") as file:
-                    state.write_saved(file)
+                write_commit(state, commit)
             x = np.random.default_rng([state.step, hvd.rank()]).normal(size=(3, 6))
             # The magnitude of the gradients changes, and with it the scales.
             step(tf.constant(x, tf.float32), tf.constant(2.0 ** (9 * (state.step % 4) - 30)))
@@ -132,7 +132,7 @@ def test_a_commit_contains_the_scales_of_tapes(hvd, state_class):
         expected = train(model, state, step, commit)
         restarted, restarted_state, step = make()
         if hvd.rank() < hvd.size() - 1:
-            restarted_state.read_saved(commit)
+            read_commit(restarted_state, commit)
             restarted_state.restore()
     restarted_state.sync()
     # In the same process, too.

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdkit.core.collectives import Collectives
-from hvdkit.core.elastic.committer import Committer
-from hvdkit.core.elastic.start import ElasticStart
-from hvdkit.core.elastic.state import CommittedState
-from hvdkit.core.replaced_state import state_replaced
+from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.core.script_end import note_end_with
+from hvdkit.elastic.commits import Commits
+from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import HOSTS_CHANGED, UsageError
 
 
@@ -31,7 +28,6 @@ class Adapter:
         shutdown: shuts down Horovod.
         horovods_run: Horovod's decorator, which shuts down and starts Horovod in the process.
         interrupt: Horovod's `HostsUpdatedInterrupt`.
-        loads: unpickles the values of another rank.
     """
 
     collectives: Callable[[], Collectives]
@@ -40,7 +36,6 @@ class Adapter:
     shutdown: Callable[[], None]
     horovods_run: Callable[[Callable[..., Any]], Callable[..., Any]]
     interrupt: type[Exception]
-    loads: Callable[[bytes], Any] = pickle.loads
 
 
 _keys = itertools.count()
@@ -101,30 +96,18 @@ def _run_started(
             f"stored under its number. Remove hvd.elastic.run from the inner function, and put its "
             f"objects into the state of the outer function"
         )
-    writes = adapter.local_rank() == 0
-    committer = Committer(start, adapter.collectives(), next(_keys), writes, adapter.loads)
-
-    def load(path: Path) -> None:
-        state.read_saved(path)
-        state.restore()
-
-    restored = committer.resume(load)
-    if restored:
-        state_replaced()
-    # A state that continues from an earlier call in this process was not reset.
-    if start.number > 0 and (restored or not state._began):
-        state.on_reset()
-    state._began = True
-    state.sync()
-    if restored:
-        committer.note_restored(state.digest_saved)
-    state._committer, CommittedState.running = committer, state
+    commits = Commits(start, adapter.collectives(), next(_keys), adapter.local_rank() == 0)
     try:
+        state._begin(commits)
+        CommittedState.running = state
         return func(state, *args, **kwargs)
     except adapter.interrupt:
+        # The commit must be complete, and Horovod still run, for an error on all ranks.
+        commits.close()
         _end(adapter)
     finally:
-        state._committer = CommittedState.running = None
+        state._commits = CommittedState.running = None
+        commits.close()
 
 
 def _end(adapter: Adapter) -> NoReturn:

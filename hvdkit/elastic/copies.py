@@ -1,4 +1,4 @@
-"""Copy the objects of an elastic state, and find those that must not be copied.
+"""Find objects of an elastic state that must not be copied.
 
 `restore` and `sync` replace each object of a state by a copy. This is an error for an object to
 which the script or other objects refer, because they would still use the original.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hvdkit.errors import UsageError
@@ -63,16 +63,6 @@ def check_references(name: str, value: Any, originals: Iterable[Any]) -> None:
             )
 
 
-def copies(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of objects; the object itself if it cannot be copied."""
-    try:
-        # Objects that refer to each other do so in the copies, too.
-        return copy.deepcopy(dict(objects))
-    except Exception:
-        # An object that cannot be copied, for example a tensor with a gradient function.
-        return {name: _copied(value) for name, value in objects.items()}
-
-
 def is_of_keras(value: Any) -> bool:
     """Return whether `value` is a variable, an optimizer, or a layer with variables of Keras."""
     # By names, because this module does not import Keras.
@@ -82,14 +72,6 @@ def is_of_keras(value: Any) -> bool:
     if "Layer" in names and "Metric" not in names:
         return bool(value.weights)
     return not names.isdisjoint({"Variable", "Optimizer", "BaseOptimizer"})
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of an object; the object itself if it cannot be copied."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return value
 
 
 def _nested(name: str, value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -1,0 +1,248 @@
+"""Store the commits of an elastic state in the memory of every host, and find the newest one.
+
+A commit is a step in the folders that the agent of the host owns, see
+`hvdkit.checkpoint.host_steps`. One rank of each host writes it, while the training continues. The
+commit before stays until it is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import platform
+from collections.abc import Collection, Sequence
+
+import hvdkit
+from hvdkit.checkpoint.coordination import exchange
+from hvdkit.checkpoint.host_steps import HostSteps, content_of, key_of
+from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.elastic_start import ElasticStart
+from hvdkit.core.progress import report_committed, report_saved
+from hvdkit.core.rank_errors import attempt, raise_together
+from hvdkit.elastic.parts import Parts, read
+from hvdkit.errors import HvdkitError
+
+_COMMIT = "hvdkit.elastic.commit"
+#: The beginning of the names of the folders of states; the number of the state follows.
+_PREFIX = "commits-"
+
+_NOT_STORED = (
+    "the elastic state was not committed, because gradients wait for a step, or an accumulation "
+    "window is open: a commit cannot contain gradients. The next commit after the step stores the "
+    "state. To commit exactly when you call commit(), call it after steps"
+)
+_STORED_IN_WINDOW = (
+    "the elastic state was committed while gradients wait for a step, because all recent calls of "
+    "commit() came between a backward pass and its step. The commit does not contain these "
+    "gradients: after a restart, the first batches of the step are not trained. Call commit() "
+    "after steps"
+)
+
+_log = logging.getLogger("hvdkit.elastic")
+
+
+class Commits:
+    """The commits of one state. All methods but `wait` and `close` are collectives.
+
+    The order of commits is that of the starts of the job, and then of their numbers: a host that
+    was left out of a start may have commits of an earlier start with higher numbers, which the job
+    does not use.
+
+    Args:
+        start: the start of the ranks.
+        collectives: the collectives of all ranks.
+        key: the number of the state: 0 for the first call of an elastic training function.
+        writes: whether this rank writes the commits of its host. True for one rank of each host.
+    """
+
+    def __init__(
+        self, start: ElasticStart, collectives: Collectives, key: int, writes: bool
+    ) -> None:
+        self._start = start
+        self._collectives = collectives
+        self._key = key
+        folders = [folder / f"{_PREFIX}{key}" for folder in start.folders]
+        self._steps = HostSteps(folders) if writes else None
+        self._number = 0
+        self._warnings: set[bool] = set()
+        # Equal on all ranks, set by `newest`: whether a rank other than the first one writes, and
+        # whether a host has commits of a later state, which are newer than those of this one.
+        self._others_write = self._is_earlier = False
+
+    def anywhere(self, own: Sequence[bool], name: str = "hvdkit.elastic.window") -> list[bool]:
+        """Return which of the values are true on a rank. Each commit begins with this call.
+
+        Raises:
+            HvdkitError: a rank waits in `join`. It would contribute zeros to the collectives of the
+                commit, and its host would store nothing.
+        """
+        present, *found = self._collectives.sum([1, *map(int, own)], name)
+        ranks = len(self._collectives.ranks)
+        if present < ranks:
+            raise HvdkitError(
+                f"the elastic state was not committed: {present} of {ranks} ranks have called "
+                f"commit() or check_host_updates(), and the others wait in hvd.join(). Expected "
+                f"the call on all ranks, after the same batches. Call it before or after hvd.join()"
+            )
+        return [count > 0 for count in found]
+
+    def warn_of_window(self, stores: bool) -> None:
+        """Log once, on the first rank, that a commit is not at a step boundary.
+
+        Args:
+            stores: whether the commit is stored, without the gradients that wait.
+        """
+        if stores not in self._warnings and self._is_first:
+            _log.warning("%s", _STORED_IN_WINDOW if stores else _NOT_STORED)
+        self._warnings.add(stores)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._collectives.rank == self._collectives.ranks[0]
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the ranks were started before. Not a collective."""
+        return self._start.number > 0
+
+    def hosts_changed(self) -> bool:
+        """Return whether the ranks should end, to be started on other hosts. Equal on all ranks."""
+        changed = self._start.current_hosts() > self._start.hosts
+        (anywhere,) = self.anywhere([changed], "hvdkit.elastic.hosts")
+        return anywhere
+
+    def newest(self) -> tuple[int, Parts] | None:
+        """Find the newest commit of all hosts, read it, and report it as progress if it is new.
+
+        A commit with the content of the commit that was restored before is no progress: the script
+        may fail after its training function, again and again, and must not restart forever.
+
+        Returns:
+            A rank that has the commit, and on this rank the commit; None if no host has one.
+
+        Raises:
+            CheckpointError: on all ranks: the commit cannot be read.
+        """
+        opened, problem = attempt(self._open)
+        told = exchange(
+            self._collectives,
+            {
+                "id": key_of(opened.manifest) if opened else [],
+                "content": content_of(opened.manifest) if opened else "",
+                "restored": self._steps.restored()[2:] if self._steps else [],
+                "writes": self._steps is not None,
+                "states": self._states(),
+            },
+            problem,
+            "the commits of the elastic state cannot be read",
+        )
+        self._others_write = any(each["writes"] for each in told[1:])
+        states = {state for each in told for state in each["states"]}
+        self._is_earlier = max(states, default=self._key) > self._key
+        best = max(told, key=lambda each: each["id"])
+        if not best["id"]:
+            # If a host has a commit of another state, this state was never committed.
+            if self._start.committed and not states and self._is_first:
+                _log.warning(
+                    "every host that held a commit of the elastic state is lost or cannot take "
+                    "part, so the training starts from its beginning. To keep a state on disk, use "
+                    "hvd.Checkpointer"
+                )
+            return None
+        holder = self._collectives.ranks[told.index(best)]
+        own, problem = attempt(read, opened) if self._collectives.rank == holder else ({}, None)
+        if opened is not None:
+            opened.close()
+        exchange(self._collectives, {}, problem, "the newest commit cannot be read")
+        self._number = best["id"][1]
+        if self._steps is not None:
+            self._steps.note_restored([*best["id"], best["content"]])
+        if self._is_first and all(each["restored"] != [best["content"]] for each in told):
+            report_saved()
+        return holder, own
+
+    def _open(self) -> OpenCheckpoint | None:
+        return self._steps.newest() if self._steps is not None else None
+
+    def _states(self) -> list[int]:
+        """Return the numbers of the states that have commits on this host."""
+        found = [p for folder in self._start.folders for p in folder.glob(f"{_PREFIX}*")]
+        return [int(path.name.removeprefix(_PREFIX)) for path in found if path.is_dir()]
+
+    def store(
+        self, parts: Parts, differing: Collection[str] = (), problem: Exception | None = None
+    ) -> bool:
+        """Begin to store a commit on each host.
+
+        Args:
+            parts: the state. It must not change until `wait` has returned.
+            differing: the names of parts that may differ between ranks. The first rank may be lost,
+                so that another host continues with its values.
+            problem: the error of this rank in making the parts.
+
+        Returns:
+            Whether the hosts have changed, as `hosts_changed` does. Then the commit is complete.
+
+        Raises:
+            HvdkitError: on every rank, if a rank had an error, or a host could not store this
+                commit or the one before.
+        """
+        self._number += 1
+        if self._others_write:
+            first, content = self._collectives.ranks[0], b""
+            if self._is_first and problem is None:
+                content = pickle.dumps({name: parts[name] for name in differing})
+            content = self._collectives.broadcast(content, first, "hvdkit.elastic.values")
+            parts = {**parts, **pickle.loads(content)} if content else parts
+        if problem is None:
+            _, problem = attempt(self._begin, parts)
+        changed = self._agree(problem, self._start.current_hosts() > self._start.hosts)
+        if changed:
+            self._agree(attempt(self._finish)[1])
+        if not self._is_earlier:
+            report_committed()
+        return changed
+
+    def _begin(self, parts: Parts) -> None:
+        if self._steps is None:
+            return
+        self._steps.finish()
+        ranks = len(self._collectives.ranks)
+        snapshot = Snapshot(
+            step=self._number,
+            epoch=None,
+            metrics={},
+            versions={"hvdkit": hvdkit.__version__, "python": platform.python_version()},
+            parts=parts,
+            ranks=[rank_to_bytes({}, ranks)] * ranks,
+        )
+        self._steps.begin(snapshot, self._start.number + 1)
+
+    def _finish(self) -> None:
+        if self._steps is not None:
+            self._steps.finish()
+
+    def _agree(self, problem: Exception | None, changed: bool = False) -> bool:
+        failed, anywhere = self._collectives.max([int(bool(problem)), int(changed)], _COMMIT)
+        if failed:
+            folders = " or ".join(map(str, self._start.folders))
+            raise_together(
+                self._collectives,
+                problem,
+                f"commit {self._number} of the elastic state was not stored. Two commits must fit "
+                f"into {folders}, and a state must be picklable",
+                _COMMIT,
+            )
+        return bool(anywhere)
+
+    def wait(self) -> None:
+        """Wait until the last commit is complete. A failure is raised by the next `store`."""
+        if self._steps is not None:
+            self._steps.settle()
+
+    def close(self) -> None:
+        """Wait until the last commit is complete, and release the folders. Log a failure."""
+        if self._steps is not None:
+            self._steps.close()
