@@ -23,7 +23,7 @@ from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
-from hvdkit.checkpoint.saving import Saving, check_arguments
+from hvdkit.checkpoint.saving import Prepared, Saving, check_arguments
 from hvdkit.checkpoint.schedule import Schedule
 from hvdkit.checkpoint.sharding import ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
@@ -254,16 +254,17 @@ class Manager:
             memory=None if wait else self._memory,
             consequence=consequence,
         )
+        prepared: Prepared | None = None
         problem: Exception | None = None
         try:
             values = check_arguments(step, epoch, metrics or {})
             self._expect_whole_state()
             if self._first:
                 self._writer.open()
-            saving.prepare(int(step))
+            prepared = saving.prepare(int(step))
         except Exception as error:
             problem = error
-        content, ranks = saving.run(problem)
+        content, ranks = saving.run(prepared, problem)
         self._schedule.record_save(int(step))
         (self._note_save or self._warn_of_window)(int(step))
         self._step = int(step)
@@ -321,14 +322,15 @@ class Manager:
             consequence=f"step {step} was not kept in memory",
             writes=self._host_memory.writes,
         )
+        prepared: Prepared | None = None
         problem: Exception | None = None
         note: Mapping[str, Any] = {}
         try:
             note = {"metrics": check_arguments(step, epoch, metrics or {}), "run": self.run}
-            saving.prepare(int(step))
+            prepared = saving.prepare(int(step))
         except Exception as error:
             problem = error
-        content, ranks, note = saving.run_everywhere(problem, note)
+        content, ranks, note = saving.run_everywhere(prepared, problem, note)
         if self._host_memory.writes:
             snapshot = self._snapshot(step, epoch, note["metrics"], content, ranks)
             self._host_memory.write(snapshot, note["run"])

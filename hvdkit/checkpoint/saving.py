@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.checkpoint import tree
@@ -21,6 +22,27 @@ from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import digest
 from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank compares with the other ranks before a save.
+
+    Attributes:
+        step: the step to save.
+        alike: name of a part without tensors -> its content.
+        signatures: name of a part -> a text for each piece of its structure.
+        digests: name of a rank part -> digests of values that may be equal on all ranks.
+        gathers: name of a sharded part -> how its rows are collected.
+        message: all of it for the other ranks, in JSON.
+    """
+
+    step: int
+    alike: Mapping[str, Tree]
+    signatures: Mapping[str, list[str]]
+    digests: Mapping[str, Mapping[str, int]]
+    gathers: Mapping[str, Gather]
+    message: dict[str, Any]
 
 
 class Saving:
@@ -56,15 +78,9 @@ class Saving:
         self._memory = memory
         self._consequence = consequence
         self._writes = collectives.rank == collectives.ranks[0] if writes is None else writes
-        self._step = 0
-        self._message: dict[str, Any] = {}
         self._names_alike = [name for name in parts if name in alike]
-        self._alike: dict[str, Tree] = {}
-        self._signatures: dict[str, list[str]] = {}
-        self._digests: dict[str, Mapping[str, int]] = {}
-        self._gathers: dict[str, Gather] = {}
 
-    def prepare(self, step: int) -> None:
+    def prepare(self, step: int) -> Prepared:
         """Prepare the comparison of this rank's state. Not a collective.
 
         Args:
@@ -74,39 +90,42 @@ class Saving:
             UsageError: this rank has a state that cannot be saved.
             MemoryError: there is not enough memory.
         """
-        self._step = step
-        self._alike = {name: self._parts[name].save() for name in self._names_alike}
-        self._signatures = {
+        alike = {name: self._parts[name].save() for name in self._names_alike}
+        signatures = {
             name: part.signature()
             for name, part in self._parts.items()
-            if isinstance(part, ComparedItem) and name not in self._alike
+            if isinstance(part, ComparedItem) and name not in alike
         }
-        self._gathers = {
+        gathers = {
             name: part.prepare_gather(self._writes)
             for name, part in self._parts.items()
             if isinstance(part, ShardedItem)
         }
-        self._digests = {
+        digests = {
             name: item.digests()
             for name, item in self._rank_parts.items()
             if isinstance(item, DifferingRankItem)
         }
-        self._message = {
+        message = {
             "step": step,
             "wait": str(self._memory is None),
             "ranks": ", ".join(self._rank_parts),
             "parts": ", ".join(self._parts),
-            "alike": {name: _fingerprint(each, name) for name, each in self._alike.items()},
-            "signatures": {name: digest(lines).hex() for name, lines in self._signatures.items()},
-            "digests": {name: list(each.values()) for name, each in self._digests.items()},
-            "shards": {name: each.layout for name, each in self._gathers.items()},
+            "alike": {name: _fingerprint(each, name) for name, each in alike.items()},
+            "signatures": {name: digest(lines).hex() for name, lines in signatures.items()},
+            "digests": {name: list(each.values()) for name, each in digests.items()},
+            "shards": {name: each.layout for name, each in gathers.items()},
             "replicas": [self._described(check) for check in self._replicas()],
         }
+        return Prepared(step, alike, signatures, digests, gathers, message)
 
-    def run(self, problem: Exception | None) -> tuple[dict[str, EncodedPart], list[bytes]]:
+    def run(
+        self, prepared: Prepared | None, problem: Exception | None
+    ) -> tuple[dict[str, EncodedPart], list[bytes]]:
         """Compare the state between the ranks, and collect it on the first rank. A collective.
 
         Args:
+            prepared: what `prepare` has returned; None if this rank has an error.
             problem: the error of this rank in `prepare` or before.
 
         Returns:
@@ -117,22 +136,23 @@ class Saving:
             CheckpointError: on all ranks: a rank had another error.
             RankMismatchError: on all ranks: parameters or optimizer state differ.
         """
-        gathered, content, own, problem = self._collect(problem)
+        gathered, content, own, problem = self._collect(prepared, problem)
         exchange(self._collectives, {}, problem, self._consequence)
-        for name, rows in self._gathers.items():
+        for name, rows in prepared.gathers.items() if prepared else ():
             rows.run(self._collectives, [each["shards"][name] for each in gathered])
             if rows.part is not None:
                 content[name] = rows.part
         return content, gather(self._collectives, own, "hvdkit.checkpoint.ranks")
 
     def run_everywhere(
-        self, problem: Exception | None, note: Mapping[str, Any]
+        self, prepared: Prepared | None, problem: Exception | None, note: Mapping[str, Any]
     ) -> tuple[dict[str, EncodedPart], list[bytes], Mapping[str, Any]]:
         """Compare the state between the ranks, and send each rank's own state to all. A collective.
 
         The parts have no `ShardedItem`.
 
         Args:
+            prepared: see `run`.
             problem: see `run`.
             note: JSON values of the first rank.
 
@@ -143,31 +163,33 @@ class Saving:
         Raises:
             UsageError, CheckpointError: see `run`.
         """
-        _, content, own, problem = self._collect(problem)
+        _, content, own, problem = self._collect(prepared, problem)
         message = {"own": own.decode(), "note": dict(note)}
         told = exchange(self._collectives, message, problem, self._consequence)
         return content, [each["own"].encode() for each in told], told[0]["note"]
 
     def _collect(
-        self, problem: Exception | None
+        self, prepared: Prepared | None, problem: Exception | None
     ) -> tuple[list[dict[str, Any]], dict[str, EncodedPart], bytes, Exception | None]:
         """Compare the state between the ranks, and copy the state of this rank. A collective.
 
         Returns:
             The messages of all ranks; the parts, if this rank writes; its own state; its error.
         """
-        gathered = exchange(self._collectives, self._message, problem, self._consequence)
-        self._compare(gathered)
-        self._compare_replicas([each["replicas"] for each in gathered])
-        self._select([each["digests"] for each in gathered])
+        message = prepared.message if prepared else {}
+        gathered = exchange(self._collectives, message, problem, self._consequence)
+        assert prepared is not None
+        self._compare(prepared, gathered)
+        self._compare_replicas(prepared.step, [each["replicas"] for each in gathered])
+        self._select(prepared, [each["digests"] for each in gathered])
         content: dict[str, EncodedPart] = {}
         own = b""
         try:
             # After the comparison, which may have repaired this rank.
             trees = {
-                name: self._alike[name] if name in self._alike else part.save()
+                name: prepared.alike[name] if name in prepared.alike else part.save()
                 for name, part in self._parts.items()
-                if name in self._alike or (self._writes and name not in self._gathers)
+                if name in prepared.alike or (self._writes and name not in prepared.gathers)
             }
             own = rank_to_bytes(
                 _encoded_plainly(
@@ -181,10 +203,11 @@ class Saving:
             problem = error
         return gathered, content, own, problem
 
-    def _compare(self, gathered: Sequence[Mapping[str, Any]]) -> None:
+    def _compare(self, prepared: Prepared, gathered: Sequence[Mapping[str, Any]]) -> None:
         """Check that the ranks save the same state. A collective.
 
         Args:
+            prepared: of this rank.
             gathered: the messages of all ranks.
 
         Raises:
@@ -199,24 +222,25 @@ class Saving:
             compare(
                 self._collectives, [each[kind] for each in gathered], subject, self._consequence
             )
-        for name in self._alike:
+        for name in prepared.alike:
             positions = [each["alike"][name] for each in gathered]
             compare(self._collectives, positions, f"the position in {name!r}", self._consequence)
-        for name, lines in self._signatures.items():
+        for name, lines in prepared.signatures.items():
             digests = [each["signatures"][name] for each in gathered]
             compare_lines(self._collectives, digests, lines, name, self._consequence)
-        for name in self._gathers:
+        for name in prepared.gathers:
             layouts = [each["shards"][name] for each in gathered]
             check_layouts(self._collectives.ranks, layouts, self._consequence)
 
-    def _select(self, gathered: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def _select(self, prepared: Prepared, gathered: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Tell items which of their values differ between ranks.
 
         Args:
+            prepared: of this rank.
             gathered: rank -> name of an item -> its digests, in the same order on all ranks,
                 because `_compare` has compared the signatures.
         """
-        for name, own in self._digests.items():
+        for name, own in prepared.digests.items():
             item = self._rank_parts[name]
             assert isinstance(item, DifferingRankItem)
             of_ranks = zip(*(each[name] for each in gathered), strict=True)
@@ -228,10 +252,11 @@ class Saving:
             return ""
         return str(check.settings) if list(check.ranks) == list(self._collectives.ranks) else ""
 
-    def _compare_replicas(self, gathered: Sequence[Sequence[str]]) -> None:
+    def _compare_replicas(self, step: int, gathered: Sequence[Sequence[str]]) -> None:
         """Compare the replicas of the optimizers whose check can run on all ranks. A collective.
 
         Args:
+            step: the step to save.
             gathered: rank -> optimizer -> the result of `_described`.
 
         Raises:
@@ -241,7 +266,7 @@ class Saving:
             return
         for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
             if check is not None and all(described) and len({*described}) == 1:
-                check.compare(self._step, consequence=f"Step {self._step} was not saved.")
+                check.compare(step, consequence=f"Step {step} was not saved.")
 
 
 def check_arguments(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:
