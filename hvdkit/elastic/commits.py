@@ -231,8 +231,7 @@ class Commits:
             raise_together(
                 self._collectives,
                 problem,
-                f"commit {self._number} of the elastic state was not stored. Two commits must fit "
-                f"into {folders}, and a state must be picklable",
+                f"commit {self._number} of the elastic state was not stored in {folders}",
                 _COMMIT,
             )
         return bool(anywhere)
