@@ -44,7 +44,7 @@ _log = logging.getLogger("hvdkit.elastic")
 
 
 class Commits:
-    """The commits of one state. All methods but `wait` and `close` are collectives.
+    """The commits of one state. The methods are collectives.
 
     The order of commits is that of the starts of the job, and then of their numbers: a host that
     was left out of a start may have commits of an earlier start with higher numbers, which the job
@@ -101,6 +101,11 @@ class Commits:
     @property
     def _is_first(self) -> bool:
         return self._collectives.rank == self._collectives.ranks[0]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the commits of its host. Not a collective."""
+        return self._steps is not None
 
     @property
     def restarted(self) -> bool:
@@ -172,18 +177,24 @@ class Commits:
         return [int(path.name.removeprefix(_PREFIX)) for path in found if path.is_dir()]
 
     def store(
-        self, parts: Parts, differing: Collection[str] = (), problem: Exception | None = None
+        self,
+        parts: Parts,
+        differing: Collection[str] = (),
+        problem: Exception | None = None,
+        ends: bool = False,
     ) -> bool:
         """Begin to store a commit on each host.
 
         Args:
-            parts: the state. It must not change until `wait` has returned.
+            parts: the state, on the ranks that write. It must not change until `wait` has returned.
             differing: the names of parts that may differ between ranks. The first rank may be lost,
                 so that another host continues with its values.
             problem: the error of this rank in making the parts.
+            ends: whether the ranks end after this commit, the same on all ranks.
 
         Returns:
-            Whether the hosts have changed, as `hosts_changed` does. Then the commit is complete.
+            Whether the hosts have changed, as `hosts_changed` does. Then, or if the ranks end, the
+            commit is complete.
 
         Raises:
             HvdkitError: on every rank, if a rank had an error, or a host could not store this
@@ -199,7 +210,7 @@ class Commits:
         if problem is None:
             _, problem = attempt(self._begin, parts)
         changed = self._agree(problem, self._start.current_hosts() > self._start.hosts)
-        if changed:
+        if changed or ends:
             self._agree(attempt(self._finish)[1])
         if not self._is_earlier:
             report_committed()
@@ -237,11 +248,14 @@ class Commits:
         return bool(anywhere)
 
     def wait(self) -> None:
-        """Wait until the last commit is complete. A failure is raised by the next `store`."""
+        """Wait until the last commit is complete. Not a collective.
+
+        A failure is raised by the next `store`.
+        """
         if self._steps is not None:
             self._steps.settle()
 
     def close(self) -> None:
-        """Wait until the last commit is complete, and release the folders. Log a failure."""
+        """Wait until the last commit is complete, and log a failure. Not a collective."""
         if self._steps is not None:
             self._steps.close()

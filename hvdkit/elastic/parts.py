@@ -1,4 +1,4 @@
-"""The parts of an elastic state in host memory: broadcast them, and restore items from them.
+"""The parts of an elastic state in host memory: restore items from them, also on other ranks.
 
 A part is the state of one item, as in a checkpoint; see `hvdkit.checkpoint.state`.
 """
@@ -6,23 +6,34 @@ A part is the state of one item, as in a checkpoint; see `hvdkit.checkpoint.stat
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from hvdkit.checkpoint import memory, tree
+from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.snapshot import placed
-from hvdkit.checkpoint.state import StatefulItem, Tree
+from hvdkit.checkpoint.state import StatefulItem, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
-from hvdkit.core.collectives import Collectives, broadcast_in_chunks
+from hvdkit.core.collectives import Collectives
+from hvdkit.core.rank_errors import attempt
 from hvdkit.errors import UsageError
 
 #: Name of an item -> its state, in host memory.
 Parts = Mapping[str, EncodedPart]
+#: The same without the content of tensors: the JSON form, and the specs by name.
+_Outline = Mapping[str, tuple[Any, Mapping[str, TensorSpec]]]
+
+# Bytes; a multiple of the alignment of tensors, so that a piece has whole elements.
+_PIECE_BYTES = 64 << 20
+
+_ADVICE = (
+    "put the same models, optimizers and objects into the state on all ranks, and at each start"
+)
 
 
 class Pickled:
@@ -89,54 +100,114 @@ def restore(parts: Parts, items: Mapping[str, StatefulItem]) -> None:
     Raises:
         UsageError: the state of a part does not fit its item. Then nothing was changed.
     """
-    prepared: dict[str, Tree] = {}
-    for name, item in items.items():
-        if name in parts:
-            specs = {key: spec for key, (spec, _) in parts[name].tensors.items()}
-            prepared[name] = item.plan_restore(tree.decode(parts[name].tree, specs))
-    for name, content in prepared.items():
-        for key, tensor in tree.encode(content, name)[1].items():
-            tensor.write(parts[name].tensors[key][1])
-        items[name].restore(content)
+    plan = _Plan(_outline(parts), items)
+    for (part, key), tensor in plan.tensors.items():
+        tensor.write(parts[part].tensors[key][1])
+    plan.finish()
 
 
-def broadcast(collectives: Collectives, parts: Parts, root_rank: int, name: str) -> Parts:
-    """Broadcast parts. A collective.
+def restore_everywhere(
+    collectives: Collectives,
+    parts: Parts,
+    items: Mapping[str, StatefulItem],
+    root_rank: int,
+    name: str,
+) -> None:
+    """Broadcast parts, and restore items from them, as `restore`. A collective.
+
+    A rank needs memory for a piece of the parts only.
 
     Args:
         collectives: of the ranks.
         parts: on the root; ignored on the other ranks.
+        items: of this rank.
         root_rank: the rank that sends.
         name: the beginning of the names of the collectives.
 
-    Returns:
-        The parts of the root, on the other ranks in new memory.
+    Raises:
+        UsageError: on all ranks: the state of a part does not fit an item of a rank. Then nothing
+            was changed.
+        CheckpointError: on all ranks: a rank had another error.
     """
     if collectives.single_rank:
-        return parts
+        restore(parts, items)
+        return
     is_root = collectives.rank == root_rank
-    outline = {
+    sent = pickle.dumps(_outline(parts)) if is_root else b""
+    outline: _Outline = pickle.loads(collectives.broadcast(sent, root_rank, f"{name}.outline"))
+    plan, problem = attempt(_Plan, outline, items)
+    exchange(collectives, {}, problem, _ADVICE)
+    for piece, segments in _pieces(outline):
+        for part, key, inside, start in segments if is_root else ():
+            content = parts[part].tensors[key][1]
+            assert isinstance(content, np.ndarray)
+            piece[inside] = content[start : start + inside.stop - inside.start]
+        collectives.broadcast_into(piece, root_rank, f"{name}.content")
+        for part, key, inside, start in segments:
+            # A rank that cannot write still takes part in the broadcasts.
+            if problem is None and (part, key) in plan.tensors:
+                _, problem = attempt(plan.tensors[part, key].write, piece[inside], start)
+    if problem is None:
+        _, problem = attempt(plan.finish)
+    exchange(collectives, {}, problem, _ADVICE)
+
+
+class _Plan:
+    """The destinations of the state of parts.
+
+    Attributes:
+        tensors: part and name of a tensor -> its destination.
+
+    Raises:
+        UsageError: the state of a part does not fit its item.
+    """
+
+    def __init__(self, outline: _Outline, items: Mapping[str, StatefulItem]) -> None:
+        self._items = items
+        self._trees = {
+            part: item.plan_restore(tree.decode(*outline[part]))
+            for part, item in items.items()
+            if part in outline
+        }
+        self.tensors = {
+            (part, key): tensor
+            for part, content in self._trees.items()
+            for key, tensor in tree.encode(content, part)[1].items()
+        }
+
+    def finish(self) -> None:
+        """Restore the items, after the tensors were written."""
+        for part, content in self._trees.items():
+            self._items[part].restore(content)
+
+
+def _outline(parts: Parts) -> _Outline:
+    return {
         part: (each.tree, {key: spec for key, (spec, _) in each.tensors.items()})
-        for part, each in (parts if is_root else {}).items()
+        for part, each in parts.items()
     }
-    sent = collectives.broadcast(pickle.dumps(outline), root_rank, f"{name}.outline")
-    outline = pickle.loads(sent)
+
+
+def _pieces(
+    outline: _Outline,
+) -> Iterator[tuple[np.ndarray, list[tuple[str, str, slice, int]]]]:
+    """Yield memory for each piece of the content of parts, the same memory for all of them.
+
+    A piece comes with its segments: a part, the name of a tensor, the place in the piece, and the
+    first byte of the tensor.
+    """
     places, size = placed(
         {(part, key): spec for part, (_, specs) in outline.items() for key, spec in specs.items()}
     )
-    content = memory.allocate(size)
-    if is_root:
-        for (part, key), place in places.items():
-            content[place] = parts[part].tensors[key][1]
-    broadcast_in_chunks(collectives, content, root_rank, f"{name}.content")
-    if is_root:
-        return parts
-    return {
-        part: EncodedPart(
-            encoded, {key: (spec, content[places[part, key]]) for key, spec in specs.items()}
-        )
-        for part, (encoded, specs) in outline.items()
-    }
+    content = memory.allocate(min(size, _PIECE_BYTES))
+    for begin in range(0, size, _PIECE_BYTES):
+        end = min(begin + _PIECE_BYTES, size)
+        segments = [
+            (part, key, slice(first - begin, last - begin), first - place.start)
+            for (part, key), place in places.items()
+            if (first := max(place.start, begin)) < (last := min(place.stop, end))
+        ]
+        yield content[: end - begin], segments
 
 
 def read(opened: OpenCheckpoint) -> Parts:

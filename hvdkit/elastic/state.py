@@ -7,6 +7,7 @@ import logging
 import pickle
 import queue
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from hvdkit.checkpoint import memory
@@ -81,7 +82,7 @@ class CommittedState:
     _commits: Commits | None = None
     # Whether `run` has called a training function with this state in this process.
     _began = False
-    _saved: Parts
+    _saved: Parts = MappingProxyType({})
     # Whether this state has warned that its commits are not stored.
     _warned = False
 
@@ -105,7 +106,8 @@ class CommittedState:
         for name, value in self._objects().items():
             check_values(name, value, self._advice)
             check_references(name, value, self._originals())
-        self.save()
+        if ElasticStart.read() is None:
+            self.save()
 
     def _samplers(self) -> dict[str, Epochs]:
         """Return the samplers, by the name of their attribute."""
@@ -253,15 +255,26 @@ class CommittedState:
         self._host_messages = queue.Queue()
 
     def save(self) -> None:
-        """Copy everything to host memory, except accumulated gradients."""
+        """Copy everything to host memory, except accumulated gradients.
+
+        In a training function of `hvdkit run --elastic`, one rank of each host has a copy.
+        """
         if self._commits is not None:
+            if not self._commits.writes:
+                return
             # The thread that stores the last commit reads the copy.
             self._commits.wait()
         items = self._items() | POSITIONS
         self._saved = self._memory.copy({name: item.save() for name, item in items.items()})
 
     def restore(self) -> None:
-        """Restore everything as of the last `save`, and discard accumulated gradients."""
+        """Restore everything as of the last `save`, and discard accumulated gradients.
+
+        In a training function of `hvdkit run --elastic`, a collective: rank 0 sends its copy.
+        """
+        if self._commits is not None:
+            self._receive(0)
+            return
         self._discard_gradients()
         parts.restore(self._saved, self._items())
 
@@ -277,24 +290,26 @@ class CommittedState:
         _, problem = attempt(self.save) if self._rank() == 0 else (None, None)
         exchange(self._collectives(), {}, problem)
         self._receive(0)
+        if self._rank() != 0:
+            self.save()
 
-    def _receive(self, root_rank: int) -> None:
-        """Broadcast what a rank has saved, and restore it. A collective.
+    def _receive(self, root_rank: int, more: Mapping[str, StatefulItem] = {}) -> None:
+        """Restore what a rank has saved. A collective.
+
+        Args:
+            root_rank: the rank.
+            more: further items to restore.
 
         Raises:
             UsageError, CheckpointError: on every rank, if a rank could not restore it.
         """
-        collectives = self._collectives()
-        self._saved = parts.broadcast(collectives, self._saved, root_rank, "hvdkit.elastic.state")
-        _, problem = attempt(self.restore)
-        self._forget_uncounted()
-        exchange(
-            collectives,
-            {},
-            problem,
-            "put the same models, optimizers and objects into the state on all ranks, and at each "
-            "start",
+        self._discard_gradients()
+        parts.restore_everywhere(
+            *(self._collectives(), self._saved, {**self._items(), **more}),
+            root_rank,
+            "hvdkit.elastic.state",
         )
+        self._forget_uncounted()
 
     def _begin(self, commits: Commits) -> None:
         """Begin a training function: continue from the newest commit. A collective.
@@ -306,15 +321,14 @@ class CommittedState:
         if found is not None:
             holder, own = found
             self._saved = own or self._saved
-            self._receive(holder)
-            parts.restore(self._saved, POSITIONS)
+            self._receive(holder, POSITIONS)
             state_replaced()
         # A state that continues from an earlier call in this process was not reset.
         if commits.restarted and (found is not None or not self._began):
             self.on_reset()
         self._began = True
-        self.sync()
         self._commits = commits
+        self.sync()
         if found is not None:
             # From now on, each host has the commit.
             commits.store(self._saved)
@@ -367,16 +381,20 @@ class CommittedState:
         elif self._commits.hosts_changed():
             if self._must_wait():
                 return
-            self._store()
+            self._store(ends=True)
             raise self._interrupt(False)
 
-    def _store(self) -> bool:
-        """Store a commit, and return whether the hosts have changed. A collective."""
+    def _store(self, ends: bool = False) -> bool:
+        """Store a commit, and return whether the hosts have changed. A collective.
+
+        Args:
+            ends: whether the ranks end after this commit.
+        """
         assert self._commits is not None
         _, problem = attempt(self.save)
         items = self._items() | POSITIONS
         differing = [name for name, item in items.items() if isinstance(item, Pickled)]
-        return self._commits.store(self._saved, differing, problem)
+        return self._commits.store(self._saved, differing, problem, ends)
 
     def _check_stored(self) -> None:
         """Check a call without commits: no commit is stored, and no host change is noticed.
