@@ -56,7 +56,8 @@ class SnapshotMemory:
         if len(self._memory) < end:
             # Free the old memory before allocating new memory.
             self._memory = np.empty(0, np.uint8)
-            self._memory = self._allocate(end)
+            # More than now, for a state that grows a little with each step, such as a list.
+            self._memory = self._allocate(end + end // 64)
         parts = {}
         for part, (content, tensors) in encoded.items():
             copies = {}
