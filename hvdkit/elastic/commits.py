@@ -201,14 +201,17 @@ class Commits:
                 commit or the one before.
         """
         self._number += 1
+        of_first: Parts | None = {}
         if self._others_write:
-            first, content = self._collectives.ranks[0], b""
+            content = b""
             if self._is_first and problem is None:
                 content = pickle.dumps({name: parts[name] for name in differing})
+            first = self._collectives.ranks[0]
             content = self._collectives.broadcast(content, first, "hvdkit.elastic.values")
-            parts = {**parts, **pickle.loads(content)} if content else parts
-        if problem is None:
-            _, problem = attempt(self._begin, parts)
+            of_first = pickle.loads(content) if content else None
+        # Not if the first rank has an error: the commit would have values of another rank.
+        if problem is None and of_first is not None:
+            _, problem = attempt(self._begin, {**parts, **of_first})
         changed = self._agree(problem, self._start.current_hosts() > self._start.hosts)
         if changed or ends:
             self._agree(attempt(self._finish)[1])
