@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import linecache
+import functools
+import os
 import re
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hvdkit.plain_files import read_text
+
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
-_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
-_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
+_FRAME = re.compile(r'\s+File "(.*)", line (\d{1,9}) in (.*)')
+_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U00(?:0[0-9a-f]|10)[0-9a-f]{4}")
 _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     "site-packages",
@@ -51,6 +54,8 @@ _PROGRAM = re.compile(r".*/bin/[^/.]+")
 _BOOTSTRAP = "_bootstrap"
 # faulthandler does not write the frames outside of this number.
 _MOST_FRAMES = 100
+# The longest source file that is read, in bytes, and the most characters of a line that are shown.
+_LONGEST_SOURCE, _SHOWN = 1_000_000, 200
 # The packages whose hooks a backward pass calls, beside those of the user.
 _OF_PASS = ("/torch/", "/horovod/", "/hvdkit/")
 #: Functions that wait for a collective: the end of a file's path, and the functions.
@@ -106,8 +111,24 @@ class Frame:
 
     def __str__(self) -> str:
         # The text may be the end of a sentence.
-        source = linecache.getline(self.file, self.line).strip().removesuffix(",")
+        source = _source(self.file, self.line).removesuffix(",")
         return f"{self.file}:{self.line} in {self.function}" + (f": {source}" if source else "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(file: str, line: int) -> str:
+    """Return a line of a Python file; "" if it cannot be read.
+
+    Another user may have written the path, so no other file is read: it may be a pipe or a device,
+    or have a secret of this user.
+    """
+    try:
+        # A user's folder may have links. `read_text` does not follow one that is made meanwhile.
+        path = Path(os.path.realpath(file))
+        lines = read_text(path, _LONGEST_SOURCE).split("\n") if path.suffix == ".py" else []
+    except (OSError, ValueError):  # ValueError: no file can have this name
+        return ""
+    return lines[line - 1].strip()[:_SHOWN] if 0 < line <= len(lines) else ""
 
 
 def _is_in(frame: Frame, functions: Mapping[str, Collection[str] | None]) -> bool:

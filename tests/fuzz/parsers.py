@@ -253,6 +253,10 @@ def record_seeds() -> Sequence[bytes]:
         **{f"records/{name}": content for name, content in OTHER.items()},
     }
     found = [json.dumps([name, content]).encode() for name, content in files.items()]
+    # Stacks with a character that does not exist, and with a line of too many digits.
+    for old, new in (("train", r"\Uffffffff"), ("3", "3" * 5000)):
+        changed = RECORD | {"stacks": RECORD["stacks"].replace(old, new)}
+        found.append(json.dumps(["records/rank-0.json", changed]).encode())
     for number, hostile in enumerate(HOSTILE_JSON):
         name = list(files)[number % len(files)]
         found.append(name.encode() + b"\n" + hostile)
