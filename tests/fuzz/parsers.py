@@ -253,8 +253,8 @@ def record_seeds() -> Sequence[bytes]:
         **{f"records/{name}": content for name, content in OTHER.items()},
     }
     found = [json.dumps([name, content]).encode() for name, content in files.items()]
-    # Stacks with a character that does not exist, and with a line of too many digits.
-    for old, new in (("train", r"\Uffffffff"), ("3", "3" * 5000)):
+    # A character that does not exist, a line of too many digits, and a path that is too long.
+    for old, new in (("train", r"\Uffffffff"), ("3", "3" * 5000), ("a/", "a/" * 300_000)):
         changed = RECORD | {"stacks": RECORD["stacks"].replace(old, new)}
         found.append(json.dumps(["records/rank-0.json", changed]).encode())
     for number, hostile in enumerate(HOSTILE_JSON):
