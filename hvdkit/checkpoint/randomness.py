@@ -12,6 +12,9 @@ import numpy as np
 from hvdkit.checkpoint.state import Tree
 from hvdkit.errors import UsageError
 
+#: The largest positions in the states of NumPy's generators MT19937 and Philox.
+_LAST = {"pos": 624, "buffer_pos": 4}
+
 
 def save() -> Tree:
     """Return the states of the generators of the modules `random` and `numpy.random`."""
@@ -35,7 +38,7 @@ def check(tree: Tree) -> None:
     """Check that NumPy's global generator is of the kind that `save` saved.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: it is of another kind, or `save` cannot have returned this state.
     """
     saved, own = tree["numpy"], _numpy_kind()
     if saved is not None and saved["kind"] != own:
@@ -44,6 +47,7 @@ def check(tree: Tree) -> None:
             f"kind {own} here. Call np.random.set_bit_generator in both runs or in none, or "
             f"restore with strict=False"
         )
+    _check_positions(saved)
 
 
 def restore(tree: Tree) -> None:
@@ -52,10 +56,27 @@ def restore(tree: Tree) -> None:
     legacy = tree["numpy"]
     # None: the user had replaced NumPy's generator by one of another kind.
     if legacy is not None and legacy["kind"] == _numpy_kind():
+        _check_positions(legacy)
         key = np.frombuffer(legacy["key"], np.uint32)
         np.random.set_state(
             (legacy["kind"], key, legacy["pos"], legacy["has_gauss"], legacy["gauss"])
         )
+
+
+def _check_positions(state: Any) -> None:
+    """Check the positions in the states of NumPy's generators.
+
+    NumPy does not check them. With a position of a forged file, it reads other memory.
+    """
+    if not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if key in _LAST and not (isinstance(value, int) and 0 <= value <= _LAST[key]):
+            raise UsageError(
+                f"the checkpoint has {key} {value!r:.40} in the state of a NumPy generator: "
+                f"expected 0 to {_LAST[key]}. Its file was changed: restore another step"
+            )
+        _check_positions(value)
 
 
 def _numpy_kind() -> str:
@@ -127,7 +148,7 @@ class Generators:
         """Compare the saved generators with these.
 
         Raises:
-            UsageError: names or kinds differ.
+            UsageError: names or kinds differ, or `save` cannot have returned a state.
         """
         if tree.keys() != self._generators.keys():
             saved, own = (", ".join(map(repr, names)) for names in (tree, self._generators))
@@ -137,7 +158,10 @@ class Generators:
                 f"strict=False"
             )
         for name, saved_state in tree.items():
-            saved, own = map(_kind, (saved_state, self._state(self._generators[name])))
+            generator = self._generators[name]
+            if isinstance(generator, np.random.Generator):
+                _check_positions(saved_state)
+            saved, own = map(_kind, (saved_state, self._state(generator)))
             if saved != own:
                 raise UsageError(
                     f"generators[{name!r}] was of kind {saved} when it was saved, but is of kind "
@@ -153,6 +177,7 @@ class Generators:
             if isinstance(generator, random.Random):
                 _set_python_state(generator, saved["state"])
             elif isinstance(generator, np.random.Generator):
+                _check_positions(saved["state"])
                 generator.bit_generator.state = _with_arrays(saved["state"])
             else:
                 self._put(generator, saved)

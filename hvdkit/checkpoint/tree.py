@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -28,6 +29,9 @@ MAX_DEPTH = 50
 
 #: The largest array or small tensor that is written as text, in bytes.
 MAX_ARRAY_BYTES = 1_000_000
+
+# The most keys of a dict that have the same hash. Whole numbers from 0 to 2**61 - 2 all differ.
+_MOST_EQUAL_HASHES = 100
 
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, dicts, Counters, NumPy scalars "
@@ -84,6 +88,8 @@ def decode(encoded: Any, tensors: Mapping[str, Any]) -> Tree:
 class _Encoder:
     def __init__(self, subject: str, inline: bool) -> None:
         self.tensors: dict[str, Any] = {}
+        # The last number of each name. In a hostile file, all tensors may have the same name.
+        self._numbers: dict[str, int] = {}
         self._inline = inline
         self._subject = subject
 
@@ -178,10 +184,12 @@ class _Encoder:
     def _name(self, tensor: Any, path: tuple[Any, ...]) -> str:
         plain = ".".join(map(str, path)) or "tensor"
         # safetensors reserves this name.
-        name, count = plain, 1
+        number = self._numbers.get(plain, 1)
+        name = plain if number == 1 else f"{plain}~{number}"
         while name in self.tensors or name == "__metadata__":
-            count += 1
-            name = f"{plain}~{count}"
+            number += 1
+            name = f"{plain}~{number}"
+        self._numbers[plain] = number
         self.tensors[name] = tensor
         return name
 
@@ -232,7 +240,7 @@ def _decode(value: Any, tensors: Mapping[str, Any], levels: int) -> Tree:
             items = _decode(_list(content), tensors, levels - 1)
             if mark == "$tuple":
                 return tuple(items)
-            return dict(items) if mark == "$dict" else Counter(dict(items))
+            return _dict(items) if mark == "$dict" else Counter(_dict(items))
         return _SCALARS[mark](content)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise ValueError(f"wrong content of {mark}: {_shortened(content)} ({error})") from error
@@ -247,6 +255,17 @@ def _found(content: Any, tensors: Mapping[str, Any]) -> Any:
     if not isinstance(found, TensorSpec) or found.dtype == dtype:
         return found
     return dtypes.from_file(found, dtype)
+
+
+def _dict(pairs: list[Any]) -> dict[Any, Any]:
+    """Return a dict. Its keys may be numbers, so a hostile file can choose their hashes.
+
+    Python's dicts take quadratic time for many keys of equal hash.
+    """
+    hashes = sorted(hash(key) for key, _ in pairs)
+    if any(map(operator.eq, hashes, hashes[_MOST_EQUAL_HASHES:])):
+        raise ValueError(f"more than {_MOST_EQUAL_HASHES} keys have the same hash")
+    return dict(pairs)
 
 
 def _list(content: Any) -> list[Any]:

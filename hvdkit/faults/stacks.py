@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import linecache
+import functools
+import os
 import re
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hvdkit.plain_files import read_text
+
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
-_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
-_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
+_FRAME = re.compile(r'\s+File "(.*)", line (\d{1,9}) in (.*)')
+_ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U00(?:0[0-9a-f]|10)[0-9a-f]{4}")
 _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     "site-packages",
@@ -51,6 +54,9 @@ _PROGRAM = re.compile(r".*/bin/[^/.]+")
 _BOOTSTRAP = "_bootstrap"
 # faulthandler does not write the frames outside of this number.
 _MOST_FRAMES = 100
+# The longest source file that is read, in bytes, the longest path of a file, and the most
+# characters of a line that are shown.
+_LONGEST_SOURCE, _LONGEST_PATH, _SHOWN = 500_000, 4095, 200
 # The packages whose hooks a backward pass calls, beside those of the user.
 _OF_PASS = ("/torch/", "/horovod/", "/hvdkit/")
 #: Functions that wait for a collective: the end of a file's path, and the functions.
@@ -106,8 +112,27 @@ class Frame:
 
     def __str__(self) -> str:
         # The text may be the end of a sentence.
-        source = linecache.getline(self.file, self.line).strip().removesuffix(",")
+        lines = _lines(self.file)
+        source = lines[self.line - 1] if 0 < self.line <= len(lines) else ""
+        source = source[:_SHOWN].strip().removesuffix(",")
         return f"{self.file}:{self.line} in {self.function}" + (f": {source}" if source else "")
+
+
+@functools.lru_cache(maxsize=64)
+def _lines(file: str) -> Sequence[str]:
+    """Return the lines of a Python file; empty if it cannot be read.
+
+    Another user may have written the path, so no other file is read: it may be a pipe or a device,
+    or have a secret of this user.
+    """
+    if len(file) > _LONGEST_PATH:
+        return []  # `realpath` would take quadratic time
+    try:
+        # A user's folder may have links. `read_text` does not follow one that is made meanwhile.
+        path = Path(os.path.realpath(file))
+        return read_text(path, _LONGEST_SOURCE).split("\n") if path.suffix == ".py" else []
+    except (OSError, ValueError):  # ValueError: no file can have this name
+        return []
 
 
 def _is_in(frame: Frame, functions: Mapping[str, Collection[str] | None]) -> bool:
@@ -159,7 +184,7 @@ def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     for line in text.splitlines():
         if thread := _THREAD.match(line):
             found.append((thread[1] == "Current thread", []))
-        elif found and (frame := _FRAME.fullmatch(line)):
+        elif found and len(found[-1][1]) < _MOST_FRAMES and (frame := _FRAME.fullmatch(line)):
             names = (_unescaped(frame[1]), int(frame[2]), _unescaped(frame[3]))
             found[-1][1].append(Frame(*names))
     # faulthandler writes the current thread last.

@@ -11,7 +11,8 @@ from hvdkit.errors import UsageError
 from hvdkit.faults import command
 from hvdkit.faults.command import inspect_live
 from hvdkit.faults.record_folder import RecordFolder
-from tests.faults.test_command import RECORD
+from tests.faults.test_command import RECORD, WAITS
+from tests.launch.commands import hvdkit
 
 OTHER = 65534
 
@@ -101,3 +102,38 @@ def test_a_link_that_takes_the_place_of_an_own_folder_is_ignored(shared, tmp_pat
     with pytest.raises(UsageError, match="expected a job of this user"):
         inspect_live()
     assert not list(own.iterdir())
+
+
+#: Write the records of a hang whose stacks name a file that this user has chosen.
+RECORDS = """
+set -e
+mkdir "$1/hang"
+cd "$1/hang"
+mkfifo -m 666 pipe.py
+ln -s "$2" link.py
+printf %s "$3" >rank-0.json
+printf %s "$4" >rank-1.json
+"""
+
+
+@pytest.mark.parametrize("name", ["pipe.py", "link.py", "../../secret", r"\Uffffffff"])
+def test_no_file_that_the_stacks_of_another_user_name_is_shown(shared, tmp_path, name):
+    secret = tmp_path / "secret"
+    secret.write_text("my password\n")
+    file = os.path.normpath(shared / "hang" / name)
+    stacks = f'Current thread 0x1 (most recent call first):\n  File "{file}", line 1 in f\n'
+    records = [
+        json.dumps(RECORD | {"rank": rank, "stacks": stacks} | WAITS | {"open": calls})
+        for rank, calls in enumerate([WAITS["open"], []])
+    ]
+    subprocess.run(
+        ["sh", "-c", RECORDS, "sh", str(shared), str(secret), *records],
+        user=OTHER,
+        cwd="/",
+        check=True,
+        timeout=30,
+    )
+    done = hvdkit("why", shared / "hang", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"{file}:1 in f" in done.stdout
+    assert "my password" not in done.stdout

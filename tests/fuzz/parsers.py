@@ -253,6 +253,10 @@ def record_seeds() -> Sequence[bytes]:
         **{f"records/{name}": content for name, content in OTHER.items()},
     }
     found = [json.dumps([name, content]).encode() for name, content in files.items()]
+    # A character that does not exist, a line of too many digits, and a path that is too long.
+    for old, new in (("train", r"\Uffffffff"), ("3", "3" * 5000), ("a/", "a/" * 300_000)):
+        changed = RECORD | {"stacks": RECORD["stacks"].replace(old, new)}
+        found.append(json.dumps(["records/rank-0.json", changed]).encode())
     for number, hostile in enumerate(HOSTILE_JSON):
         name = list(files)[number % len(files)]
         found.append(name.encode() + b"\n" + hostile)
@@ -407,7 +411,9 @@ def manifest_seeds() -> Sequence[bytes]:
     fields = json.loads(text)
     del fields["xxh3_128"]
     late = fields | {"time": 1e300}
-    return (json.dumps(fields).encode(), json.dumps(late).encode(), *HOSTILE_JSON)
+    # Numbers of equal hash.
+    equal = fields | {"metrics": {"$dict": [[n * (2**61 - 1), 0] for n in range(30_000)]}}
+    return (*(json.dumps(each).encode() for each in (fields, late, equal)), *HOSTILE_JSON)
 
 
 CONTENT = ("state.json", "ranks.jsonl", "model.safetensors", "optimizer.safetensors")
@@ -449,6 +455,14 @@ def opened_checkpoint(folder: Path) -> Iterator[Parse]:
         manifest.MAX_JSON_VALUES = before
 
 
+def same_names(length: int) -> dict[str, Any]:
+    """Return a tree with 2**(length - 1) tensors whose paths all give the same name."""
+    return {
+        ".".join("a" * n): same_names(length - n) if n < length else {"$tensor": "empty"}
+        for n in range(1, length + 1)
+    }
+
+
 def checkpoint_seeds() -> Sequence[bytes]:
     import tempfile
 
@@ -460,6 +474,8 @@ def checkpoint_seeds() -> Sequence[bytes]:
     found = [*files.items(), ("model.safetensors", header)]
     found += [("ranks.jsonl", b"{}\n" + each + b"\n") for each in HOSTILE_JSON]
     found += [("state.json", each) for each in HOSTILE_JSON]
+    state = json.loads(files["state.json"]) | {"model": same_names(14)}
+    found.append(("state.json", json.dumps(state).encode()))
     return [name.encode() + b"\n" + data for name, data in found]
 
 

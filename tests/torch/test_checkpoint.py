@@ -5,6 +5,7 @@ import json
 import logging.handlers
 import queue
 import random
+import re
 import threading
 
 import numpy as np
@@ -15,11 +16,13 @@ from safetensors.torch import load_file, load_model
 from torch.optim import lr_scheduler
 
 from hvdkit.checkpoint import weights
+from hvdkit.checkpoint.manifest import RANKS
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.torch.checkpoint import export
 from hvdkit.torch.items import compiled
 from hvdkit.torch.items.statistics import Statistics
+from tests.checkpoint.material import forge, step_folder
 from tests.parallel.torch.checkpoints import restore_once, save_once
 
 ARRAYS = {
@@ -217,6 +220,24 @@ def test_a_global_generator_of_numpy_of_another_kind(hvd, tmp_path):
         assert torch.rand(1) == expected
     finally:
         np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "key"), [(None, "pos"), ("MT19937", "pos"), ("Philox", "buffer_pos")]
+)
+def test_a_forged_position_of_a_generator_of_numpy(hvd, tmp_path, kind, key, strict):
+    """NumPy would read other memory. kind: None for the global generator."""
+    items = {"model": torch.nn.Linear(1, 1)}
+    if kind is not None:
+        items["generators"] = {"pos": GENERATORS[kind](1)}
+    save_once(hvd, tmp_path, **items)
+    step = step_folder(Store(tmp_path), 1)
+    ranks, count = re.subn(rb'("%s": )\d+' % key.encode(), rb"\1-5", (step / RANKS).read_bytes())
+    assert count
+    forge(step, {RANKS: ranks})
+    with pytest.raises(UsageError, match=f"the checkpoint has {key} -5"):
+        restore_once(hvd, tmp_path, strict=strict, **items)
 
 
 @pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])
