@@ -16,6 +16,7 @@ from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.in_place import note_written
 from hvdkit.torch.keras_variables import is_seed
+from hvdkit.torch.memory_order import memory_order
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
 from hvdkit.torch.unwrapped import note_shared
 
@@ -137,6 +138,7 @@ class _TensorSlot:
     """A placeholder for a tensor in a structure that is sent before its tensors."""
 
     shape: tuple[int, ...]
+    order: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
 
@@ -251,7 +253,8 @@ def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return `value` with a slot in place of each tensor; append the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _TensorSlot(tuple(value.shape), value.dtype, value.device.type == "cpu")
+        order = memory_order(value) if value.layout == torch.strided else ()
+        return _TensorSlot(tuple(value.shape), order, value.dtype, value.device.type == "cpu")
     if isinstance(value, dict):
         return {key: _with_slots(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -263,7 +266,8 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor], device: torch.device)
     """Reverse `_with_slots` with new tensors, on `device` unless the root's tensor is on a CPU."""
     if isinstance(value, _TensorSlot):
         where = _CPU if value.on_cpu else device
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=where))
+        empty = torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device=where)
+        tensors.append(empty)
         return tensors[-1]
     if isinstance(value, dict):
         return {key: _with_tensors(item, tensors, device) for key, item in value.items()}

@@ -1,6 +1,6 @@
 """The state of an optimizer: its `state_dict`, with the bits and devices that it was saved with."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,9 @@ from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.items.model import ModelItem
-from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, empty_like
+from hvdkit.torch.items.tensors import CPU, TorchTensor, empty
 from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
+from hvdkit.torch.memory_order import memory_order
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 
@@ -59,8 +60,20 @@ class OptimizerItem:
                 for path, leaf in leaves(state["state"])
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
             ],
+            "orders": self._orders(state["state"]),
             **self._window(),
         }
+
+    def _orders(self, state: Mapping[Any, Any]) -> list[list[list[Any]]]:
+        """Return path and memory order of each tensor that has not the usual order."""
+        parameters = self._parameters()
+        found = []
+        for path, leaf in leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                order = memory_order(leaf)
+                if order != _usual_order(tuple(leaf.shape), path, parameters):
+                    found.append([list(path), list(order)])
+        return found
 
     def _window(self) -> Tree:
         """Return the position in an accumulation window; empty outside of a window."""
@@ -109,7 +122,7 @@ class OptimizerItem:
         return [known.get(id(parameter), "") for parameter in self._parameters()]
 
     def plan_restore(self, tree: Tree) -> Tree:
-        """Return the optimizer's memory if dtype, shape and device match, otherwise new memory.
+        """Return the optimizer's memory where it fits the saved tensor, otherwise new memory.
 
         Raises:
             UsageError: the saved optimizer is of another class or has other parameters.
@@ -152,20 +165,20 @@ class OptimizerItem:
         parameters = self._parameters()
         own_leaves = dict(leaves(self._optimizer.state_dict()["state"]))
         device_of = self._devices(tree)
+        # Steps of earlier versions have no orders.
+        orders = {tuple(path): tuple(order) for path, order in tree.get("orders", [])}
 
         def convert(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
-            parameter = parameters[path[0]] if isinstance(path[0], int) else None
             held = own_leaves.get(path)
             device = device_of(path, held)
+            order = orders.get(path) or _usual_order(leaf.shape, path, parameters)
             if isinstance(held, torch.Tensor) and held.device == device:
                 kept = TorchTensor(held, at(f"{self._subject}['state']", path))
-                if kept.spec == leaf:
+                if kept.spec == leaf and memory_order(held) == order:
                     return kept
-            return TorchTensor(
-                empty(leaf, device) if parameter is None else empty_like(leaf, parameter, device)
-            )
+            return TorchTensor(empty(leaf, device, order))
 
         def convert_group(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
@@ -275,3 +288,15 @@ class OptimizerItem:
             optimizer.discard_accumulated()
             # Steps without an open window, and of earlier versions, have no position.
             optimizer.reducer.resume_window(*tree.get("window", (0, 1)))
+
+
+def _usual_order(
+    shape: tuple[int, ...], path: tuple[Any, ...], parameters: Sequence[torch.Tensor]
+) -> tuple[int, ...]:
+    """Return the memory order of a tensor for which no order was saved.
+
+    This is the order of its parameter if the shapes are equal: fused optimizers are faster then.
+    """
+    if isinstance(path[0], int) and shape == tuple(parameters[path[0]].shape):
+        return memory_order(parameters[path[0]])
+    return tuple(range(len(shape)))

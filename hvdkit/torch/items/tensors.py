@@ -1,5 +1,6 @@
 """A torch tensor as a checkpoint reads and writes it."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -133,22 +134,12 @@ def writable(tensor: torch.Tensor, subject: str) -> TorchTensor:
     return wrapped
 
 
-def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Return new memory for a tensor."""
-    return torch.empty(spec.shape, dtype=_BY_CODE[spec.dtype], device=device)
-
-
-def empty_like(spec: TensorSpec, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return new memory, with the parameter's memory order if the shapes are equal.
-
-    Fused optimizers are faster with the same order.
-    """
-    if spec.shape == tuple(parameter.shape):
-        dtype = _BY_CODE[spec.dtype]
-        return torch.empty_like(
-            parameter, dtype=dtype, device=device, memory_format=torch.preserve_format
-        ).detach()
-    return empty(spec, device)
+def empty(
+    spec: TensorSpec, device: torch.device, order: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return new memory for a tensor; `order`: see `memory_order` (default: row-major)."""
+    order = range(len(spec.shape)) if order is None else order
+    return torch.empty_permuted(spec.shape, [*order], dtype=_BY_CODE[spec.dtype], device=device)
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,18 @@ from tests.parallel.torch.oracle import DEVICE
 # Several tests broadcast from rank 1.
 pytestmark = pytest.mark.device(ranks=2)
 
+
+class Rotated(torch.optim.SGD):
+    """An optimizer with a column-major matrix, as in SOAP."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["basis"] = torch.linalg.qr(p.detach().reshape(len(p), -1)).R
+
+
 OPTIMIZERS = {
+    "rotated": lambda p: Rotated(p, lr=0.1, momentum=0.9),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.95), weight_decay=0.1),
     "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
@@ -152,6 +163,7 @@ def assert_equal_state(own, expected):
             assert type(mine) is type(value)
             if isinstance(value, torch.Tensor):
                 assert mine.dtype == value.dtype
+                assert mine.stride() == value.stride()
                 assert torch.equal(mine, value), (key, name)
             else:
                 assert mine == value

@@ -66,3 +66,25 @@ def test_state_that_was_saved_on_the_host_goes_to_the_device(hvd, name, options,
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     assert tensors
     assert {key for key, value in tensors.items() if value.device.type == "cpu"} == on_host
+
+
+def test_state_keeps_its_memory_order(hvd):
+    """A product with a column-major matrix, as SOAP has it, would have other last bits."""
+    import torch
+
+    def optimizer_of(*bases):
+        weight = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+        optimizer = torch.optim.Adam([weight])
+        optimizer.state[weight]["bases"] = list(bases)
+        return optimizer
+
+    square, moment = torch.arange(16.0).view(4, 4), torch.arange(120.0).view(2, 3, 4, 5)
+    of_layer = moment.to(memory_format=torch.channels_last)
+    bases = square.t(), square, of_layer, moment, moment.permute(3, 1, 0, 2)
+    for held in ((), [torch.zeros(basis.shape) for basis in bases]):
+        restored = optimizer_of(*held)
+        there_and_back(optimizer_of(*bases), restored)
+        (state,) = restored.state.values()
+        for found, basis in zip(state["bases"], bases, strict=True):
+            assert torch.equal(found, basis)
+            assert found.stride() == basis.stride()
