@@ -27,6 +27,7 @@ from hvdkit.tensorflow.graphs import retrace_after_init
 from hvdkit.tensorflow.nonfinite import NonFiniteCheck
 from hvdkit.tensorflow.plan import CodecStates, Plan
 from hvdkit.tensorflow.step_times import GraphTimes, TapeStragglers
+from hvdkit.tensorflow.sync_batch_norm import check_ranks
 from hvdkit.tensorflow.unwrapped import handled
 from hvdkit.tensorflow.value_check import ValueCheck
 
@@ -129,7 +130,8 @@ class GradientReducer:
             RankMismatchError: on every rank, if ranks reduce different gradients, or if variables
                 differ (see `ValueCheck`).
             NonFiniteGradients: on every rank, with `on_nonfinite="raise"`.
-            UsageError: the call is inside a function that XLA compiles.
+            UsageError: the call is inside a function that XLA compiles, or a layer normalizes over
+                other ranks (see `check_ranks`).
         """
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise UsageError(
@@ -138,6 +140,7 @@ class GradientReducer:
             )
         retrace_after_init()
         handled.note(variables)
+        check_ranks(variables, self._collectives.process_set.ranks)
         if self._collectives.single_rank:
             prepared = list(map(self._prepared, gradients, variables))
             checked = self._checked_alone(prepared, variables)

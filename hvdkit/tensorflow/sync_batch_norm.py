@@ -1,15 +1,20 @@
 """Batch normalization with the statistics of all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import is_single_rank
+from hvdkit.core.collectives import check_process_set, is_single_rank
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.graphs import retrace_after_init, trace_position
+from hvdkit.tensorflow.variables import tf_variable_or_none
+
+# The id of a `tf.Variable` -> the layer that has it, and that has normalized in training.
+_layers: "WeakValueDictionary[int, SyncBatchNormalization]" = WeakValueDictionary()
 
 
 @keras.saving.register_keras_serializable(package="hvdkit")
@@ -21,17 +26,27 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Gradients equal the gradients of one process with the whole batch. The forward pass costs a
     small allgather, the backward pass a small allreduce.
 
-    A saved model loads wherever `hvdkit.tensorflow` is imported.
+    A saved model loads wherever `hvdkit.tensorflow` is imported. The file does not contain
+    `process_set`: set `layer.process_set` after loading.
 
     Args:
         fused: for compatibility with Horovod; must be False.
+        process_set: the ranks whose batches are normalized together. Gradients of the layer must be
+            reduced over these ranks, and maybe over others: otherwise the reduction raises
+            `UsageError`. On other ranks, the layer is a plain `BatchNormalization`.
         kwargs: arguments of `keras.layers.BatchNormalization`.
 
     Raises:
-        UsageError: `fused` is True or None, or Keras does not run on TensorFlow.
+        UsageError: `fused` is True or None, `process_set` is not a process set, or Keras does not
+            run on TensorFlow.
     """
 
-    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        fused: bool | None = False,
+        process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
+        **kwargs: Any,
+    ) -> None:
         if fused is not False:
             raise UsageError(
                 f"fused is {fused}: a fused kernel cannot share its statistics; omit the argument"
@@ -40,28 +55,62 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             raise UsageError(
                 f"Keras runs on {keras.backend.backend()}: expected KERAS_BACKEND=tensorflow"
             )
+        check_process_set(process_set)
         super().__init__(**kwargs)
+        self.process_set = process_set
 
     @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         retrace_after_init()
-        if is_single_rank(mpi_ops.global_process_set):
+        _layers.update((id(variable.value), self) for variable in self.trainable_variables)
+        if is_single_rank(self.process_set):
             return super()._moments(inputs, mask)
         if mask is not None:
             mask = tf.cast(tf.expand_dims(mask, -1), tf.bool)
             mask = tf.broadcast_to(mask, tf.shape(inputs))
-        return _moments_of_all(inputs, mask, self._reduction_axes)
+        return _moments_of_all(inputs, mask, self._reduction_axes, self.process_set)
 
 
-def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the mean and variance of each channel over all ranks' `inputs` where `mask` is True.
+def check_ranks(sources: Iterable[Any], ranks: Sequence[int]) -> None:
+    """Check that no layer normalizes over a rank that has no part in the gradients of the layer.
+
+    Such a rank trains another model, whose samples would change the statistics.
+
+    Args:
+        sources: the sources of the gradients that are reduced.
+        ranks: the ranks over which they are reduced.
+
+    Raises:
+        UsageError: a layer does so. The same on every rank.
+    """
+    for source in sources:
+        variable = tf_variable_or_none(source)
+        layer = _layers.get(id(variable))
+        if layer is None or all(variable is not own.value for own in layer.trainable_variables):
+            continue
+        if not set(layer.process_set.ranks) <= set(ranks):
+            raise UsageError(
+                f"a SyncBatchNormalization normalizes over ranks {layer.process_set.ranks}, but "
+                f"its gradients are reduced over ranks {list(ranks)}, so the statistics would be "
+                f"those of different models: pass the process_set of the tape or the optimizer to "
+                f"SyncBatchNormalization, too"
+            )
+
+
+def _moments_of_all(
+    inputs: Any, mask: Any, axes: Sequence[int], process_set: mpi_ops.ProcessSet
+) -> tuple[Any, Any]:
+    """Return the mean and variance of each channel over the ranks' `inputs` where `mask` is True.
 
     Args:
         inputs: float32 or float64.
         mask: bool, of the shape of `inputs`; None: use all inputs.
         axes: the axes to reduce over, all but one.
+        process_set: the ranks.
     """
-    name = f"hvdkit.sync_batch_norm.{trace_position(SyncBatchNormalization)}"
+    # A rank may be in other sets, too, in which it calls layers at other times.
+    key = SyncBatchNormalization, process_set
+    name = f"hvdkit.sync_batch_norm.{trace_position(key)}"
     # Keras adds epsilon to the count under a mask, so that an empty batch is not 0 / 0.
     extra_count = 0.0 if mask is None else keras.backend.epsilon()
     along_channels = [1 if axis in axes else -1 for axis in range(len(inputs.shape))]
@@ -86,8 +135,8 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
         own = tf.stack([own_count, own_mean, own_squares])[None]
         # Second derivatives follow this path, because `gradient` uses the mean. The gradient of
         # allgather is divided by the number of ranks. (A custom gradient cannot be nested here.)
-        own += (mpi_ops.size() - 1) * (own - tf.stop_gradient(own))
-        gathered = mpi_ops.allgather(own, name, ignore_name_scope=True)
+        own += (process_set.size() - 1) * (own - tf.stop_gradient(own))
+        gathered = mpi_ops.allgather(own, name, ignore_name_scope=True, process_set=process_set)
         counts, means, squares = tf.unstack(gathered, axis=1)
         count = tf.reduce_sum(counts, 0)
         divisor = count + tf.cast(extra_count, x.dtype)
@@ -100,9 +149,10 @@ def _moments_of_all(inputs: Any, mask: Any, axes: Sequence[int]) -> tuple[Any, A
             grad_mean, grad_variance = tf.unstack(
                 mpi_ops._allreduce(
                     tf.stack([grad_mean, grad_variance]),
-                    name=f"{name}.gradient.{trace_position((SyncBatchNormalization, name))}",
+                    name=f"{name}.gradient.{trace_position((*key, name))}",
                     op=mpi_ops.Sum,
                     ignore_name_scope=True,
+                    process_set=process_set,
                 )
             )
             # Because of the extra count, the mean does not minimize the sum of squares, so the

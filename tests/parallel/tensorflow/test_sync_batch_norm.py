@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from hvdkit.errors import UsageError
 from tests.parallel.tensorflow.oracle import assert_same_on_all_ranks, numbers, slowly
 
 WHERE = ["eager", "graph"]
@@ -179,6 +180,52 @@ def test_inference_and_frozen_layers_do_not_communicate(hvd):
         layer.trainable = False
         layer(x, training=True)
     assert hvd.allgather_object("still in step") == ["still in step"] * hvd.size()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_layer_normalizes_over_its_process_set(hvd, where):
+    import keras
+
+    sets = [hvd.add_process_set(list(range(k, hvd.size(), 2))) for k in range(2)]
+    mine = next(each for each in sets if each.included())
+    batches = [batch_of(rank, (4,), 3 + rank) for rank in range(hvd.size())]
+    # The other set has a further layer before this one.
+    if mine is sets[1]:
+        other = hvd.SyncBatchNormalization(dtype="float64", process_set=mine)
+        forward_and_back(other, batches[hvd.rank()], where)
+    layer = hvd.SyncBatchNormalization(dtype="float64", process_set=mine)
+    y, (of_x, *_) = forward_and_back(layer, batches[hvd.rank()], where)
+    plain = keras.layers.BatchNormalization(dtype="float64")
+    whole = np.concatenate([batches[rank] for rank in mine.ranks])
+    whole_y, (whole_of_x, *_) = forward_and_back(plain, whole, where)
+    start = sum(len(batches[rank]) for rank in mine.ranks if rank < hvd.rank())
+    here = slice(start, start + len(batches[hvd.rank()]))
+    np.testing.assert_allclose(y, whole_y[here], rtol=1e-11, atol=1e-11)
+    scale = np.abs(whole_of_x).max()
+    np.testing.assert_allclose(of_x, whole_of_x[here], rtol=1e-11, atol=1e-11 * scale)
+    np.testing.assert_allclose(layer.moving_mean, plain.moving_mean, rtol=1e-11)
+    for each in sets:
+        hvd.remove_process_set(each)
+
+
+@pytest.mark.parametrize(("of_layer", "of_tape"), [("all", "set"), ("set", "all")])
+def test_a_layer_that_normalizes_over_samples_of_another_model_raises(hvd, of_layer, of_tape):
+    """Normalization over a part of the ranks that train the model is valid."""
+    import tensorflow as tf
+
+    sets = [hvd.add_process_set(list(range(k, hvd.size(), 2))) for k in range(2)]
+    used = {"all": hvd.global_process_set, "set": next(s for s in sets if s.included())}
+    layer = hvd.SyncBatchNormalization(process_set=used[of_layer])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(tf.constant(numbers(hvd.rank(), 4, 3)), training=True) ** 3)
+    tape = hvd.DistributedGradientTape(tape, process_set=used[of_tape])
+    if of_layer == "set":
+        assert np.isfinite(tape.gradient(loss, layer.trainable_variables)[0]).all()
+    else:
+        with pytest.raises(UsageError, match=r"over ranks \[0, 1.*over ranks \[[01].*process_set"):
+            tape.gradient(loss, layer.trainable_variables)
+    for each in sets:
+        hvd.remove_process_set(each)
 
 
 @pytest.mark.parametrize("run_eagerly", [True, False])
