@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from hvdkit.checkpoint import memory, tree
@@ -18,6 +17,7 @@ from hvdkit.checkpoint.snapshot import placed
 from hvdkit.checkpoint.state import StatefulItem, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
+from hvdkit.core import objects
 from hvdkit.core.collectives import Collectives, broadcast_in_chunks
 from hvdkit.errors import UsageError
 
@@ -54,7 +54,7 @@ class Pickled:
         """
         values = self._get()
         try:
-            content = cloudpickle.dumps(values, protocol=5)
+            content = objects.dumps(values)
         except Exception as error:
             raise UsageError(_unpicklable(values, error)) from error
         return np.frombuffer(content, np.uint8)
@@ -73,7 +73,7 @@ def _unpicklable(values: Mapping[str, Any], problem: Exception) -> str:
     which = "a value"
     for name, value in values.items():
         try:
-            cloudpickle.dumps(value)
+            objects.dumps(value)
         except Exception:
             which = f"{name} of type {type(value).__name__}"
             break
