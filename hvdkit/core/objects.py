@@ -6,8 +6,11 @@ cannot import the class of the object. So each function ends with a small sum of
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -20,6 +23,37 @@ from hvdkit.errors import UsageError
 
 # Bytes. Before a broadcast of this size or more, the ranks check that each of them has the memory.
 _LARGE = 1 << 26
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    """Pickles classes and functions of the script by name, as `pickle` does.
+
+    All ranks run the same script. cloudpickle would pickle them by value: then another process has
+    a second class, so that members of an `Enum` and instances of a dataclass differ from its own.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        return NotImplemented if _is_of_script(obj) else super().reducer_override(obj)
+
+
+def _is_of_script(obj: Any) -> bool:
+    """Return whether `obj` is a class or function that the script's module has under its name."""
+    if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
+        return False
+    found: Any = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def dumps(obj: Any) -> bytes:
+    """Pickle an object for another rank, or for another start of the job.
+
+    Lambdas and local functions are pickled by value.
+    """
+    with io.BytesIO() as file:
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+        return file.getvalue()
 
 
 def broadcast_object(
@@ -52,7 +86,7 @@ def broadcast_object(
         return obj
     _, problem = attempt(check_root, root_rank, collectives.ranks)
     is_root = problem is None and collectives.rank == root_rank
-    data, error = attempt(cloudpickle.dumps, obj) if is_root else (None, None)
+    data, error = attempt(dumps, obj) if is_root else (None, None)
     root = -1 if problem else int(root_rank)
     own = [1, int(problem is not None), int(error is not None), root, root * root, len(data or b"")]
     # The sum tells all ranks the size, and whether a rank has failed.
@@ -106,7 +140,7 @@ def allgather_object(
     """
     if collectives.single_rank:
         return [obj]
-    data, error = attempt(cloudpickle.dumps, obj)
+    data, error = attempt(dumps, obj)
     # A pickled object has at least one byte, so no bytes mean a failure.
     gathered = collectives.allgather(data or b"", name)
     if not all(gathered):

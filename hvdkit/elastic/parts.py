@@ -9,7 +9,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
 from hvdkit.checkpoint import memory, tree
@@ -19,6 +18,7 @@ from hvdkit.checkpoint.snapshot import placed
 from hvdkit.checkpoint.state import StatefulItem, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
+from hvdkit.core import objects
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.rank_errors import attempt
 from hvdkit.errors import UsageError
@@ -65,7 +65,7 @@ class Pickled:
         """
         values = self._get()
         try:
-            content = cloudpickle.dumps(values, protocol=5)
+            content = objects.dumps(values)
         except Exception as error:
             raise UsageError(_unpicklable(values, error)) from error
         return np.frombuffer(content, np.uint8)
@@ -84,7 +84,7 @@ def _unpicklable(values: Mapping[str, Any], problem: Exception) -> str:
     which = "a value"
     for name, value in values.items():
         try:
-            cloudpickle.dumps(value)
+            objects.dumps(value)
         except Exception:
             which = f"{name} of type {type(value).__name__}"
             break

@@ -53,6 +53,12 @@ class _Position:
         self._sampler.restore(tree)
 
 
+def part_name(kind: str, name: str) -> str:
+    """Return the name of the part of an attribute. No other part has it, whatever `name` is."""
+    # The encoding has only characters that the names of parts may have.
+    return f"{kind}-{name.encode('punycode').decode()}"
+
+
 class CommittedState:
     """The part of an elastic state that stores its commits. A mixin before Horovod's state class.
 
@@ -172,7 +178,7 @@ class CommittedState:
         """Return the items of the state, in the order in which they are restored."""
         return {
             **self._model_items(),
-            **{f"sampler-{name}": _Position(each) for name, each in self._samplers().items()},
+            **{part_name("sampler", n): _Position(each) for n, each in self._samplers().items()},
             "objects": Pickled(self._objects, self._take_objects, self._loads),
         }
 

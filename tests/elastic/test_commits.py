@@ -314,6 +314,33 @@ class WindowState(CommittedState, Base):
         return StepBoundary(lambda: (1,) if self.in_window else None, lambda: self.in_window)
 
 
+OF_SCRIPT = """
+import enum, pathlib, sys
+import numpy as np
+from hvdkit.elastic.parts import Pickled
+
+class Phase(enum.Enum):
+    WARMUP = 1
+
+def next_phase():
+    return Phase.WARMUP
+
+found = []
+item = Pickled(lambda: [Phase.WARMUP, next_phase, lambda: next_phase()], found.extend)
+file = pathlib.Path(sys.argv[1])
+if not file.exists():
+    file.write_bytes(item.save().tobytes())
+else:
+    item.restore(np.frombuffer(file.read_bytes(), np.uint8))
+    assert found[:2] == [Phase.WARMUP, next_phase] and found[2]() is Phase.WARMUP
+"""
+
+
+def test_objects_keep_the_classes_of_the_script(tmp_path):
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", OF_SCRIPT, tmp_path / "file"], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("method", ["commit", "check_host_updates"])
 def test_nothing_is_committed_within_an_accumulation_window(world, caplog, method):
     """One rank is in a window, and the hosts have changed. The ranks end after the window."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.core.step_boundary import StepBoundary
 from hvdkit.elastic.parts import Pickled
-from hvdkit.elastic.state import CommittedState
+from hvdkit.elastic.state import CommittedState, part_name
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import host_memory, loads_on_own_gpu
 from hvdkit.torch.functions import broadcast_object
@@ -65,7 +65,8 @@ class _Handled(Pickled):
     def __init__(self, handler: StateHandler) -> None:
         def get() -> Any:
             handler.save()
-            return {key: value for key, value in vars(handler).items() if key != "value"}
+            # Without `value`, to which a handler may refer by other names as well.
+            return {k: v for k, v in vars(handler).items() if v is not handler.value}
 
         def take(saved: dict[str, Any]) -> None:
             vars(handler).update(saved)
@@ -169,13 +170,14 @@ class TorchState(ObjectState, horovod_state.TorchState):
     def _model_items(self) -> Mapping[str, StatefulItem]:
         held = {n: handler.value for n, handler in self._handlers.items() if _is_item(handler)}
         models = {n: ModelItem(v, n) for n, v in held.items() if isinstance(v, torch.nn.Module)}
-        return {
+        items: dict[str, StatefulItem] = {
             **models,
             **{n: OptimizerItem(held[n], n, models) for n in held if n not in models},
-            "reduction": ReductionItem(self._optimizers()),
             # After the optimizers: a scheduler may read the learning rates.
             **{n: _Handled(handler) for n, handler in self._handlers.items() if n not in held},
         }
+        named = {part_name("held", n): item for n, item in items.items()}
+        return named | {"reduction": ReductionItem(self._optimizers())}
 
     def _make_boundary(self) -> StepBoundary:
         return step_boundary(lambda: [each.reducer for each in self._wrapped_optimizers()])
@@ -195,8 +197,9 @@ def _is_item(handler: StateHandler) -> bool:
         return False
     if isinstance(handler.value, torch.nn.Module):
         return True
-    # Some optimizers have entries of their own, which only their `load_state_dict` knows.
-    return handler.value.state_dict().keys() <= {"state", "param_groups"}
+    # An optimizer with a `state_dict` of its own may have entries, maybe only after its first step,
+    # that only its `load_state_dict` knows.
+    return handler.value.state_dict.__module__.startswith(("torch.", "hvdkit."))
 
 
 def copy_advice(value: Any) -> str:

@@ -13,7 +13,9 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, RandomSampler
 
+from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 from tests.commit_files import read_commit, write_commit
 from tests.parallel.elastic_hosts import commit_in, host_of_its_own
 from tests.parallel.elastic_samplers import check_that_a_commit_keeps_the_position
@@ -48,6 +50,93 @@ def test_a_state_is_restored_twice(hvd):
         state.restore()
         for again, before in zip(step(), first, strict=True):
             assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("name", ["objects", "reduction", "positions", "_größe"])
+def test_a_model_may_have_any_name(hvd, name):
+    model = torch.nn.Linear(2, 1)
+    state = hvd.elastic.TorchState(**{name: model}, step=0)
+    state.sync()
+    before = model.weight.tolist()
+    with torch.no_grad():
+        model.weight.add_(1)
+    state.restore()
+    assert model.weight.tolist() == before
+    assert all(map(check_part_name, state._saved))
+
+
+class Averages:
+    """Averages of a script, which has a handler of its own."""
+
+    def __init__(self):
+        self.values = [0.0]
+
+
+class AveragesHandler(StateHandler):
+    def __init__(self, averages):
+        super().__init__(averages)
+        self.averages = averages
+        self.save()
+
+    def save(self):
+        self.saved = list(self.averages.values)
+
+    def restore(self):
+        self.averages.values[:] = self.saved
+
+
+def test_a_handler_refers_to_its_value(hvd):
+    known = get_handler_registry()
+    averages = Averages()
+    set_handler_registry([(Averages, AveragesHandler), *known])
+    try:
+        state = hvd.elastic.TorchState(averages=averages)
+    finally:
+        set_handler_registry(known)
+    for number in range(2):
+        averages.values[0] = hvd.rank() + number
+        state.sync()
+        averages.values[0] = 7.0
+        state.restore()
+        assert averages.values == [number]
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with an entry of its own after its first step."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return super().state_dict() | ({"count": self.count} if self.count else {})
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "count"})
+        self.count = state_dict.get("count", 0)
+
+
+def test_an_optimizer_with_entries_of_its_own(hvd, tmp_path):
+    def start():
+        model = torch.nn.Linear(3, 1)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return model, optimizer, hvd.elastic.TorchState(model, optimizer)
+
+    model, optimizer, state = start()
+    state.sync()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state.save()
+    write_commit(state, tmp_path / str(hvd.rank()))
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    model, optimizer, state = start()
+    read_commit(state, tmp_path / str(hvd.rank()))
+    state.restore()
+    assert optimizer.count == 1
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], momentum)
 
 
 def test_a_state_of_several_process_sets_is_refused(hvd):
