@@ -317,7 +317,7 @@ class CommittedState:
         self._commits = commits
         if found is not None:
             # From now on, each host has the commit.
-            commits.store(self._saved)
+            commits.store_restored(self._saved)
 
     def commit(self) -> None:
         """Save the state, and end the ranks if the hosts have changed. A collective.
