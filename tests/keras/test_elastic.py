@@ -131,6 +131,20 @@ def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd, tmp_path):
     assert float(model.optimizer.dynamic_scale) == 8.0
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_that_is_compiled_after_the_state_was_made(hvd, before):
+    """The state of the new optimizer would be in no commit."""
+    model = small_model()
+    if before:
+        model.compile("adam", "mse")
+    state = hvd.elastic.KerasState(model)
+    model.compile("sgd", "mse")
+    state.save()
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(UsageError, match="compiled with a SGD that is not in the elastic state"):
+        state.save()
+
+
 def test_a_state_of_a_model_without_compile(hvd):
     import keras
 
