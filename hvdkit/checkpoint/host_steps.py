@@ -149,6 +149,11 @@ class HostSteps:
             older.close()
         return found[-1] if found else None
 
+    def newest_content(self) -> str:
+        """Return the digest of the content of the step that was written last, after `finish`."""
+        steps = Store(self._folder).steps()
+        return content_of(max((each.manifest for each in steps), key=key_of))
+
     def restored(self) -> list[Any]:
         """Return what was noted of the step that was restored last on this host; empty for none."""
         for folder in self._writers:

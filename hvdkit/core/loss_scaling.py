@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hvdkit.errors import UsageError
+
 
 def inner_optimizers(optimizer: Any) -> dict[str, Any]:
     """Return the optimizers in an optimizer, and those in them, by the path of attributes.
@@ -57,3 +59,24 @@ def outermost(model: Any, optimizer: Any) -> Any:
     compiled = getattr(model, "optimizer", None)
     is_inside = any(each is optimizer for each in inner_optimizers(compiled).values())
     return compiled if optimizer is None or is_inside else optimizer
+
+
+def check_compiled(model: Any, optimizer: Any) -> None:
+    """Check that an elastic state contains the state of the optimizer of `model.compile`.
+
+    Args:
+        model: the model of the state.
+        optimizer: the optimizer of the state; None: the state has no optimizer.
+
+    Raises:
+        UsageError: the script has compiled the model again.
+    """
+    compiled = getattr(model, "optimizer", None)
+    # An optimizer that has not trained has no state. `compile` always makes one.
+    if compiled is not optimizer and getattr(compiled, "built", False):
+        own = "no optimizer" if optimizer is None else f"another {type(optimizer).__name__}"
+        raise UsageError(
+            f"the model is compiled with a {type(compiled).__name__} that is not in the elastic "
+            f"state, which has {own}: a restart would lose what this optimizer has learned. Call "
+            f"model.compile before the state is made, and make a new state after each compile"
+        )

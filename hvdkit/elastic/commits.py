@@ -121,8 +121,8 @@ class Commits:
     def newest(self) -> tuple[int, Parts] | None:
         """Find the newest commit of all hosts, read it, and report it as progress if it is new.
 
-        A commit with the content of the commit that was restored before is no progress: the script
-        may fail after its training function, again and again, and must not restart forever.
+        A commit with the content that was restored before is no progress: the script may fail after
+        its training function, again and again, and must not restart forever.
 
         Returns:
             A rank that has the commit, and on this rank the commit; None if no host has one.
@@ -164,7 +164,7 @@ class Commits:
         self._number = best["id"][1]
         if self._steps is not None:
             self._steps.note_restored([*best["id"], best["content"]])
-        if self._is_first and all(each["restored"] != [best["content"]] for each in told):
+        if self._is_first and all(best["content"] not in each["restored"] for each in told):
             report_saved()
         return holder, own
 
@@ -218,6 +218,30 @@ class Commits:
         if not self._is_earlier:
             report_committed()
         return changed
+
+    def store_restored(self, parts: Parts) -> None:
+        """Store the state that was restored on each host, and wait until it is complete.
+
+        The objects were pickled again, and may have another content than in the restored commit,
+        because the order of a set differs between processes. So note this content as well.
+
+        Args:
+            parts: the state, equal on all ranks.
+
+        Raises:
+            HvdkitError: on every rank, if a host could not store it.
+        """
+        self._number += 1
+        self._agree(attempt(self._keep_restored, parts)[1])
+        if not self._is_earlier:
+            report_committed()
+
+    def _keep_restored(self, parts: Parts) -> None:
+        self._begin(parts)
+        if self._steps is not None:
+            self._steps.finish()
+            noted = self._steps.restored()
+            self._steps.note_restored([*noted, self._steps.newest_content()])
 
     def _begin(self, parts: Parts) -> None:
         if self._steps is None:

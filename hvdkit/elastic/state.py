@@ -337,7 +337,7 @@ class CommittedState:
         self.sync()
         if found is not None:
             # From now on, each host has the commit.
-            commits.store(self._saved)
+            commits.store_restored(self._saved)
 
     def commit(self) -> None:
         """Save the state, and end the ranks if the hosts have changed. A collective.

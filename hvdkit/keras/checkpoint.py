@@ -222,7 +222,9 @@ class Checkpoint(LastCallback):
         updates = [each for each in callbacks if isinstance(each, UpdateEpochStateCallback)]
         self._update = updates[0] if updates else None
         self._count_earlier_epochs()
-        committed = take_position(self._store.location) if self._elastic else None
+        # The commit has the positions of the first rank, whose folder may have another name.
+        name = backend.hvd.broadcast_object(self._store.location) if self._elastic else ""
+        committed = take_position(name)
 
         def prepare() -> tuple[None, Sequence[str]]:
             self._check_fit(model)
@@ -455,7 +457,8 @@ class Checkpoint(LastCallback):
         self._count_earlier_epochs()
         self.model._initial_epoch = None
         resumed, self._resumed = self._resumed, None
-        set_next_epoch(resumed)
+        if resumed is not None:
+            set_next_epoch(resumed)
         progress = self._progress
         self._begin.epoch_begins(self.model, progress.callbacks)
         if resumed is None:

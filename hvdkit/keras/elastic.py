@@ -10,7 +10,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvdkit.checkpoint.items import Variables, named
 from hvdkit.checkpoint.state import StatefulItem
-from hvdkit.core.loss_scaling import outermost
+from hvdkit.core.loss_scaling import check_compiled, outermost
 from hvdkit.core.rank_errors import raise_on_all_ranks
 from hvdkit.core.step_boundary import StepBoundary, window_boundary
 from hvdkit.elastic.state import CommittedState
@@ -106,6 +106,15 @@ class KerasState(CommittedState, horovod_elastic.ObjectState):
         super().__init__(
             bcast_object=backend.hvd.broadcast_object, get_rank=backend.hvd.rank, **kwargs
         )
+
+    def save(self) -> None:
+        """Copy everything to host memory, except accumulated gradients.
+
+        Raises:
+            UsageError: the model was compiled again after the state was made.
+        """
+        check_compiled(self.model, self.optimizer)
+        super().save()
 
     def _collectives(self) -> Any:
         return backend.collectives()

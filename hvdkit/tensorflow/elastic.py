@@ -15,7 +15,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.items import Variables, named, several
 from hvdkit.checkpoint.state import StatefulItem
-from hvdkit.core.loss_scaling import outermost
+from hvdkit.core.loss_scaling import check_compiled, outermost
 from hvdkit.core.step_boundary import StepBoundary, window_boundary
 from hvdkit.elastic.run import Adapter, elastic_function
 from hvdkit.elastic.state import CommittedState
@@ -182,6 +182,15 @@ class TensorFlowKerasState(_VariablesState):
         if unbuilt and model.trainable_variables:
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Copy everything to host memory, except accumulated gradients.
+
+        Raises:
+            UsageError: the model was compiled again after the state was made.
+        """
+        check_compiled(self.model, self.optimizer)
+        super().save()
 
     def _all_variables(self) -> Sequence[Any]:
         return [*self.model.variables, *_variables_of(self.optimizer)]

@@ -164,6 +164,38 @@ def test_a_restored_commit_is_progress_if_its_content_is_new(world, monkeypatch,
     assert found == [[each] * 3 for each in (False, True, True, False, True)]
 
 
+class Unordered:
+    """Values that each process pickles in another order, as a set of strings."""
+
+    order = 0
+
+    def __getstate__(self):
+        return {"order": Unordered.order}
+
+
+def test_a_restored_state_is_no_progress_if_it_is_pickled_in_another_order(
+    in_elastic_job, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+    saved = tmp_path / record_files.SAVED
+
+    @started
+    def train(state):
+        if state.epochs and state.resets:
+            # The restored state was complete before the training function began.
+            assert newest(tmp_path)[0][0] == Unordered.order + 1
+        state.epochs = 1
+        state.commit()
+
+    for number, expected in enumerate((False, True, False, False)):
+        monkeypatch.setenv("HVDKIT_ELASTIC_START", str(number))
+        monkeypatch.setattr(run, "_keys", itertools.count())
+        monkeypatch.setattr(Unordered, "order", number)
+        train(StartedState(values=Unordered()))
+        assert saved.exists() == expected
+        saved.unlink(missing_ok=True)
+
+
 def test_no_commit_at_all(world, caplog):
     assert world.run(lambda commits, _: commits.newest()) == [None] * 3
     assert not caplog.records
@@ -419,8 +451,8 @@ class StartedState(CommittedState, Base):
     _interrupt = Interrupt
     resets = rank = 0
 
-    def __init__(self):
-        super().__init__(epochs=0)
+    def __init__(self, **kwargs):
+        super().__init__(epochs=0, **kwargs)
 
     def _rank(self):
         return self.rank

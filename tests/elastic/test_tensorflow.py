@@ -73,29 +73,32 @@ def kill_after(job, epoch, batch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "commit_batches", "checkpoint_steps"),
+    ("kind", "commit_batches", "checkpoint_steps", "folder"),
     [
-        ("keras-torch", 3, 1),
-        pytest.param("keras-tensorflow", 3, 1, marks=pytest.mark.long),
-        pytest.param("keras-torch", 1, 5, marks=pytest.mark.long),
-        pytest.param("keras-tensorflow", 1, 100, marks=pytest.mark.long),
+        ("keras-torch", 3, 1, "steps-of-rank{0}"),
+        pytest.param("keras-tensorflow", 3, 1, "steps", marks=pytest.mark.long),
+        pytest.param("keras-torch", 1, 5, "steps", marks=pytest.mark.long),
+        pytest.param("keras-torch", 3, 5, "steps-of-start{1}", marks=pytest.mark.long),
+        pytest.param("keras-tensorflow", 1, 100, "steps", marks=pytest.mark.long),
     ],
 )
 def test_fit_with_checkpoints_continues_from_the_commit(
-    tmp_path, kind, commit_batches, checkpoint_steps
+    tmp_path, kind, commit_batches, checkpoint_steps, folder
 ):
     """The newest checkpoint is newer or older than the commit, or there is none."""
     steps = {"COMMIT_BATCHES": str(commit_batches), "CHECKPOINT_STEPS": str(checkpoint_steps)}
-    with start(tmp_path, kind, **steps) as job:
+    with start(tmp_path, kind, FOLDER=folder, **steps) as job:
         for epoch in range(EPOCHS):
             kill_after(job, epoch, 5)
             committed = 5 - 5 % commit_batches
             job.wait_for(rf"begin {epoch} {committed} size 2 resets \[2\]")
         assert job.finish() == 0
         check(job.lines, ranks=2, trained=batches_in_order(2))
-        batches = len(batches_in_order(2))
-        assert job.text.count(f"counted {EPOCHS} {batches} {batches}") == 2
-    assert Store(tmp_path / "checkpoints").steps()[-1].step == batches
+    if folder == "steps-of-start{1}":
+        return  # The folder of the last start has its steps only.
+    batches = len(batches_in_order(2))
+    assert job.text.count(f"counted {EPOCHS} {batches} {batches}") == 2
+    assert Store(tmp_path / folder.format(0)).steps()[-1].step == batches
 
 
 def drawn(draw):

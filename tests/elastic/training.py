@@ -130,7 +130,8 @@ def train(state):
     checkpoint = None
     if every_steps := os.environ.get("CHECKPOINT_STEPS"):
         options = dict(every_steps=int(every_steps), asynchronous=False)
-        checkpoint = hvd.callbacks.Checkpoint("checkpoints", **options)
+        folder = os.environ["FOLDER"].format(hvd.rank(), os.environ["HVDKIT_ELASTIC_START"])
+        checkpoint = hvd.callbacks.Checkpoint(folder, **options)
         callbacks.append(checkpoint)
     model.fit(
         inputs,

@@ -1,5 +1,8 @@
 """`hvd.elastic.run` after errors."""
 
+import pytest
+
+from hvdkit.errors import UsageError
 from tests.alone import run_alone
 from tests.commit_files import read_commit, write_commit
 
@@ -71,3 +74,14 @@ def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd):
     model.optimizer.dynamic_scale.assign(2.0)
     state.restore()
     assert float(model.optimizer.dynamic_scale) == 8.0
+
+
+def test_a_model_that_is_compiled_after_the_state_was_made(hvd):
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    state = hvd.elastic.TensorFlowKerasState(model)
+    model.compile("sgd", loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(UsageError, match="compiled with a SGD that is not in the elastic state"):
+        state.save()
