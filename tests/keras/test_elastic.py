@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 
+from hvdkit.elastic.state import part_name
 from hvdkit.errors import UsageError
 from tests.commit_files import read_commit, write_commit
 from tests.logs import recorded
@@ -523,7 +524,7 @@ def test_a_loop_over_a_sampler_that_calls_fit_of_another_model(hvd):
     found = []
     for _ in sampler.batches():
         state.save()
-        found.append(state._saved["sampler-sampler"].tree["consumed"])
+        found.append(state._saved[part_name("sampler", "sampler")].tree["consumed"])
         teacher.fit(np.ones((2, 3)), np.ones((2, 2)), verbose=0)
     assert found == [2, 4, 6, 8]
 
