@@ -8,6 +8,7 @@ import errno
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from hvdkit.checkpoint.errors import CheckpointError
 from hvdkit.checkpoint.manifest import Manifest
@@ -209,18 +210,22 @@ class BackgroundWriter:
             self._base = None
         self.run = self._writer.run
 
-    def open_at(self, run: int) -> Writer:
+    def open_at(self, run: int, on_stored: Callable[[], None]) -> Writer:
         """Open the store, if it is not open, and write into this run from now on.
 
         For steps that may be lost at any time: they are no progress of the job. Steps of later
         runs, and incomplete steps, are deleted.
+
+        Args:
+            run: the run.
+            on_stored: called in the thread that writes, after each step.
 
         Raises:
             CheckpointError: see `Store.open_for_writing`.
         """
         if self._writer is None:
             self._writer = self._store.open_for_writing()
-            self._writer.on_progress = lambda: None
+            self._writer.on_progress = on_stored
             entries = self._store.entries()
             self._writer.prune([e.name for e in entries if e.run > run or e.error is not None])
         self.run = self._writer.run = run

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,13 @@ class HostSteps:
 
     Args:
         folders: the folders for the steps, in the order in which they are tried.
+        on_stored: called in the thread that writes, after each step.
     """
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(
+        self, folders: Sequence[Path], on_stored: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_stored = on_stored
         self._writers = {
             folder: BackgroundWriter(Store.of_newest(folder), overwrite=True) for folder in folders
         }
@@ -130,7 +134,7 @@ class HostSteps:
                 *(size / 1e6, folder.parent, self._folder.parent),
             )
         self._folder = folder
-        return self._writers[folder].open_at(run)
+        return self._writers[folder].open_at(run, self._on_stored)
 
     def newest(self) -> OpenCheckpoint | None:
         """Open the newest step; None without one. A read of its tensors verifies them."""

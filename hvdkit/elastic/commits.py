@@ -64,7 +64,7 @@ class Commits:
         self._collectives = collectives
         self._key = key
         folders = [folder / f"{_PREFIX}{key}" for folder in start.folders]
-        self._steps = HostSteps(folders) if writes else None
+        self._steps = HostSteps(folders, self._stored) if writes else None
         self._number = 0
         self._warnings: set[bool] = set()
         # Equal on all ranks, set by `newest`: whether a rank other than the first one writes, and
@@ -215,9 +215,12 @@ class Commits:
         changed = self._agree(problem, self._start.current_hosts() > self._start.hosts)
         if changed or ends:
             self._agree(attempt(self._finish)[1])
+        return changed
+
+    def _stored(self) -> None:
+        """Tell the launcher that this host has the newest commit. Called in another thread."""
         if not self._is_earlier:
             report_committed()
-        return changed
 
     def store_restored(self, parts: Parts) -> None:
         """Store the state that was restored on each host, and wait until it is complete.
@@ -233,8 +236,6 @@ class Commits:
         """
         self._number += 1
         self._agree(attempt(self._keep_restored, parts)[1])
-        if not self._is_earlier:
-            report_committed()
 
     def _keep_restored(self, parts: Parts) -> None:
         self._begin(parts)

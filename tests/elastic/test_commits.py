@@ -152,6 +152,7 @@ def test_a_restored_commit_is_progress_if_its_content_is_new(world, monkeypatch,
         saved = (tmp_path / record_files.SAVED).exists()
         world.barrier.wait()
         commits.store(state_of(value))
+        commits.wait()
         assert (tmp_path / record_files.COMMITTED).exists()
         world.barrier.wait()
         (tmp_path / record_files.SAVED).unlink(missing_ok=True)
