@@ -1,5 +1,6 @@
 """Broadcast parameters, optimizer state and Python objects."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,9 +161,11 @@ def broadcast_optimizer_state(
 
     Raises:
         UsageError: the optimizer is LBFGS, whose state belongs to no single parameter, or has
-            parameters that are DTensors; or `root_rank` does not exist.
-        RankMismatchError: on every rank, when their optimizers have different parameters, or an
-            argument is invalid on one of them. (The latter rank raises its `UsageError`.)
+            parameters that are DTensors, or its `state_dict()` lacks `state` or `param_groups`; or
+            `root_rank` does not exist.
+        RankMismatchError: on every rank, when their optimizers have different parameters, or
+            different values of other entries of `state_dict()`, which are not sent; or an argument
+            is invalid on one of them. (The latter rank raises its `UsageError`.)
     """
     process_set = mpi_ops.global_process_set
     collectives = TorchCollectives(process_set)
@@ -171,8 +174,8 @@ def broadcast_optimizer_state(
 
     def prepare() -> tuple[dict[str, Any] | None, list[str]]:
         check_root(root_rank, process_set.ranks)
-        _check_broadcastable(optimizer)
-        structure = _structure_of(optimizer, tensors) if mpi_ops.rank() == root_rank else None
+        own = _state_dict_of(optimizer)
+        structure = _structure_of(own, tensors) if mpi_ops.rank() == root_rank else None
         return structure, [
             f"optimizer {type(optimizer).__name__}, state from rank {root_rank}",
             *(
@@ -180,10 +183,14 @@ def broadcast_optimizer_state(
                 for g, group in enumerate(optimizer.param_groups)
                 for i, p in enumerate(group["params"])
             ),
+            *(
+                f"state_dict()[{key!r}], which this function does not send: {_text_of(own[key])}"
+                for key in sorted(own.keys() - _SENT)
+            ),
         ]
 
     subject = "the optimizer whose state to broadcast"
-    own = prepare_on_all_ranks(collectives, prepare, subject)
+    own = prepare_on_all_ranks(collectives, prepare, subject, _STATE_ADVICE)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     structure = broadcast_object(own, root_rank)
     if own is not None:
@@ -213,7 +220,21 @@ def broadcast_optimizer_state(
         group.update(new)
 
 
-def _check_broadcastable(optimizer: Any) -> None:
+# The entries of a `state_dict()` that are sent.
+_SENT = frozenset(["state", "param_groups"])
+_LOADING = "optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank))"
+_STATE_ADVICE = (
+    f"Every rank must build the same model and use the same settings. If a library keeps state of "
+    f"its own, use {_LOADING} instead."
+)
+
+
+def _state_dict_of(optimizer: Any) -> dict[str, Any]:
+    """Return the `state_dict()` of an optimizer.
+
+    Raises:
+        UsageError: see `broadcast_optimizer_state`.
+    """
     # Some libraries have optimizers that are no subclass of torch's.
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state_dict")):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}: expected a torch optimizer")
@@ -225,18 +246,36 @@ def _check_broadcastable(optimizer: Any) -> None:
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             check_has_memory(parameter, f"parameter {i} of group {g}")
+    state: dict[str, Any] = optimizer.state_dict()
+    if not state.keys() >= _SENT:
+        raise UsageError(
+            f"the state_dict() of a {type(optimizer).__name__} has the entries "
+            f"{', '.join(map(repr, state))}: expected 'state' and 'param_groups'. Use {_LOADING}"
+        )
+    return state
+
+
+def _text_of(value: Any) -> str:
+    """Return a short text that differs if values or tensors within `value` differ."""
+    tensors: list[torch.Tensor] = []
+    text = repr(_with_slots(value, tensors))
+    if tensors or len(text) > 100:
+        content = hashlib.sha256(text.encode())
+        for tensor in tensors:
+            content.update(bytes_of(tensor.cpu()).numpy().tobytes())
+        text = f"a value with the hash {content.hexdigest()[:16]}"
+    return text
 
 
 _CPU = torch.device("cpu")
 
 
-def _structure_of(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the state and options of an optimizer, with slots; append the tensors to `tensors`.
+def _structure_of(own: Mapping[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Return state and options of a `state_dict()`, with slots; append the tensors to `tensors`.
 
     Raises:
         UsageError: a tensor cannot be broadcast.
     """
-    own = optimizer.state_dict()
     structure = {
         "state": _with_slots(own["state"], tensors),
         "param_groups": [

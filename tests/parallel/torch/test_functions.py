@@ -221,6 +221,34 @@ def test_broadcast_optimizer_state_keeps_float32_state_of_bfloat16_parameters(hv
     assert torch.equal(state["exp_avg"], torch.full((3, 3), 1 / 3, device=DEVICE))
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer with an entry of its own in its `state_dict()`."""
+
+    total_step = 0
+
+    def state_dict(self):
+        return super().state_dict() | {"total_step": self.total_step, "scale": torch.ones(2)}
+
+
+class Lookahead(torch.optim.SGD):
+    """An optimizer with the state of another one in its `state_dict()`."""
+
+    def state_dict(self):
+        return {"base_optimizer": super().state_dict()}
+
+
+def test_broadcast_optimizer_state_refuses_other_entries_that_differ(hvd):
+    optimizer = Counting(model_of(seed=0).parameters(), lr=0.1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if hvd.rank() == 0:
+        optimizer.total_step = 3
+    text = r"\['total_step'\].* does not send: 3.*does not send: 0.*hvd.broadcast_object"
+    with pytest.raises(RankMismatchError, match=text):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with pytest.raises(UsageError, match=r"Lookahead has the entries 'base_optimizer'.*Use "):
+        hvd.broadcast_optimizer_state(Lookahead(model_of(seed=0).parameters(), lr=0.1), 0)
+
+
 def test_broadcast_optimizer_state_of_different_models_is_an_error_on_every_rank(hvd):
     model = nn.Linear(3, 2 if hvd.rank() else 3).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())

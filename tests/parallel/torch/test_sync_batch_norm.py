@@ -1,5 +1,8 @@
 """`hvd.SyncBatchNorm` on CPUs, compared with `torch.nn.BatchNorm` in one process with all data."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -116,6 +119,53 @@ def test_a_rank_that_has_joined_contributes_nothing(hvd):
     if hvd.rank() > 0:
         wanted = nn.BatchNorm1d(3).double()(torch.cat(batches[1:]))
         torch.testing.assert_close(y, wanted[6 * (hvd.rank() - 1) : 6 * hvd.rank()])
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_model_normalizes_over_its_process_set(hvd, is_copied):
+    sets = [hvd.add_process_set(list(range(k, hvd.size(), 2))) for k in range(2)]
+    mine = next(each for each in sets if each.included())
+    batches = batches_of(hvd, (4,), COUNTS)
+    places = list(range(1, 1 + sum(map(len, batches))))
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), mine)
+    model = (copy.deepcopy(model) if is_copied else model).double()
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=mine)
+    # The other set has a further layer before this one.
+    if mine is sets[1]:
+        hvd.SyncBatchNorm(3, process_set=mine).double()(batches[hvd.rank()])
+    start = sum(len(batches[rank]) for rank in mine.ranks if rank < hvd.rank())
+    here = slice(start, start + len(batches[hvd.rank()]))
+    y, of_x = forward_and_back(model, batches[hvd.rank()], places[here])
+    plain = nn.BatchNorm1d(3).double()
+    whole = torch.cat([batches[rank] for rank in mine.ranks])
+    whole_y, whole_of_x = forward_and_back(plain, whole, places[: len(whole)])
+    torch.testing.assert_close(y, whole_y[here], rtol=1e-9, atol=1e-9)
+    scale = whole_of_x.abs().max().item()
+    torch.testing.assert_close(of_x, whole_of_x[here], rtol=1e-9, atol=1e-9 * scale)
+    torch.testing.assert_close(model[0].running_var, plain.running_var)
+    assert pickle.loads(pickle.dumps(model))[0].process_set is hvd.global_process_set
+    for each in sets:
+        hvd.remove_process_set(each)
+
+
+@pytest.mark.parametrize(("of_layer", "of_optimizer"), [("all", "set"), ("set", "all")])
+def test_a_layer_that_normalizes_over_samples_of_another_model_raises(hvd, of_layer, of_optimizer):
+    """Normalization over a part of the ranks that train the model is valid."""
+    sets = [hvd.add_process_set(list(range(k, hvd.size(), 2))) for k in range(2)]
+    used = {"all": hvd.global_process_set, "set": next(s for s in sets if s.included())}
+    layer = hvd.SyncBatchNorm(3, process_set=used[of_layer])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, process_set=used[of_optimizer])
+    x = torch.full((2, 3), float(hvd.rank()))
+    if of_layer == "set":
+        layer(x).sum().backward()
+        optimizer.step()
+    else:
+        with pytest.raises(UsageError, match=r"over ranks \[0, 1.*over ranks \[[01].*process_set"):
+            layer(x)
+        assert not layer.running_mean.any()
+    for each in sets:
+        hvd.remove_process_set(each)
 
 
 def test_a_model_is_converted(hvd):
