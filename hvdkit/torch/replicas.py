@@ -159,8 +159,9 @@ def _options(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     # An optimizer around another one may not call `Optimizer.__init__`.
     defaults = getattr(optimizer, "defaults", {})
     for number, group in enumerate(optimizer.param_groups):
-        # Other keys are the script's own, and may differ between ranks.
-        for key in (key for key in group if key in defaults):
+        # Other keys are the script's own, and may differ between ranks. PyTorch adds
+        # `differentiable` to the defaults of any optimizer that loads a state.
+        for key in (key for key in group if key in defaults and key != "differentiable"):
             if (text := _option_text(group[key])) is not None:
                 yield f"{key} of parameter group {number} is {text}"
         yield f"parameter group {number} has {len(group['params'])} parameters"

@@ -127,6 +127,10 @@ _CLIPPED_ROW = [
 
 #: Sequences that are always run: name -> a list of settings, and the actions.
 ROWS = {
+    "a parameter is added after one rank has loaded a state": (
+        [{"kind": "momentum"}],
+        [("load_on_one_rank", 0), ("add_parameters", 0), ("flush", 0)],
+    ),
     "a window of one pass, of two, and whole ones": (
         [{"window": "mean"}, {"window": "mean", "compression": "fp16"}],
         [("window_passes", 0), ("flush", 0), ("window_passes", 1), ("flush", 0)] * 2
