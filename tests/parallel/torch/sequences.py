@@ -602,6 +602,8 @@ def scale_in_place(world: World, number: int) -> None:
 def replace_gradients(world: World, number: int) -> None:
     """Assign scaled copies of the gradients after a pass. They count as reduced."""
     world.backward(number)
+    # Also what an optimizer holds of the gradients is then equal, although the format rounds.
+    world.check_gradients()
     for model in (world.model, world.reference):
         for p in model.parameters():
             if p.grad is not None:
