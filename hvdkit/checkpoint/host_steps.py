@@ -125,7 +125,7 @@ class HostSteps:
                 f"a step has {size / 1e6:.0f} MB: expected twice as much free space in {places}"
             )
         for other in self._writers.keys() - {folder}:
-            if other.exists() and _newest(other) < _newest(folder):
+            if other.exists() and _newest_key(other) < _newest_key(folder):
                 self._writers[other].close()
                 shutil.rmtree(other, ignore_errors=True)
         if folder not in (self._folder, next(iter(self._writers))):
@@ -155,8 +155,9 @@ class HostSteps:
 
     def newest_content(self) -> str:
         """Return the digest of the content of the step that was written last, after `finish`."""
-        steps = Store(self._folder).steps()
-        return content_of(max((each.manifest for each in steps), key=key_of))
+        made = _newest(self._folder)
+        assert made is not None
+        return content_of(made)
 
     def restored(self) -> list[Any]:
         """Return what was noted of the step that was restored last on this host; empty for none."""
@@ -212,10 +213,15 @@ class HostSteps:
         self._warned.add(kind)
 
 
-def _newest(folder: Path) -> Key:
-    """Return the newest complete step in a folder; empty if it has none."""
-    steps = Store(folder).steps()
-    return max((key_of(each.manifest) for each in steps), default=[])
+def _newest(folder: Path) -> Manifest | None:
+    """Return the manifest of the newest complete step in a folder; None if it has none."""
+    return max((each.manifest for each in Store(folder).steps()), key=key_of, default=None)
+
+
+def _newest_key(folder: Path) -> Key:
+    """Return the place of the newest complete step in a folder; empty if it has none."""
+    made = _newest(folder)
+    return [] if made is None else key_of(made)
 
 
 class NewestSearch:

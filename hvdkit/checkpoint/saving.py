@@ -26,7 +26,7 @@ from hvdkit.errors import UsageError
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a rank compares with the other ranks before a save.
+    """The state of a rank that the ranks compare before a save.
 
     Attributes:
         step: the step to save.
