@@ -293,11 +293,14 @@ class CommittedState:
         """
         self._check_ranks()
         self._discard_gradients()
-        _, problem = attempt(self.save) if self._rank() == 0 else (None, None)
-        exchange(self._collectives(), {}, problem)
+        self._save_on(self._rank() == 0)
         self._receive(0)
-        if self._rank() != 0:
-            self.save()
+        self._save_on(self._rank() != 0)
+
+    def _save_on(self, this_rank: bool) -> None:
+        """Save the state on some ranks, and raise on all ranks if one fails. A collective."""
+        _, problem = attempt(self.save) if this_rank else (None, None)
+        exchange(self._collectives(), {}, problem)
 
     def _receive(self, root_rank: int, more: Mapping[str, StatefulItem] = {}) -> None:
         """Restore what a rank has saved. A collective.
