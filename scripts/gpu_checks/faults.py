@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks import restarts
 from gpu_checks.jobs import SHARED_GPU, Clock
 from gpu_checks.part import Setting, main
 from gpu_checks.report import Report, Skip
-from hvdkit.bench import restarts
 from tests.faults import seeded
 
 #: The faults in which the device takes part; names of `tests.faults.seeded`.

@@ -11,7 +11,7 @@ from typing import Any
 import hvdkit
 from hvdkit.bench import arguments, results
 from hvdkit.bench.allreduce.cases import parse_names
-from hvdkit.bench.scale import plot, profile, published, table
+from hvdkit.bench.scale import plot, profile, table
 from hvdkit.bench.scale.layers import MODELS
 from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, predict
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
@@ -23,8 +23,7 @@ HELP = "predict the time of a training step on more ranks than there are here"
 EXAMPLE = """\
   hvdkit bench scale --ranks 8..1024 --step step.json --allreduce cluster.json
   hvdkit bench scale --ranks 8..1024 --model resnet50 --backward-ms 170 --bandwidth 25Gbit/s \\
-      --ranks-per-host 8
-  hvdkit bench scale --validate                    # predictions and published measurements"""
+      --ranks-per-host 8"""
 
 _RANKS = "8..1024"
 _FORMAT = 1
@@ -42,7 +41,6 @@ _OPTIONS = f"""
                           fusion: those that are ready, as in Horovod; parameter: one gradient; one:
                           all, after the backward pass (default: %(default)s)
 --bucket-mb MB            hvdkit's bucket_bytes (default: hvdkit's)
---validate                only compare predictions with published measurements
 [step]
 --step FILE               a file of `hvdkit bench step --json`, which measured the variant `single`
 --model NAME              one of {", ".join(MODELS)}
@@ -79,12 +77,6 @@ def run(options: argparse.Namespace) -> int:
         UsageError: an argument is wrong, or a file was written by another command.
     """
     arguments.check_files(options)
-    if options.validate:
-        for name in ("json", "csv", "plot"):
-            if getattr(options, name) is not None:
-                raise UsageError(f"--validate prints its comparisons only: remove --{name}")
-        published.show()
-        return 0
     _check(options)
     ranks = parse_ranks(options.ranks)
     wires = parse_names(options.wires, list(SHARE_OF_FLOAT32), "--wires")

@@ -167,10 +167,6 @@ def test_steps_of_a_file_are_the_profile_and_are_compared(tmp_path, capsys):
         ([*MACHINE, "--levels", "tree"], "--levels has 'tree'; expected some of flat, two-level"),
         ([*MACHINE, "--buckets", "one", "--bucket-mb", "4"], "--bucket-mb was given with"),
         ([*MACHINE, "--allreduce", "/gone.json"], "--allreduce /gone.json cannot be read"),
-        (
-            ["--validate", "--csv", "out.csv"],
-            "--validate prints its comparisons only: remove --csv",
-        ),
         ([*MACHINE, "--plot", "out.txt"], "--plot is out.txt: expected a name with"),
     ],
 )

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from hvdkit.bench.scale import fit, published
-from hvdkit.bench.scale.published import BELOW, GPUS, METHODS, THROUGHPUTS
+from benchmarks import published
+from benchmarks.published import BELOW, GPUS, METHODS, THROUGHPUTS
+from hvdkit.bench.scale import fit
 
 
 def test_least_squares_find_the_parameters_of_exact_times():

@@ -1,9 +1,11 @@
 """Predictions against real ranks, whose passes sleep."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks import rehearsal
 from hvdkit.bench import link
-from hvdkit.bench.scale import rehearsal
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported
 
 RATE = "500Mbit/s"
@@ -11,11 +13,12 @@ TURNS = 3
 
 
 @pytest.mark.long
-def test_real_ranks_on_limited_links(tmp_path):
+def test_real_ranks_on_limited_links(tmp_path, monkeypatch):
     """Other load makes steps slower, so only predictions that are too slow are an error."""
     skip_where_unsupported(Configuration("torch", "gloo", 2))
     if (reason := link.missing()) is not None:
         pytest.skip(reason)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))  # the ranks import benchmarks
     fitted = rehearsal.fit_machine(RATE, tmp_path)
     assert fitted.network.between.bandwidth == pytest.approx(500e6 / 8, rel=0.15)
     one_rank = rehearsal.measure_one_rank(TURNS)

@@ -115,7 +115,7 @@ def _slowest(job: Job) -> float:
 def _plan(variant: Variant, ranks: int) -> JobPlan:
     return JobPlan(
         name=variant.name,
-        module="hvdkit.bench.scale.timed_rank",
+        module="benchmarks.timed_rank",
         controller="gloo",
         size=ranks if variant.reduces else 1,
         spec={

@@ -1,4 +1,6 @@
-"""Compare published measurements of scaling with predictions: `hvdkit bench scale --validate`.
+"""Compare published measurements of scaling with predictions of `hvdkit bench scale`.
+
+`scripts/validate_scale` prints the comparison.
 
 The model is fitted to the measurements of ResNet-50 only. The compared predictions are of other
 models, whose measurements are not used for the fit.

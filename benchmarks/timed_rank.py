@@ -1,7 +1,7 @@
 """A rank whose passes sleep for a given time instead of computing.
 
 The ranks need no cores for their passes, so a job can have more ranks than cores, and each pass
-still takes the given time. The reduction is real. `hvdkit.bench.scale.rehearsal` starts these
+still takes the given time. The reduction is real. `benchmarks.rehearsal` starts these
 ranks.
 """
 

@@ -1,0 +1,1 @@
+"""The project's own measurements, which `scripts/` run. They are no part of the package."""
