@@ -5,7 +5,6 @@ before the backward pass has ended. Buckets of some tens of MB, in the order in 
 become ready, avoid both (Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from hvdkit.core.consistency import digest
+from hvdkit.core.names import without_model_names
 from hvdkit.errors import UsageError
 
 MB = 1_000_000
@@ -183,39 +183,6 @@ def check_groups(
                     f"most once"
                 )
             seen.add(identity(member))
-
-
-def without_layer_numbers(path: str) -> str:
-    """Return a variable's path without the numbers that Keras appends to names of layers.
-
-    Keras counts layers over all models of a process, and ranks may have built different numbers of
-    models.
-    """
-    return re.sub(r"_\d+(?=/|$)", "", path)
-
-
-def without_model_names(path: str) -> str:
-    """Return the name of a variable and of its layer, without the names of models around it.
-
-    A Sequential model that Keras has loaded from a file does not have its own name in the paths of
-    its variables, other than a model that a script has built.
-    """
-    return "/".join(path.split("/")[-2:])
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Return unique names: append its index to each name that occurs earlier in `names`.
-
-    The index is appended again as long as the result occurs earlier, too.
-    """
-    seen: set[str] = set()
-    result = []
-    for i, name in enumerate(names):
-        while name in seen:
-            name = f"{name} ({i})"
-        result.append(name)
-        seen.add(name)
-    return result
 
 
 def even_groups(count: int, groups: int) -> list[list[int]]:

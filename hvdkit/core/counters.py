@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from hvdkit.core.int8 import payload_bytes
-from hvdkit.core.wire_format import BlockSum, Gather, Request, Sum
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -31,16 +28,6 @@ class Counters:
         self._clock = clock
         # For each call of a checkpointer that has begun, the seconds of its waits.
         self._waits: list[list[float]] = []
-
-    def count_request(self, request: Request) -> None:
-        """Add the bytes of a collective that a wire format has requested."""
-        if isinstance(request, Gather):
-            rows = request.rows if isinstance(request.rows, tuple) else (request.rows,)
-            self.payload_bytes += sum(map(_bytes_of, rows))
-        elif isinstance(request, BlockSum):
-            self.payload_bytes += payload_bytes(_bytes_of(request.buffer) // 4)  # of float32
-        elif isinstance(request, Sum):
-            self.payload_bytes += _bytes_of(request.buffer)
 
     def count_wait(self, seconds: float) -> None:
         """Exclude the seconds that the training thread waited in a collective of a checkpointer."""
@@ -66,11 +53,6 @@ class Counters:
                 self.checkpoint_seconds += max(self._clock() - began - sum(waits), 0.0)
 
         return timed
-
-
-def _bytes_of(buffer: object) -> int:
-    # A compressor of the user may send an object without this attribute.
-    return int(getattr(buffer, "nbytes", 0))
 
 
 #: The counters of this process.

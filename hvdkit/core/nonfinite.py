@@ -40,20 +40,6 @@ def check_policy(policy: str) -> str:
     return policy
 
 
-def describe_weight(name: str, has_nan: bool, when: str) -> str:
-    """Return a text about a weight that is not finite on all ranks.
-
-    Args:
-        name: the name of the weight, in quotes.
-        has_nan: whether the weight is NaN; otherwise it is infinite.
-        when: when this was found.
-    """
-    return (
-        f"{when}, {name} is {'NaN' if has_nan else 'infinite'} on all ranks: the loss or a "
-        f"gradient was NaN or infinite on one of them. Restore a checkpoint of an earlier step."
-    )
-
-
 def names_text(names: list[str]) -> str:
     """Return a text with the first names, such as "'a', 'b' and 2 more"."""
     if not names:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdkit.core.bucketing import unique_names
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import (
     RankMismatchError,
@@ -35,7 +34,7 @@ from hvdkit.core.consistency import (
     name_ranks,
     ranks_by_value,
 )
-from hvdkit.core.nonfinite import describe_weight
+from hvdkit.core.names import unique_names
 from hvdkit.errors import UsageError
 from hvdkit.whole_files import replacing
 
@@ -302,8 +301,13 @@ class ReplicaCheck:
             values = own.access.elements(item.value, own.access.read(item.value))
             if not np.isfinite(values).all():
                 has_nan = bool(np.isnan(values).any())
-                text = describe_weight(item.name, has_nan, when[0].upper() + when[1:])
-                self._log(f"{text} {_NONFINITE_ADVICE}", once="nonfinite")
+                self._log(
+                    f"{when[0].upper()}{when[1:]}, {item.name} is "
+                    f"{'NaN' if has_nan else 'infinite'} on all ranks: the loss or a gradient was "
+                    f"NaN or infinite on one of them. Restore a checkpoint of an earlier step. "
+                    f"{_NONFINITE_ADVICE}",
+                    once="nonfinite",
+                )
                 return
 
     def _save(self, step: int, own: Replicas, ranks_of: Mapping[int, Sequence[int]]) -> None:

@@ -24,6 +24,7 @@ from hvdkit.core.backend import Backend, Buffer, Handle, RoundMemory
 from hvdkit.core.bucketing import Bucket, BucketPlan, ParameterSpec
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.counters import counters
+from hvdkit.core.int8 import payload_bytes
 from hvdkit.core.reduction import PlannedBuckets, Reduction, ReductionState, plan_buckets
 from hvdkit.core.wire_format import (
     AbsMax,
@@ -380,7 +381,7 @@ class Synchronizer(Generic[Buffer, Handle]):
             if reduction.collectives:
                 name += f".{reduction.collectives}"
             reduction.collectives += 1
-            counters.count_request(reduction.request)
+            counters.payload_bytes += _payload_bytes(reduction.request)
             if isinstance(reduction.request, Gather):
                 reduction.handle = self._backend.gather(reduction.request.rows, name)
             else:
@@ -443,3 +444,17 @@ class Synchronizer(Generic[Buffer, Handle]):
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)
                 self._advance_bucket(reduction)
+
+
+def _payload_bytes(request: Sum | BlockSum | Gather) -> int:
+    """Return the bytes of a collective of this rank, as they are encoded."""
+    if isinstance(request, Gather):
+        rows = request.rows if isinstance(request.rows, tuple) else (request.rows,)
+        return sum(map(_bytes_of, rows))
+    size = _bytes_of(request.buffer)
+    return int(payload_bytes(size // 4)) if isinstance(request, BlockSum) else size
+
+
+def _bytes_of(buffer: object) -> int:
+    # A compressor of the user may send an object without this attribute.
+    return int(getattr(buffer, "nbytes", 0))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdkit.core.bucketing import without_model_names
+from hvdkit.core.names import without_model_names
 from hvdkit.core.optimizer_slots import slots_of
 from hvdkit.core.replicas import Access, Item, Replicas
 

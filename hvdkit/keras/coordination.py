@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.bucketing import without_layer_numbers, without_model_names
 from hvdkit.core.consistency import (
     RankMismatchError,
     all_equal,
@@ -21,6 +20,7 @@ from hvdkit.core.consistency import (
     digest24,
     group_by_text,
 )
+from hvdkit.core.names import without_layer_numbers, without_model_names
 from hvdkit.core.replicas import CheckSettings, ReplicaCheck, find_difference
 from hvdkit.core.same_data import PASSES, SameData
 from hvdkit.core.waiting import warning_while_waiting

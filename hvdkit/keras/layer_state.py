@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import xxhash
 
-from hvdkit.core.bucketing import without_layer_numbers
 from hvdkit.core.collectives import Collectives
 from hvdkit.core.consistency import check_consistency
+from hvdkit.core.names import without_layer_numbers
 from hvdkit.owned_folders import TemporaryFolder
 
 _ADVICE = (

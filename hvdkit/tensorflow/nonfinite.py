@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.bucketing import unique_names
 from hvdkit.core.consistency import grouped
+from hvdkit.core.names import unique_names
 from hvdkit.core.nonfinite import (
     LAST_FIRST,
     RAISE,

@@ -12,8 +12,9 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from tensorflow.python.ops import control_flow_util
 
-from hvdkit.core.bucketing import ParameterSpec, unique_names, without_layer_numbers
+from hvdkit.core.bucketing import ParameterSpec
 from hvdkit.core.int8 import Int8
+from hvdkit.core.names import unique_names, without_layer_numbers
 from hvdkit.core.nonfinite import IGNORE
 from hvdkit.core.reduction import ABSENT, PlannedBuckets, Reduction, plan_buckets
 from hvdkit.core.stragglers import StragglerReport

@@ -15,7 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.core.accumulation import Window
-from hvdkit.core.bucketing import unique_names, without_layer_numbers
+from hvdkit.core.names import unique_names, without_layer_numbers
 from hvdkit.core.nonfinite import IGNORE, RAISE, NonFiniteGradients, describe
 from hvdkit.core.reduction import Reduction, ReductionState
 from hvdkit.core.step_errors import BackwardFailed

@@ -11,8 +11,8 @@ from hvdkit.core.bucketing import (
     describe_devices,
     even_groups,
     plan,
-    unique_names,
 )
+from hvdkit.core.names import unique_names
 from hvdkit.errors import UsageError
 
 
