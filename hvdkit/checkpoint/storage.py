@@ -6,9 +6,8 @@ writer writes the files of a step as a `Draft`; `StorageWriter.commit` makes the
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -327,47 +326,3 @@ def step_name(step: int, run: int) -> str:
 def newest_run(entries: Iterable[Entry]) -> int | None:
     """Return the number of the newest run; None if there are no steps."""
     return max((entry.run for entry in entries), default=None)
-
-
-def open_storage(
-    place: str | os.PathLike[str], options: Mapping[str, Any] | None = None
-) -> Storage:
-    """Return the storage for a path or a URL, without accessing it.
-
-    Args:
-        place: a path, `file://` and an absolute path, or a URL that fsspec knows.
-        options: for fsspec, such as `endpoint_url` or `key`; for URLs only.
-
-    Raises:
-        UsageError: fsspec is not installed or does not know the protocol; or there are options for
-            a path; or the place is empty.
-    """
-    text = os.fspath(place)
-    if not text:
-        raise UsageError(
-            "the checkpoint folder is an empty string: expected a path or a URL; '.' is the "
-            "current folder"
-        )
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/([^/]|$)", text):
-        raise UsageError(
-            f"the checkpoint folder is {text}, a URL with only one slash. pathlib.Path removes the "
-            f"second slash: give the URL as a string."
-        )
-    url = _URL.fullmatch(text)
-    is_file = url is not None and url[1].lower() in ("file", "local")
-    if url is not None and is_file and not url[2].startswith("/"):
-        raise UsageError(
-            f"the checkpoint folder is {text}; expected an absolute path, such as file:///a/b."
-        )
-    if url is not None and not is_file:
-        from hvdkit.checkpoint.objects.storage import ObjectStorage
-
-        return ObjectStorage(text, options or {})
-    if options:
-        raise UsageError(
-            f"storage_options {sorted(options)} are for URLs; the checkpoint folder is the local "
-            f"path {text}. Remove the options or give a URL."
-        )
-    from hvdkit.checkpoint.posix.storage import PosixStorage
-
-    return PosixStorage(url[2] if url is not None else os.path.expanduser(text))

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 from hvdkit.checkpoint.errors import CheckpointError, Damaged, NoneGood
 from hvdkit.checkpoint.manifest import Manifest
+from hvdkit.checkpoint.places import open_storage
 from hvdkit.checkpoint.reading import OpenCheckpoint, examine
 from hvdkit.checkpoint.retention import KeepBest, Retention
-from hvdkit.checkpoint.storage import Entry, expect_manifests, newest_run, open_storage
+from hvdkit.checkpoint.storage import Entry, expect_manifests, newest_run
 from hvdkit.checkpoint.writing import Writer
 from hvdkit.errors import UsageError
 

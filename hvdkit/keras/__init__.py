@@ -20,6 +20,7 @@ from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
 from hvdkit.keras.batch_check import wrap_train_function
+from hvdkit.keras.collective_callbacks import local_fit
 from hvdkit.keras.data import ResumableSampler
 from hvdkit.keras.fit_call import wrap_fit
 from hvdkit.keras.functions import (
@@ -37,7 +38,7 @@ from hvdkit.keras.overlap import wrap_train_step
 from hvdkit.keras.prediction import predict
 from hvdkit.keras.resuming import wrap_epochs
 from hvdkit.keras.sharding import shard
-from hvdkit.keras.training import local_fit, wrap_callback_lists
+from hvdkit.keras.training import wrap_callback_lists
 from hvdkit.keras.unwrapped import watch_optimizers
 
 Adasum = backend.hvd.Adasum

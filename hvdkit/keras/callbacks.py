@@ -19,6 +19,7 @@ from hvdkit.core.loss_scaling import inner_optimizers, innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.collective_callbacks import CollectiveCallback, ReducesMetrics
 from hvdkit.keras.coordination import HasLocalVariables
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.metrics import additive, flatten, numbers_of
@@ -27,7 +28,6 @@ from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.profiling import ProfileCallback
-from hvdkit.keras.training import CollectiveCallback, ReducesMetrics
 
 __all__ = [
     "BestModelCheckpoint",

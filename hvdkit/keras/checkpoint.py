@@ -26,6 +26,7 @@ from hvdkit.core.replaced_state import end_position, keep_position, take_positio
 from hvdkit.core.step_boundary import window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.collective_callbacks import LastCallback
 from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.elastic import UpdateEpochStateCallback
 from hvdkit.keras.epoch_begin import EpochBegin
@@ -47,7 +48,6 @@ from hvdkit.keras.models import (
 )
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
-from hvdkit.keras.training import LastCallback
 
 log = logging.getLogger("hvdkit.keras")
 

@@ -16,6 +16,7 @@ from hvdkit.core.step_boundary import StepBoundary, window_boundary
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.collective_callbacks import LastCallback
 from hvdkit.keras.epoch_begin import Copies
 from hvdkit.keras.executions import trained_batches
 from hvdkit.keras.further_optimizers import (
@@ -28,7 +29,6 @@ from hvdkit.keras.model_state import variables_of, weights_of
 from hvdkit.keras.models import is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
-from hvdkit.keras.training import LastCallback
 
 __all__ = [
     "CommitStateCallback",

@@ -45,9 +45,6 @@ its metrics, pass a `MetricAverageCallback` to it on every rank.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -56,10 +53,18 @@ from keras.callbacks import CallbackList
 from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.collective_callbacks import (
+    CollectiveCallback,
+    LastCallback,
+    ReducesMetrics,
+    in_local_fit,
+    is_alone,
+)
 from hvdkit.keras.coordination import Coordination
 from hvdkit.keras.data import any_samplers, forget_reads, restore_epochs, samplers_read
 from hvdkit.keras.executions import CountsBatches
 from hvdkit.keras.models import adapt, distributions_of
+from hvdkit.keras.trial import TrialCallback
 from hvdkit.keras.writers import with_files, without_files
 
 # Callbacks that change weights or the learning rate.
@@ -75,117 +80,6 @@ def _changes_model(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.EarlyStopping):
         return bool(callback.restore_best_weights)
     return isinstance(callback, _CHANGING)
-
-
-_local: ContextVar[bool] = ContextVar("hvdkit_local_fit", default=False)
-
-
-@contextmanager
-def local_fit() -> Iterator[None]:
-    """Return a context in which `fit` trains on this rank only, without collectives.
-
-    In this context, `MetricAverageCallback` and `BroadcastGlobalVariablesCallback` do nothing. With
-    other callbacks of hvdkit that need all ranks, such as `Checkpoint`, and with a
-    `DistributedOptimizer`, `fit` raises `UsageError`.
-
-    Example:
-        if hvd.rank() == 0:
-            with hvd.local_fit():
-                teacher.fit(data)
-    """
-    token = _local.set(True)
-    try:
-        yield
-    finally:
-        _local.reset(token)
-
-
-def _is_alone() -> bool:
-    hvd = backend.hvd
-    return bool(_local.get() and hvd.is_initialized() and hvd.size() > 1)
-
-
-class CollectiveCallback(keras.callbacks.Callback):
-    """Base of callbacks whose hooks are collectives.
-
-    In `local_fit` the other ranks do not call the hooks, so a collective would wait forever.
-
-    Attributes:
-        omitted_in_local_fit: whether the hooks do nothing in `local_fit`, see `alone`. Otherwise
-            `fit` raises an error there (`_LocalList`).
-    """
-
-    omitted_in_local_fit = False
-
-    @property
-    def alone(self) -> bool:
-        """Whether the code runs in `local_fit`, in a job of several ranks."""
-        return _is_alone()
-
-
-class ReducesMetrics(CollectiveCallback):
-    """Base of callbacks that request metrics over all ranks, with any optimizer.
-
-    Attributes:
-        coordinated: whether `fit` reduces the metrics, so the callback must not.
-    """
-
-    omitted_in_local_fit = True
-    coordinated = False
-
-
-class LastCallback(CollectiveCallback):
-    """Base of callbacks that run after all other callbacks and after the ranks' coordination.
-
-    Use the methods below, such as `batches_end`, for actions that may raise. Keras may call its
-    standard hooks, such as `on_train_batch_end`, in a thread and lose their exceptions.
-
-    Attributes:
-        needs_one_model: whether all ranks must train the same model.
-        commits: whether the callback commits an elastic state. It then runs after the other
-            `LastCallback`s, so that the commit contains the position of a `Checkpoint`.
-        keeps_callbacks: whether commits contain the states of the other callbacks because of this
-            callback.
-    """
-
-    needs_one_model = False
-    commits = False
-    keeps_callbacks = False
-
-    def fit_begins(self, callbacks: Sequence[Any]) -> None:
-        """Called after `on_train_begin` of the other callbacks."""
-
-    def epoch_begins(self, epoch: int) -> None:
-        """Called before the first batch of epoch `epoch` is read."""
-
-    def batch_is_read(self) -> None:
-        """Called before a batch, before the coordination waits for other ranks."""
-
-    def batches_trained(self, batches: range) -> None:
-        """Called after `batches` have been trained, before the hooks of other callbacks.
-
-        Only for counting. A commit of an elastic job, in another callback, then contains the count.
-
-        Args:
-            batches: as for `batches_end`.
-        """
-
-    def epoch_trained(self, epoch: int) -> None:
-        """Called after validation, before the hooks of other callbacks. Only for counting."""
-
-    def batches_end(self, batches: range) -> None:
-        """Called after `batches` have been trained.
-
-        Args:
-            batches: the numbers of batches of the epoch (zero-based); several with
-                `steps_per_execution`.
-        """
-
-    def epoch_ends(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Called after validation. `stop_training` is the same on every rank."""
-
-    def fit_ends(self) -> None:
-        """Called after `on_train_end` of the other callbacks."""
 
 
 class _CoordinatedList(CountsBatches):
@@ -371,9 +265,8 @@ def _add_trial(callback_list: Any) -> None:
     global _trial
     if (requested := TrialPlan.requested()) is None or not backend.hvd.is_initialized():
         return
-    if _local.get():
+    if in_local_fit():
         return  # the ranks end a trial together
-    from hvdkit.keras.trial import TrialCallback  # it is a `LastCallback`
 
     _trial = _trial or TrialCallback(requested)
     callback_list.callbacks.append(_trial)
@@ -397,8 +290,8 @@ def _coordinate(callback_list: Any, model: Any) -> None:
     if not backend.hvd.is_initialized():
         return
     kind: Any = type(callback_list)
-    if _local.get():
-        if _is_alone():
+    if in_local_fit():
+        if is_alone():
             callback_list.__class__ = _mixed(_LocalList, kind)
         return
     requesting = [c for c in callback_list.callbacks if isinstance(c, ReducesMetrics)]

@@ -8,9 +8,9 @@ from typing import Any
 from hvdkit.core import trial
 from hvdkit.core.trial import BatchCount, TrialPlan
 from hvdkit.keras import backend
+from hvdkit.keras.collective_callbacks import LastCallback
 from hvdkit.keras.distribution import Distribution
 from hvdkit.keras.models import distributions_of
-from hvdkit.keras.training import LastCallback
 
 
 class TrialCallback(LastCallback):

@@ -15,19 +15,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import methodcaller
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import hvdkit
 from hvdkit.launch import messages
 from hvdkit.launch.connection import Connection, Event, Events, ProcessConnection
+from hvdkit.launch.external_command import ExternalLauncher
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.messages import Message
 from hvdkit.launch.ssh import Ssh
 from hvdkit.launch.start_error import StartError
 from hvdkit.signals import begin_to_note
-
-if TYPE_CHECKING:
-    from hvdkit.launch.external import ExternalLauncher
 
 #: A disconnected agent gives its ranks eight seconds between SIGTERM and SIGKILL.
 _CLOSE_SECONDS = 15.0

@@ -20,8 +20,8 @@ from hvdkit.launch.failure import Failure, in_order, suspects, tail_of
 from hvdkit.launch.failure_report import failure_report
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.plan import Plan
-from hvdkit.launch.reachability import BrokenConnection, best_connected, describe_broken
-from hvdkit.launch.start_error import StartError
+from hvdkit.launch.reachability import best_connected, describe_broken
+from hvdkit.launch.start_error import BrokenConnection, StartError
 from hvdkit.processes import exit_text
 
 # The beginning of the line with the broken connections.

@@ -20,15 +20,9 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.network import LOOPBACK, Interface
 from hvdkit.launch.plan import Plan
 from hvdkit.launch.questions import Questions, named
-from hvdkit.launch.reachability import (
-    FULL_MESH_HOSTS,
-    BrokenConnection,
-    describe_broken,
-    listening,
-    try_connections,
-)
+from hvdkit.launch.reachability import FULL_MESH_HOSTS, describe_broken, listening, try_connections
 from hvdkit.launch.settings import Settings
-from hvdkit.launch.start_error import StartError
+from hvdkit.launch.start_error import BrokenConnection, StartError
 
 #: The free bytes that a host should have. NCCL and MPI keep shared buffers in /dev/shm.
 _SHM_BYTES = 1_000_000_000

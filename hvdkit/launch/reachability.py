@@ -10,7 +10,6 @@ import contextlib
 import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from hvdkit.errors import HvdkitError
 from hvdkit.faults.names import shortened
@@ -19,6 +18,7 @@ from hvdkit.launch.hosts import Host
 from hvdkit.launch.listener import BACKLOG, Listener
 from hvdkit.launch.network import Interface
 from hvdkit.launch.questions import Questions
+from hvdkit.launch.start_error import BrokenConnection
 
 #: The launcher's name among the hosts.
 LAUNCHER = "the launcher"
@@ -27,26 +27,6 @@ FULL_MESH_HOSTS = 32
 
 #: The bytes that hosts send to each other: several packets, also on a network with a large MTU.
 _SENT_BYTES = 65536
-
-
-@dataclass(frozen=True)
-class BrokenConnection:
-    """A connection that could not be made, or did not transfer data.
-
-    Attributes:
-        host: the host that tried to connect.
-        target: the other host, or the launcher.
-        address: the address of the other host.
-        reason: the error.
-    """
-
-    host: str
-    target: str
-    address: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.host} to {self.target} ({self.address}): {self.reason}"
 
 
 def broken_connections(

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from hvdkit.errors import HvdkitError, UsageError
 
-if TYPE_CHECKING:
-    from hvdkit.launch.reachability import BrokenConnection
+
+@dataclass(frozen=True)
+class BrokenConnection:
+    """A connection that could not be made, or did not transfer data.
+
+    Attributes:
+        host: the host that tried to connect.
+        target: the other host, or the launcher.
+        address: the address of the other host.
+        reason: the error.
+    """
+
+    host: str
+    target: str
+    address: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.host} to {self.target} ({self.address}): {self.reason}"
 
 
 class StartError(HvdkitError):

@@ -13,13 +13,10 @@ import sys
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvdkit.errors import HvdkitError
 from hvdkit.whole_files import replacing
-
-if TYPE_CHECKING:
-    from hvdkit.report.charts import Chart
 
 _WIDTH = 5.0  # inches
 _DPI = 160
@@ -104,7 +101,24 @@ def check_installed() -> None:
         ) from error
 
 
-def svg(chart: Chart, number: int) -> str:
+class Drawable(Protocol):
+    """A chart; see `hvdkit.report.charts`."""
+
+    @property
+    def title(self) -> str:
+        """The title."""
+        ...
+
+    @property
+    def height(self) -> float:
+        """The height in inches."""
+        ...
+
+    def draw(self, axes: Any, theme: Theme) -> None:
+        """Draw the chart into axes of matplotlib."""
+
+
+def svg(chart: Drawable, number: int) -> str:
     """Return a chart as an `svg` element for a page. Its ids begin with `c` and `number`."""
     file = io.StringIO()
     _save(chart, _STAND_INS, file, "svg")
@@ -127,13 +141,13 @@ def _for_page(tag: str, number: int) -> str:
     return re.sub(r" font-family: [^;\"]*;| transform=\"rotate\(-0 [^\"]*\"", "", tag)
 
 
-def png(chart: Chart, path: Path) -> None:
+def png(chart: Drawable, path: Path) -> None:
     """Write a chart as a picture on white ground."""
     with replacing(path) as draft, open(draft, "wb") as file:
         _save(chart, LIGHT, file, "png")
 
 
-def _save(chart: Chart, theme: Theme, file: Any, format: str) -> None:
+def _save(chart: Drawable, theme: Theme, file: Any, format: str) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 

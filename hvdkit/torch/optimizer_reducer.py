@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
@@ -45,9 +45,6 @@ from hvdkit.torch.replicas import ADVICE, FIRST_ADVICE, torch_replicas
 from hvdkit.torch.rounds import Rounds
 from hvdkit.torch.settings import Settings
 from hvdkit.torch.wrapped_modules import check_not_reduced
-
-if TYPE_CHECKING:
-    from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 log = logging.getLogger("hvdkit.torch")
 
@@ -133,7 +130,7 @@ class OptimizerReducer:
 
     def __init__(
         self,
-        optimizer: "WrappedOptimizer",
+        optimizer: torch.optim.Optimizer,
         settings: Settings,
         window: Window,
         names: dict[torch.nn.Parameter, str],
@@ -192,8 +189,8 @@ class OptimizerReducer:
             ),
         )
 
-    def optimizer(self) -> "WrappedOptimizer":
-        """Return the optimizer."""
+    def optimizer(self) -> Any:
+        """Return the `WrappedOptimizer`."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -334,7 +331,7 @@ class OptimizerReducer:
             return False
         return self.graph_task() is None or not passes.in_backward()
 
-    def _end_raised_pass(self) -> bool:
+    def end_raised_pass(self) -> bool:
         """Record that the pass raised; return whether other ranks wait in its round."""
         now = self._close_pass()
         if now is None:
@@ -358,7 +355,7 @@ class OptimizerReducer:
         raised = [each for each in self.siblings if each.pass_raised]
         if not raised:
             return
-        passes.reduce((), [each for each in raised if each._end_raised_pass()])
+        passes.reduce((), [each for each in raised if each.end_raised_pass()])
         if self in raised and self.gradients.invalid_reason:
             raise BackwardFailed(self.gradients.invalid_reason)
 

@@ -10,17 +10,48 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from horovod.torch import mpi_ops
 
+from hvdkit.core.accumulation import Window
 from hvdkit.torch.coordination import Coordinator
 from hvdkit.torch.headers import Entry
 from hvdkit.torch.rounds import Rounds
 
-if TYPE_CHECKING:
-    from hvdkit.torch.optimizer_reducer import OptimizerReducer
-    from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+
+class Reducer(Protocol):
+    """The reducer of an optimizer: a `hvdkit.torch.optimizer_reducer.OptimizerReducer`."""
+
+    number: int
+    graph_task: "weakref.ref[Any] | None"
+    _optimizer: "weakref.ref[Any]"
+    siblings: "Reducers"
+    window: Window
+    rounds: Rounds
+    coordinator: Coordinator
+
+    @property
+    def process_set(self) -> mpi_ops.ProcessSet:
+        """The ranks to reduce over."""
+        ...
+
+    @property
+    def pass_raised(self) -> bool:
+        """Whether a backward pass raised and has not been completed since."""
+        ...
+
+    def optimizer(self) -> Any:
+        """Return the `WrappedOptimizer`."""
+
+    def end_pass(self) -> bool:
+        """Note the end of a pass; return whether its gradients are to be reduced."""
+        ...
+
+    def end_raised_pass(self) -> bool:
+        """Record that the pass raised; return whether other ranks wait in its round."""
+        ...
 
 
 class Reducers:
@@ -36,14 +67,14 @@ class Reducers:
         self.lock = threading.RLock()
         self.passes = 0
         self._count = itertools.count()
-        self._reducers: weakref.WeakSet[OptimizerReducer] = weakref.WeakSet()
+        self._reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
-    def add(self, reducer: "OptimizerReducer") -> int:
+    def add(self, reducer: Reducer) -> int:
         """Add a reducer; return its place in the order of creation."""
         self._reducers.add(reducer)
         return next(self._count)
 
-    def __iter__(self) -> "Iterator[OptimizerReducer]":
+    def __iter__(self) -> Iterator[Reducer]:
         return iter(sorted(self._reducers, key=lambda each: each.number))
 
 
@@ -61,7 +92,7 @@ class GraphTask:
     def __init__(self, number: int) -> None:
         self.number = number
         # The values keep the optimizers alive until the pass ends.
-        self.reducers: dict[OptimizerReducer, WrappedOptimizer] = {}
+        self.reducers: dict[Reducer, Any] = {}
 
     def __call__(self) -> None:
         """Handle the end of the task."""
@@ -77,7 +108,7 @@ _lock = threading.Lock()
 _tasks: "weakref.WeakValueDictionary[int, GraphTask]" = weakref.WeakValueDictionary()
 
 
-def watch(reducer: "OptimizerReducer") -> None:
+def watch(reducer: Reducer) -> None:
     """Call `reducer` at the end of the backward pass that runs in this thread."""
     number = torch._C._current_graph_task_id()
     with _lock:
@@ -94,11 +125,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def end_pass(reached: "Iterable[OptimizerReducer]") -> None:
+def end_pass(reached: Iterable[Reducer]) -> None:
     """Reduce the gradients of the optimizers that a backward pass has reached."""
     errors: list[Exception] = []
-    passed: list[OptimizerReducer] = []
-    failed: list[OptimizerReducer] = []
+    passed: list[Reducer] = []
+    failed: list[Reducer] = []
     for reducer in reached:
         try:
             if reducer.end_pass():
@@ -110,8 +141,8 @@ def end_pass(reached: "Iterable[OptimizerReducer]") -> None:
 
 
 def reduce(
-    passed: "Iterable[OptimizerReducer]",
-    failed: "Iterable[OptimizerReducer]",
+    passed: Iterable[Reducer],
+    failed: Iterable[Reducer],
     errors: Iterable[Exception] = (),
 ) -> None:
     """Enter and complete the rounds of optimizers whose pass has ended.
@@ -153,7 +184,7 @@ def reduce(
         raised.clear()  # an error would keep this frame alive, and its optimizers
 
 
-def _order(reducer: "OptimizerReducer") -> tuple[int, int]:
+def _order(reducer: Reducer) -> tuple[int, int]:
     return reducer.process_set.process_set_id or 0, reducer.number
 
 

@@ -7,15 +7,20 @@ do not keep the optimizer alive. A record that is freed removes its hooks.
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdkit.core.synchronizer import Synchronizer
 from hvdkit.torch.holders import version_of
 
-if TYPE_CHECKING:
-    from hvdkit.torch.parts import Part
+
+class Planned(Protocol):
+    """The planned parameters that are reduced with one: a `hvdkit.torch.parts.Part`."""
+
+    synchronizer: Synchronizer[torch.Tensor, Any]
+    is_stale: bool
 
 
 class Owner(Protocol):
@@ -129,7 +134,7 @@ class Record:
         self.name = name
         self.number = number
         self.group = group
-        self.part: Part | None = None
+        self.part: Planned | None = None
         self.index = 0
         self.repeats = False
         self.content: int | None = None

@@ -17,7 +17,7 @@ from hvdkit.launch.failure import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import outcome
 from hvdkit.launch.plan import make_plan
-from hvdkit.launch.reachability import BrokenConnection
+from hvdkit.launch.start_error import BrokenConnection
 
 NEVER = float("inf")
 #: A job of two ranks, one on each host.

@@ -15,10 +15,10 @@ from hvdkit.launch.failure import Failure
 from hvdkit.launch.hosts import Host, read_hostfile
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
-from hvdkit.launch.reachability import BrokenConnection, best_connected
+from hvdkit.launch.reachability import best_connected
 from hvdkit.launch.restarting import RestartedJob
 from hvdkit.launch.spares.spare import same_for_imports
-from hvdkit.launch.start_error import StartError
+from hvdkit.launch.start_error import BrokenConnection, StartError
 from hvdkit.processes import GROUP_VARIABLE
 from tests.launch.commands import run, started, wait_until
 from tests.parallel.rank_pool import Configuration, skip_where_unsupported

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.bench.allreduce.cases import Case
-from hvdkit.bench.allreduce.rank import numpy_dtype
+from hvdkit.bench.allreduce.values import numpy_dtype
 
 _FUNCTIONS = {"sum": np.add, "average": np.add, "min": np.minimum, "max": np.maximum}
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdkit.bench.allreduce import values
-from hvdkit.bench.allreduce.cases import DTYPES, Case
+from hvdkit.bench.allreduce.cases import Case
 from hvdkit.bench.allreduce.variants import MPI4PY, RING, TORCH, Variant
 from hvdkit.bench.worker import Workload, init_checked
 
@@ -119,9 +119,3 @@ class AllreduceRank:
     def close(self) -> None:
         """Leave the job."""
         self._library.close()
-
-
-def numpy_dtype(case: Case) -> np.dtype:
-    """Return the dtype of the case, which is not bfloat16: NumPy has none."""
-    assert case.dtype in DTYPES
-    return np.dtype(case.dtype)

@@ -13,8 +13,7 @@ from hvdkit.launch.failure import Failure
 from hvdkit.launch.hosts import Host
 from hvdkit.launch.outcome import Outcome
 from hvdkit.launch.plan import make_plan
-from hvdkit.launch.reachability import BrokenConnection
-from hvdkit.launch.start_error import StartError
+from hvdkit.launch.start_error import BrokenConnection, StartError
 
 ONE, TWO = [Host("host0", 1)], [Host("host0", 1), Host("host1", 1)]
 DONE, FAILED = Outcome(0), Outcome(1, restartable=True)
