@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hvdkit.bench.figures import wide_console
-from hvdkit.owned_folders import TemporaryFolder
-from hvdkit.processes import python_command
-from hvdkit.whole_files import replacing
+from hvdkit.system.owned_folders import TemporaryFolder
+from hvdkit.system.processes import python_command
+from hvdkit.system.whole_files import replacing
 
 if TYPE_CHECKING:
     import torch

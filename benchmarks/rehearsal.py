@@ -32,8 +32,8 @@ from hvdkit.bench.step.variants import FLAT, SINGLE, TORCH, Variant
 from hvdkit.bench.turns import in_turns
 from hvdkit.engine import describe
 from hvdkit.errors import HvdkitError
-from hvdkit.owned_folders import TemporaryFolder
-from hvdkit.processes import python_command
+from hvdkit.system.owned_folders import TemporaryFolder
+from hvdkit.system.processes import python_command
 
 #: The gradients: layers of a MB of float32, in buckets of four.
 ELEMENTS = (250_000,) * 24

@@ -18,8 +18,8 @@ import psutil
 
 from hvdkit.bench.namespaces import Cluster, hosts, missing
 from hvdkit.engine.describe import installed
-from hvdkit.owned_folders import TemporaryFolder
-from hvdkit.processes import ProcessGroup, python_command
+from hvdkit.system.owned_folders import TemporaryFolder
+from hvdkit.system.processes import ProcessGroup, python_command
 
 _SCRIPT = Path(__file__).parent / "restart_script.py"
 _SECONDS = 120.0

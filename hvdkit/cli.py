@@ -18,10 +18,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import hvdkit
+from hvdkit.console.flags import TYPES, add_options
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import TYPES, add_options
-from hvdkit.plain_files import printable
-from hvdkit.signals import (
+from hvdkit.system.plain_files import printable
+from hvdkit.system.signals import (
     STOP_SIGNALS,
     forget_noted,
     handle_stop_signals,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def horovodrun(arguments: Sequence[str] | None = None) -> int:
     """Run `horovodrun`. Returns the exit status as `hvdkit run`."""
-    from hvdkit.launch import horovodrun
+    from hvdkit.launch.options import horovodrun
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     return _main("horovodrun", partial(horovodrun.parse, words))
@@ -239,7 +239,7 @@ def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _build(options: argparse.Namespace) -> int:
-    from hvdkit.console import Console
+    from hvdkit.console.tables import Console
     from hvdkit.engine import build, plan, report
 
     console = Console(soft_wrap=True)
@@ -272,7 +272,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from hvdkit.launch import arguments
+    from hvdkit.launch.options import arguments
 
     verb = _add_verb(
         verbs,
@@ -286,9 +286,10 @@ def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from hvdkit import diagnostics, doctor
-    from hvdkit.console import Console
-    from hvdkit.launch import arguments, command
+    from hvdkit import doctor
+    from hvdkit.console import diagnostics
+    from hvdkit.console.tables import Console
+    from hvdkit.launch.options import arguments, command
 
     several = options.hosts is not None or options.hostfile is not None
     if not several:
@@ -302,7 +303,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_run(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from hvdkit.launch import arguments, command
+    from hvdkit.launch.options import arguments, command
 
     verb = _add_verb(verbs, "run", arguments.HELP, arguments.EXAMPLE)
     arguments.add_arguments(verb)
@@ -344,7 +345,7 @@ def _add_why(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def _why(options: Namespace) -> int:
     from hvdkit.faults import command
-    from hvdkit.launch import output_folder
+    from hvdkit.launch.control import output_folder
 
     print(command.why(options.folder, options.timeline, output_folder.replayed))
     return EXIT_OK

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from hvdkit.core import host_collectives
-from hvdkit.diagnostics import ERROR, OK, WARNING, Diagnostic
+from hvdkit.console.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, script, toolchain
 from hvdkit.errors import HvdkitError
-from hvdkit.processes import python_command
+from hvdkit.runtime import host_collectives
+from hvdkit.system.processes import python_command
 
 #: The free bytes that /dev/shm should have. Open MPI and NCCL keep shared buffers there. A
 #: container has 64 MB by default.

@@ -1,8 +1,9 @@
 """Start, watch and end the ranks of one Horovod job on this machine.
 
 A rank is a process of the job. Over Gloo, this module starts each rank, and the ranks find each
-other through `hvdkit.rendezvous`. Over MPI, `mpirun` starts them. Both return a `RankGroup`: each
-rank writes to its own file, `wait` has a timeout, and no process of the job outlives the group.
+other through `hvdkit.rendezvous.server`. Over MPI, `mpirun` starts them. Both return a `RankGroup`:
+each rank writes to its own file, `wait` has a timeout, and no process of the job outlives the
+group.
 
 Example:
     results = start_gloo([sys.executable, "train.py"], 2).wait(timeout=600)
@@ -18,11 +19,11 @@ from pathlib import Path
 from typing import Self
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.mpi_segments import SegmentFolder
-from hvdkit.mpirun import identify_mpirun
-from hvdkit.owned_folders import OwnedFolder, temporary
-from hvdkit.processes import ProcessGroup, exit_text, without_rank_variables
-from hvdkit.rendezvous import RendezvousServer, gloo_environment
+from hvdkit.mpi.mpirun import identify_mpirun
+from hvdkit.mpi.segments import SegmentFolder
+from hvdkit.rendezvous.server import RendezvousServer, gloo_environment
+from hvdkit.system.owned_folders import OwnedFolder, temporary
+from hvdkit.system.processes import ProcessGroup, exit_text, without_rank_variables
 
 _POLL_SECONDS = 0.02
 _TAIL_LINES = 20

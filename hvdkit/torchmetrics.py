@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
 import hvdkit.torch as hvd
-from hvdkit.core.consistency import check_consistency
+from hvdkit.agreement.consistency import check_consistency
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 

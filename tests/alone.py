@@ -7,8 +7,8 @@ import pytest
 
 from hvdkit.engine.describe import installed
 from hvdkit.ranks import RankCommand, start_ranks
-from tests.parallel.fork_server import forked
-from tests.parallel.rank_pool import REPOSITORY
+from tests.ranks.fork_server import forked
+from tests.ranks.rank_pool import REPOSITORY
 
 _LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
 

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.parallel import fork_server
+from tests.ranks import fork_server
 
 _GRACE_SECONDS = 5.0
 # Environment variables of processes that live for the whole session: ranks of a pool, servers.

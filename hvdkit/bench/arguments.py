@@ -5,10 +5,10 @@ from pathlib import Path
 
 from hvdkit.bench import link, results
 from hvdkit.bench.software import STOCK, missing_module
+from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import add_options
-from hvdkit.launch.arguments import add_host_arguments
-from hvdkit.whole_files import check_writable
+from hvdkit.launch.options.arguments import add_host_arguments
+from hvdkit.system.whole_files import check_writable
 
 _PICTURES = (".png", ".svg", ".pdf")
 

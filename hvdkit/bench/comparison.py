@@ -15,7 +15,7 @@ from rich.table import Table
 
 from hvdkit.bench.figures import spread
 from hvdkit.bench.results import Results
-from hvdkit.console import Console
+from hvdkit.console.tables import Console
 
 #: With fewer turns, ranges that do not overlap are often chance.
 FEWEST_TURNS = 4

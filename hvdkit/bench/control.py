@@ -5,7 +5,7 @@ are sealed with the token of the job, and have a number: r for rank r, and size 
 `rank_listener` is the other side.
 
 This module runs in ranks that may have another hvdkit (`--before`), so it uses the standard library
-and `hvdkit.sealed` only.
+and `hvdkit.system.sealed` only.
 """
 
 import json
@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdkit.sealed import Refused, SealedConnection, WrongKey, introduce
+from hvdkit.system.sealed import Refused, SealedConnection, WrongKey, introduce
 
 #: The environment variable with the token. `hvdkit run` forwards it only on request.
 TOKEN_VARIABLE = "HVDKIT_BENCH_TOKEN"

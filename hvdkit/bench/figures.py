@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from hvdkit.console import Console
+from hvdkit.console.tables import Console
 
 # The characters of a line of the widest tables.
 _WIDTH = 144

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from hvdkit.bench import control
-from hvdkit.processes import die_with_parent
+from hvdkit.system.processes import die_with_parent
 
 _END_SECONDS = 5.0
 

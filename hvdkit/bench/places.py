@@ -12,11 +12,12 @@ from typing import ClassVar
 from hvdkit.bench import link, namespaces
 from hvdkit.bench.control import TOKEN_VARIABLE
 from hvdkit.errors import UsageError
-from hvdkit.launch import allocation, hosts, network
-from hvdkit.launch.allocation import batch_hosts
-from hvdkit.processes import python_command
+from hvdkit.launch.control import network
+from hvdkit.launch.hosts import allocation, hosts
+from hvdkit.launch.hosts.allocation import batch_hosts
 from hvdkit.ranks import RankCommand, RankGroup, start_gloo, start_mpi, start_ranks
-from hvdkit.rendezvous import RendezvousServer, gloo_environment
+from hvdkit.rendezvous.server import RendezvousServer, gloo_environment
+from hvdkit.system.processes import python_command
 
 _HOSTS = 2
 

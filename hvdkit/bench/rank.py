@@ -10,24 +10,20 @@ from pathlib import Path
 
 
 def _use_this_package() -> None:
-    """Import `hvdkit.bench` from the folder of this file, and `hvdkit.sealed` from beside it.
+    """Import `hvdkit.bench` and `hvdkit.system` from beside this file.
 
-    With `--before`, `import hvdkit` finds the other hvdkit, which is measured. The
-    code of the benchmark still comes from the folder of this file.
+    With `--before`, `import hvdkit` finds the other hvdkit, which is measured. The code of the
+    benchmark, and that of its connections, still come from this hvdkit.
     """
     here = Path(__file__).parent
     sys.path.remove(str(here))  # because this file was started as a script
-    location = here / "__init__.py"
-    spec = importlib.util.spec_from_file_location(
-        "hvdkit.bench", location, submodule_search_locations=[str(here)]
-    )
-    assert spec is not None
-    sys.modules["hvdkit.bench"] = importlib.util.module_from_spec(spec)
-    spec = importlib.util.spec_from_file_location("hvdkit.sealed", here.parent / "sealed.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["hvdkit.sealed"] = sealed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sealed)
+    for name in ("bench", "system"):
+        folder = here.parent / name
+        spec = importlib.util.spec_from_file_location(
+            f"hvdkit.{name}", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        sys.modules[f"hvdkit.{name}"] = importlib.util.module_from_spec(spec)
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.bench.control import TOKEN_VARIABLE, Peer
-from hvdkit.launch import messages
-from hvdkit.launch.listener import AgentListener
+from hvdkit.launch.control import messages
+from hvdkit.launch.control.listener import AgentListener
 
 
 class RankListener:

@@ -18,9 +18,9 @@ import psutil
 
 import hvdkit
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.host_facts import usable_cores
-from hvdkit.plain_files import read_json
-from hvdkit.whole_files import replacing
+from hvdkit.launch.agent.host_facts import usable_cores
+from hvdkit.system.plain_files import read_json
+from hvdkit.system.whole_files import replacing
 
 _FORMAT = 1
 # Their versions are among the conditions.

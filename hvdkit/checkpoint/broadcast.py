@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdkit.agreement.collectives import Collectives
 from hvdkit.checkpoint import tensors, tree
 from hvdkit.checkpoint.dtypes import ELEMENT_BYTES
 from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.reading import OpenCheckpoint, Outline
 from hvdkit.checkpoint.state import Tensor, Tree
-from hvdkit.core.collectives import Collectives
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ Each method begins with the same allreduce of 24 bytes. With different collectiv
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hvdkit.agreement.collectives import Collectives
 from hvdkit.checkpoint.coordination import compare, exchange
-from hvdkit.core.collectives import Collectives
 from hvdkit.errors import UsageError
 
 _BITS = 15

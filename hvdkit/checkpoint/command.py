@@ -10,9 +10,9 @@ from hvdkit.checkpoint import report
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.retention import KeepBest, Retention
 from hvdkit.checkpoint.store import Store
-from hvdkit.console import Console
+from hvdkit.console.flags import add_options
+from hvdkit.console.tables import Console
 from hvdkit.errors import UsageError
-from hvdkit.flags import add_options
 
 HELP = "list, verify, prune and export the checkpoints in a folder"
 EXAMPLE = """\

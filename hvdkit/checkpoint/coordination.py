@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import grouped, name_ranks
 from hvdkit.checkpoint.errors import CheckpointError
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import grouped, name_ranks
 from hvdkit.errors import HvdkitError, UsageError
 
 

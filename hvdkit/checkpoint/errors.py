@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import printable
+from hvdkit.system.plain_files import printable
 
 
 class CheckpointError(HvdkitError):

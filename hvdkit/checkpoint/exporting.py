@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hvdkit.checkpoint.posix import disk
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import open_regular
-from hvdkit.whole_files import beside
+from hvdkit.system.plain_files import open_regular
+from hvdkit.system.whole_files import beside
 
 
 @contextmanager

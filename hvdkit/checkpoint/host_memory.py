@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import digest
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.host_steps import HostSteps, NewestSearch, key_of
 from hvdkit.checkpoint.manifest import Manifest
@@ -23,11 +25,9 @@ from hvdkit.checkpoint.restoring import NOTHING_RESTORED
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.store import Search, StepSearch
 from hvdkit.checkpoint.writing import Snapshot
-from hvdkit.core import host_folders
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import digest
-from hvdkit.core.progress import report_saved
 from hvdkit.errors import UsageError
+from hvdkit.runtime import host_folders
+from hvdkit.runtime.progress import report_saved
 
 _log = logging.getLogger("hvdkit.checkpoint")
 

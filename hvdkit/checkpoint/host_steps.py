@@ -1,6 +1,6 @@
 """The newest step in the memory of one host, for the rank that writes it. No collectives.
 
-The folders belong to the agent of the host (`hvdkit/launch/host_folders.py`), so that a step
+The folders belong to the agent of the host (`hvdkit/launch/agent/host_folders.py`), so that a step
 outlives the ranks. It is an ordinary step, with the same files, hashes and checks as on disk.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdkit.agreement.consistency import digest
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.errors import CheckpointError, Damaged, NoneGood
 from hvdkit.checkpoint.manifest import Manifest
@@ -21,8 +22,7 @@ from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.store import Search, Store
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import Snapshot, Writer
-from hvdkit.core.consistency import digest
-from hvdkit.plain_files import parse_json
+from hvdkit.system.plain_files import parse_json
 
 _log = logging.getLogger("hvdkit.checkpoint")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
-from hvdkit.plain_files import parse_json, printable, whole
+from hvdkit.system.plain_files import parse_json, printable, whole
 
 _log = logging.getLogger(__name__)
 

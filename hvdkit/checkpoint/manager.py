@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 import hvdkit
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.checkpoint import calls, memory
 from hvdkit.checkpoint.background import BackgroundWriter
 from hvdkit.checkpoint.calls import StepWord
@@ -21,6 +23,7 @@ from hvdkit.checkpoint.coordination import call_on_first, compare, exchange
 from hvdkit.checkpoint.host_memory import HostMemory
 from hvdkit.checkpoint.manifest import check_part_name
 from hvdkit.checkpoint.memory import Allocate
+from hvdkit.checkpoint.replaced_state import follow
 from hvdkit.checkpoint.restoring import NOTHING_RESTORED, Restoring, wanted_parts
 from hvdkit.checkpoint.retention import KeepBest, Mode
 from hvdkit.checkpoint.saving import Prepared, Saving, check_arguments
@@ -29,16 +32,13 @@ from hvdkit.checkpoint.sharding import ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS, StopRequest, StopSignals
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import RankItem, StatefulItem
+from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, StepBoundary
 from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.store import StepSearch, Store
 from hvdkit.checkpoint.writing import EncodedPart, Snapshot
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.counters import counters
-from hvdkit.core.replaced_state import follow
-from hvdkit.core.replicas import ReplicaCheck
-from hvdkit.core.script_end import note_end_with
-from hvdkit.core.step_boundary import LACKS_WINDOW, StepBoundary
 from hvdkit.errors import RESUMABLE, UsageError
+from hvdkit.runtime.counters import counters
+from hvdkit.runtime.script_end import note_end_with
 
 _log = logging.getLogger("hvdkit.checkpoint")
 

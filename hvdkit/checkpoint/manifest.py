@@ -14,11 +14,11 @@ from typing import Any
 
 import xxhash
 
-from hvdkit import plain_files
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.chunks import FileRecord
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.errors import UsageError
+from hvdkit.system import plain_files
 
 NAME = "manifest.json"
 STATE, RANKS = "state.json", "ranks.jsonl"

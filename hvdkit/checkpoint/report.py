@@ -22,9 +22,9 @@ from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import Entry
 from hvdkit.checkpoint.store import Store
-from hvdkit.console import Console
+from hvdkit.console.tables import Console
 from hvdkit.errors import UsageError
-from hvdkit.plain_files import printable
+from hvdkit.system.plain_files import printable
 
 _PLAIN_STEP = 10  # percent between two plain lines
 

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import digest
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.coordination import compare, exchange, scatter
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
@@ -21,10 +23,8 @@ from hvdkit.checkpoint.state import (
     Tree,
 )
 from hvdkit.checkpoint.store import StepSearch
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import digest
-from hvdkit.core.host_collectives import describe_sum_order
 from hvdkit.errors import UsageError
+from hvdkit.runtime.host_collectives import describe_sum_order
 
 _log = logging.getLogger("hvdkit.checkpoint")
 

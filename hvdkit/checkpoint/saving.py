@@ -5,6 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import digest
+from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.coordination import compare, compare_lines, exchange, gather
 from hvdkit.checkpoint.sharding import Gather, ShardedItem, check_layouts
@@ -18,9 +21,6 @@ from hvdkit.checkpoint.state import (
 )
 from hvdkit.checkpoint.storage import check_number
 from hvdkit.checkpoint.writing import EncodedPart, rank_to_bytes
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import digest
-from hvdkit.core.replicas import ReplicaCheck
 from hvdkit.errors import UsageError
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.agreement.collectives import Collectives
 from hvdkit.checkpoint import tree
 from hvdkit.checkpoint.coordination import gather
 from hvdkit.checkpoint.errors import CheckpointError
@@ -23,7 +24,6 @@ from hvdkit.checkpoint.memory import allocate
 from hvdkit.checkpoint.state import Discarded, Tensor, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
-from hvdkit.core.collectives import Collectives
 from hvdkit.errors import UsageError
 
 #: Bytes that all ranks together send in one gather.

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hvdkit.errors import UsageError
-from hvdkit.signals import restore
+from hvdkit.system.signals import restore
 
 _log = logging.getLogger("hvdkit.checkpoint")
 

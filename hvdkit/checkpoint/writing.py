@@ -25,9 +25,9 @@ from hvdkit.checkpoint.retention import Retention
 from hvdkit.checkpoint.state import TensorSpec
 from hvdkit.checkpoint.storage import MAX_STEP, Draft, Entry, Storage, expect_manifests, newest_run
 from hvdkit.checkpoint.tensors import Content
-from hvdkit.core.progress import report_saved
 from hvdkit.errors import UsageError
-from hvdkit.plain_files import json_values
+from hvdkit.runtime.progress import report_saved
+from hvdkit.system.plain_files import json_values
 
 _log = logging.getLogger(__name__)
 

@@ -9,5 +9,5 @@ the memory of each host, with the same items, files and hashes as a checkpoint o
 - `commits`: stores commits on every host, and finds the newest one at a start.
 - `parts`: copies, broadcasts and restores the items of a state.
 
-`hvdkit.core.elastic_start` is what the launcher tells the ranks.
+`hvdkit.runtime.elastic_start` is what the launcher tells the ranks.
 """

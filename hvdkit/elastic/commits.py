@@ -13,16 +13,16 @@ import platform
 from collections.abc import Collection, Sequence
 
 import hvdkit
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.rank_errors import attempt, raise_together
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.host_steps import HostSteps, content_of, key_of
 from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.elastic_start import ElasticStart
-from hvdkit.core.progress import report_committed, report_saved
-from hvdkit.core.rank_errors import attempt, raise_together
 from hvdkit.elastic.parts import Parts, read
 from hvdkit.errors import HvdkitError
+from hvdkit.runtime.elastic_start import ElasticStart
+from hvdkit.runtime.progress import report_committed, report_saved
 
 _COMMIT = "hvdkit.elastic.commit"
 #: The beginning of the names of the folders of states; the number of the state follows.

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit.agreement import objects
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.rank_errors import attempt
 from hvdkit.checkpoint import memory, tree
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.reading import OpenCheckpoint
@@ -18,9 +21,6 @@ from hvdkit.checkpoint.snapshot import placed
 from hvdkit.checkpoint.state import StatefulItem, TensorSpec, Tree
 from hvdkit.checkpoint.tensors import nbytes
 from hvdkit.checkpoint.writing import EncodedPart
-from hvdkit.core import objects
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.rank_errors import attempt
 from hvdkit.errors import UsageError
 
 #: Name of an item -> its state, in host memory.

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.elastic_start import ElasticStart
-from hvdkit.core.script_end import note_end_with
+from hvdkit.agreement.collectives import Collectives
 from hvdkit.elastic.commits import Commits
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import HOSTS_CHANGED, UsageError
+from hvdkit.runtime.elastic_start import ElasticStart
+from hvdkit.runtime.script_end import note_end_with
 
 
 @dataclass(frozen=True)

@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import group_by_text
+from hvdkit.agreement.process_sets import other_ranks
+from hvdkit.agreement.rank_errors import attempt
 from hvdkit.checkpoint import memory
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.memory import Allocate
+from hvdkit.checkpoint.replaced_state import positions, restore_positions, state_replaced
 from hvdkit.checkpoint.snapshot import SnapshotMemory
 from hvdkit.checkpoint.state import StatefulItem, Tree
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import group_by_text
-from hvdkit.core.elastic_start import ElasticStart
-from hvdkit.core.process_sets import other_ranks
-from hvdkit.core.rank_errors import attempt
-from hvdkit.core.replaced_state import positions, restore_positions, state_replaced
-from hvdkit.core.sampling import Epochs
-from hvdkit.core.step_boundary import StepBoundary
+from hvdkit.checkpoint.step_boundary import StepBoundary
 from hvdkit.elastic import parts
 from hvdkit.elastic.commits import Commits
 from hvdkit.elastic.copies import check_references, check_values, is_of_keras
 from hvdkit.elastic.parts import Parts, Pickled
 from hvdkit.errors import UsageError
+from hvdkit.runtime.elastic_start import ElasticStart
+from hvdkit.training.sampling import Epochs
 
 _log = logging.getLogger("hvdkit.elastic")
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.console import Console
+from hvdkit.console.tables import Console
 from hvdkit.engine import (
     cache,
     describe,
@@ -35,8 +35,8 @@ from hvdkit.engine import (
 from hvdkit.engine.plan import Plan
 from hvdkit.engine.progress import BuildProgress
 from hvdkit.errors import HvdkitError
-from hvdkit.processes import kill_group, wait_for_end, wait_for_killed
-from hvdkit.whole_files import replacing
+from hvdkit.system.processes import kill_group, wait_for_end, wait_for_killed
+from hvdkit.system.whole_files import replacing
 
 #: The timeout of a build. The slowest measured took 8 minutes on 2 cores.
 _SECONDS = 2 * 3600

@@ -24,8 +24,8 @@ from typing import Any
 import platformdirs
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import read_json
-from hvdkit.trusted_paths import untrusted
+from hvdkit.system.plain_files import read_json
+from hvdkit.system.trusted_paths import untrusted
 
 log = logging.getLogger("hvdkit.engine")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import read_json
+from hvdkit.system.plain_files import read_json
 
 #: The file in the `horovod` package that describes an engine of hvdkit.
 RECORD = "hvdkit_engine.json"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.processes import python_command
+from hvdkit.system.processes import python_command
 
 #: Framework -> the oldest supported version.
 OLDEST = {"torch": "2.1", "tensorflow": "2.16"}

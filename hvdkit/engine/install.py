@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from hvdkit.engine import script
 from hvdkit.errors import HvdkitError
-from hvdkit.processes import python_command
+from hvdkit.system.processes import python_command
 
 _SECONDS = 600
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError
-from hvdkit.processes import python_command
+from hvdkit.system.processes import python_command
 
 _SECONDS = 60
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from hvdkit.console import Console
+from hvdkit.console.tables import Console
 from hvdkit.engine import cache, patches
 from hvdkit.engine.cuda import Gpu
 from hvdkit.engine.plan import Plan

@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdkit.engine import cache, toolchain
 from hvdkit.engine.patches import HOROVOD_VERSION
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.processes import python_command
+from hvdkit.system.processes import python_command
 
 NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

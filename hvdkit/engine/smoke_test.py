@@ -14,8 +14,8 @@ from typing import Any
 from hvdkit import ranks
 from hvdkit.engine import describe, toolchain
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import read_json
-from hvdkit.processes import python_command
+from hvdkit.system.plain_files import read_json
+from hvdkit.system.processes import python_command
 
 SIZE = 2
 

@@ -21,9 +21,9 @@ from hvdkit.faults.start_folders import read as read_start
 from hvdkit.faults.timeline import timeline
 from hvdkit.faults.verdict import judge
 from hvdkit.faults.waits import longest_wait, without_outdated
-from hvdkit.owned_folders import has_owner, opened, temporary
-from hvdkit.plain_files import Budget, printable, read_json
-from hvdkit.record_files import FOLDER, JOB, RAISED, SILENT, STACKS, STATES
+from hvdkit.runtime.record_files import FOLDER, JOB, RAISED, SILENT, STACKS, STATES
+from hvdkit.system.owned_folders import has_owner, opened, temporary
+from hvdkit.system.plain_files import Budget, printable, read_json
 
 _ANSWER_SECONDS = 3.0
 _POLL_SECONDS = 0.1

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdkit.plain_files import whole
+from hvdkit.system.plain_files import whole
 
 #: The report of a rank, and the stack of its crash: the rank, and the number of the process.
 REPORT, CRASH = "end-{}-{}.json", "crash-{}-{}"

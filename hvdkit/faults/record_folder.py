@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.faults.rank_report import CRASH, LONGEST, REPORT, STARTED, RankReport
-from hvdkit.owned_folders import OwnedFolder, temporary
-from hvdkit.plain_files import parse_json, read_text
-from hvdkit.record_files import (
+from hvdkit.runtime.record_files import (
     COMMITTED,
     CONNECTED,
     ENTERED,
@@ -25,7 +23,9 @@ from hvdkit.record_files import (
     REQUEST,
     SAVED,
 )
-from hvdkit.whole_files import replacing
+from hvdkit.system.owned_folders import OwnedFolder, temporary
+from hvdkit.system.plain_files import parse_json, read_text
+from hvdkit.system.whole_files import replacing
 
 #: The beginning of the folder's name.
 PREFIX = "hvdkit-records-"

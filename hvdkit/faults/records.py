@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import Budget, parse_json, rank_number, read_text, seconds, whole
-from hvdkit.record_files import RECORD
+from hvdkit.runtime.record_files import RECORD
+from hvdkit.system.plain_files import Budget, parse_json, rank_number, read_text, seconds, whole
 
 #: The version of the format.
 VERSION = 1

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvdkit.plain_files import read_text
+from hvdkit.system.plain_files import read_text
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d{1,9}) in (.*)')
@@ -65,8 +65,8 @@ _WAITS = {
     "horovod/tensorflow/mpi_ops.py": None,
     "hvdkit/torch/collectives.py": None,
     "hvdkit/tensorflow/collectives.py": None,
-    "hvdkit/core/stragglers.py": {"measured"},
-    "hvdkit/core/synchronizer.py": {"wait", "_finish", "_advance_bucket", "send", "make_plan"},
+    "hvdkit/training/stragglers.py": {"measured"},
+    "hvdkit/reduction/synchronizer.py": {"wait", "_finish", "_advance_bucket", "send", "make_plan"},
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import parse_json, rank_number, read_text, seconds, whole
+from hvdkit.system.plain_files import parse_json, rank_number, read_text, seconds, whole
 
 #: The version of a description. Readers refuse a newer one.
 VERSION = 1

@@ -16,13 +16,14 @@ from hvdkit.keras import backend  # isort: skip
 
 from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
-from hvdkit.core.nonfinite import NonFiniteGradients
 from hvdkit.errors import RESUMABLE
 from hvdkit.keras import callbacks, elastic
-from hvdkit.keras.batch_check import wrap_train_function
-from hvdkit.keras.collective_callbacks import local_fit
 from hvdkit.keras.data import ResumableSampler
-from hvdkit.keras.fit_call import wrap_fit
+from hvdkit.keras.fit.batch_check import wrap_train_function
+from hvdkit.keras.fit.callback_list import wrap_callback_lists
+from hvdkit.keras.fit.collective_callbacks import local_fit
+from hvdkit.keras.fit.fit_call import wrap_fit
+from hvdkit.keras.fit.resuming import wrap_epochs
 from hvdkit.keras.functions import (
     allgather,
     allreduce,
@@ -36,10 +37,9 @@ from hvdkit.keras.models import load_model, wrap_compile
 from hvdkit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, flush
 from hvdkit.keras.overlap import wrap_train_step
 from hvdkit.keras.prediction import predict
-from hvdkit.keras.resuming import wrap_epochs
 from hvdkit.keras.sharding import shard
-from hvdkit.keras.training import wrap_callback_lists
 from hvdkit.keras.unwrapped import watch_optimizers
+from hvdkit.reduction.nonfinite import NonFiniteGradients
 
 Adasum = backend.hvd.Adasum
 Average = backend.hvd.Average

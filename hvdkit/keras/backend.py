@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 from packaging.version import Version
 
-from hvdkit.core.collectives import check_root
-from hvdkit.core.consistency import prepare_on_all_ranks
-from hvdkit.core.stragglers import BACKWARD, StepTimes
+from hvdkit.agreement.collectives import check_root
+from hvdkit.agreement.consistency import prepare_on_all_ranks
 from hvdkit.engine.describe import EngineMissing
 from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.training.stragglers import BACKWARD, StepTimes
 
 # Older versions lack `CallbackList._flush_futures`, and their `EpochIterator` yields other tuples.
 _FIRST_KERAS = "3.12"
@@ -83,9 +83,9 @@ def _imported(module: str, name: str) -> Any:
 
 _new_collectives: Any = _imported("collectives", _COLLECTIVES[NAME])
 
-#: The `hvdkit.core.replicas.Access` to the values of variables.
+#: The `hvdkit.agreement.replicas.Access` to the values of variables.
 access: Any = _imported("replicas", "TensorAccess")()
-GradientReducer: Any = _imported("reducer", "GradientReducer")
+GradientReducer: Any = _imported("reduction.reducer", "GradientReducer")
 wire_format: Any = _imported("compression", "wire_format")
 #: Returns what to do with a value that an elastic state must not copy.
 copy_advice: Any = _imported(*_COPY_ADVICE[NAME])
@@ -99,7 +99,7 @@ _new_randomness: Any = _imported(*_RANDOMNESS[NAME])
 
 
 def collectives(process_set: Any = None) -> Any:
-    """Return `hvdkit.core.collectives.Collectives` for the ranks of a process set; default: all."""
+    """Return `agreement.collectives.Collectives` for the ranks of a process set; default: all."""
     return _new_collectives(hvd.global_process_set if process_set is None else process_set)
 
 
@@ -285,7 +285,7 @@ def step_times() -> Any:
 
 
 def batch_check(name: str, process_set: Any, fail: Callable[[], None]) -> Any:
-    """Return a check in graphs of TensorFlow; None on PyTorch. See `hvdkit.keras.batch_check`."""
+    """Return a check in graphs of TensorFlow; None on PyTorch. See `keras.fit.batch_check`."""
     if NAME == "torch":
         return None
     return _imported("batch_check", "BatchCheck")(name, process_set, fail)
@@ -321,7 +321,7 @@ def dense(gradient: Any) -> Any:
 def scaled(gradient: Any, factor: float) -> Any:
     """Return the gradient times `factor`; None stays None, and sparse gradients stay sparse."""
     if NAME == "tensorflow":
-        from hvdkit.tensorflow.backend import multiply
+        from hvdkit.tensorflow.reduction.backend import multiply
 
         return multiply(gradient, factor)
     return None if gradient is None else gradient * factor

@@ -1,7 +1,7 @@
 """Callbacks for `model.fit` on several ranks, as in horovod.keras.callbacks, for Keras 3.
 
 With a `DistributedOptimizer`, `fit` needs no callback to reduce metrics, to stop all ranks together
-and to write files on rank 0 only (see `hvdkit.keras.training`).
+and to write files on rank 0 only (see `hvdkit.keras.fit.callback_list`).
 """
 
 import logging
@@ -14,20 +14,20 @@ import keras
 # Keras's own callbacks print with `io_utils`.
 from keras.src.utils import io_utils
 
-from hvdkit.core.consistency import gather
-from hvdkit.core.loss_scaling import inner_optimizers, innermost
+from hvdkit.agreement.consistency import gather
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
-from hvdkit.keras.collective_callbacks import CollectiveCallback, ReducesMetrics
-from hvdkit.keras.coordination import HasLocalVariables
+from hvdkit.keras.fit.collective_callbacks import CollectiveCallback, ReducesMetrics
+from hvdkit.keras.fit.coordination import HasLocalVariables
+from hvdkit.keras.fit.metrics import additive, flatten, numbers_of
 from hvdkit.keras.functions import broadcast_model
-from hvdkit.keras.metrics import additive, flatten, numbers_of
 from hvdkit.keras.models import main_optimizer
 from hvdkit.keras.monitor import MonitorCallback
 from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras.profiling import ProfileCallback
+from hvdkit.keras_variables.loss_scaling import inner_optimizers, innermost
 
 __all__ = [
     "BestModelCheckpoint",

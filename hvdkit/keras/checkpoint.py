@@ -13,23 +13,23 @@ import keras
 # Keras's own callbacks print with `io_utils`.
 from keras.src.utils import io_utils
 
+from hvdkit.agreement.consistency import prepare_on_all_ranks
+from hvdkit.agreement.process_sets import check_one_model
 from hvdkit.checkpoint.items import Plain, data_item, kept_in
 from hvdkit.checkpoint.manager import Manager
+from hvdkit.checkpoint.replaced_state import end_position, keep_position, take_position
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
+from hvdkit.checkpoint.step_boundary import window_boundary
 from hvdkit.checkpoint.store import Store
-from hvdkit.core.consistency import prepare_on_all_ranks
-from hvdkit.core.elastic_start import ElasticStart
-from hvdkit.core.process_sets import check_one_model
-from hvdkit.core.replaced_state import end_position, keep_position, take_position
-from hvdkit.core.step_boundary import window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.collective_callbacks import LastCallback
 from hvdkit.keras.data import check_loaders_of, samplers_read
 from hvdkit.keras.elastic import UpdateEpochStateCallback
-from hvdkit.keras.epoch_begin import EpochBegin
+from hvdkit.keras.fit.collective_callbacks import LastCallback
+from hvdkit.keras.fit.epoch_begin import EpochBegin
+from hvdkit.keras.fit.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.further_optimizers import build_for_training
 from hvdkit.keras.items import (
     CallbackStates,
@@ -47,7 +47,7 @@ from hvdkit.keras.models import (
     reduced_over,
 )
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
+from hvdkit.runtime.elastic_start import ElasticStart
 
 log = logging.getLogger("hvdkit.keras")
 

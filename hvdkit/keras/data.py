@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import keras
 import numpy as np
 
-from hvdkit.core.replaced_state import keep_position, take_position
-from hvdkit.core.sampling import Batches
+from hvdkit.checkpoint.replaced_state import keep_position, take_position
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.training.sampling import Batches
 
 #: Sampler -> its epoch in commits.
 _samplers: WeakKeyDictionary[Any, "_CommittedEpoch"] = WeakKeyDictionary()
@@ -192,7 +192,7 @@ def check_data(adapter: Any) -> None:
         return
     from torch.utils.data import DataLoader
 
-    from hvdkit.torch.sampling import check_loader, sampler_of
+    from hvdkit.torch.data.sampling import check_loader, sampler_of
 
     # Keras's adapter of a DataLoader has no public attribute for the loader.
     loader = getattr(adapter, "_dataloader", None)

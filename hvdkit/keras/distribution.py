@@ -9,18 +9,18 @@ from typing import Any
 
 import keras
 
-from hvdkit.core import bucketing
-from hvdkit.core.accumulation import check_passes
-from hvdkit.core.loss_scaling import innermost
-from hvdkit.core.nonfinite import IGNORE
-from hvdkit.core.reduction import Reduction
-from hvdkit.core.replicas import CheckSettings, ReplicaCheck
-from hvdkit.core.stragglers import StragglerReport
+from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.accumulation import AccumulationWindow, overwritten
-from hvdkit.keras.fit_call import fitted_model
+from hvdkit.keras.fit.fit_call import fitted_model
 from hvdkit.keras.replicas import has_begun, keras_replicas
+from hvdkit.keras_variables.loss_scaling import innermost
+from hvdkit.reduction import bucketing
+from hvdkit.reduction.accumulation import check_passes
+from hvdkit.reduction.nonfinite import IGNORE
+from hvdkit.reduction.plan import Reduction
+from hvdkit.training.stragglers import StragglerReport
 
 _ATTRIBUTE = "_hvdkit_distribution"
 
@@ -36,7 +36,7 @@ class Distribution:
     Attributes:
         reduction: the settings of the reduction.
         process_set: the ranks to reduce over.
-        collectives: the `hvdkit.core.collectives.Collectives` of these ranks.
+        collectives: the `hvdkit.agreement.collectives.Collectives` of these ranks.
         accumulation_steps: batches per update.
         check_parameters: whether `fit` compares the variables' values between ranks.
         replicas: compares trained variables and the optimizer's variables every few batches.

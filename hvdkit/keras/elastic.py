@@ -8,27 +8,27 @@ import keras
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
+from hvdkit.agreement.rank_errors import raise_on_all_ranks
 from hvdkit.checkpoint.items import Variables, named
 from hvdkit.checkpoint.state import StatefulItem
-from hvdkit.core.loss_scaling import check_compiled, outermost
-from hvdkit.core.rank_errors import raise_on_all_ranks
-from hvdkit.core.step_boundary import StepBoundary, window_boundary
+from hvdkit.checkpoint.step_boundary import StepBoundary, window_boundary
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
-from hvdkit.keras.collective_callbacks import LastCallback
-from hvdkit.keras.epoch_begin import Copies
-from hvdkit.keras.executions import trained_batches
+from hvdkit.keras.fit.collective_callbacks import LastCallback
+from hvdkit.keras.fit.epoch_begin import Copies
+from hvdkit.keras.fit.executions import trained_batches
+from hvdkit.keras.fit.learning_rates import learning_rates, set_learning_rates
+from hvdkit.keras.fit.resuming import EpochSize, ResumedEpoch, set_next_epoch
 from hvdkit.keras.further_optimizers import (
     OptimizerStates,
     build_for_training,
     further_optimizers,
 )
-from hvdkit.keras.learning_rates import learning_rates, set_learning_rates
 from hvdkit.keras.model_state import variables_of, weights_of
 from hvdkit.keras.models import is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras.resuming import EpochSize, ResumedEpoch, set_next_epoch
+from hvdkit.keras_variables.loss_scaling import check_compiled, outermost
 
 __all__ = [
     "CommitStateCallback",

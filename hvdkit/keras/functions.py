@@ -6,13 +6,13 @@ from typing import Any, TypeVar, cast
 
 import keras
 
-from hvdkit.core.consistency import gather
-from hvdkit.core.loss_scaling import outermost
+from hvdkit.agreement.consistency import gather
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.further_optimizers import Trained, build, further_optimizers, trained_of
 from hvdkit.keras.model_state import weights_of
 from hvdkit.keras.models import finalize
+from hvdkit.keras_variables.loss_scaling import outermost
 
 hvd = backend.hvd
 

@@ -14,10 +14,10 @@ import keras
 
 from hvdkit.checkpoint.items import Variables, does_not_fit, named
 from hvdkit.checkpoint.state import Tree
-from hvdkit.core.loss_scaling import inner_optimizers, innermost
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras_variables.loss_scaling import inner_optimizers, innermost
 
 #: Optimizer -> the indexes of its trained variables in `model.weights`; -1 for other variables.
 Trained = Mapping[str, Sequence[int]]

@@ -16,18 +16,18 @@ from keras.src.saving import saving_lib
 from hvdkit.checkpoint import arrays, h5
 from hvdkit.checkpoint.items import Plain, Variables, named, plain, smallest
 from hvdkit.checkpoint.state import RankItem, StatefulItem, TensorSpec, Tree
-from hvdkit.core.optimizer_slots import slots_of
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.fit.metrics import flat_metrics
 from hvdkit.keras.further_optimizers import (
     FurtherOptimizers,
     all_optimizers,
     built_optimizers,
     further_optimizers,
 )
-from hvdkit.keras.metrics import flat_metrics
 from hvdkit.keras.model_state import buffers_of, recurrent_states
 from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras_variables.optimizer_slots import slots_of
 
 log = logging.getLogger("hvdkit.keras")
 

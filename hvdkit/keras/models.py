@@ -14,13 +14,13 @@ import keras
 from keras.optimizers import LossScaleOptimizer
 from keras.src.trainers.trainer import Trainer
 
-from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of, used_by
 from hvdkit.keras.further_optimizers import further_optimizers
 from hvdkit.keras.multi_optimizer import optimizers_inside
 from hvdkit.keras.optimizer import DistributedOptimizer
+from hvdkit.keras_variables.loss_scaling import inner_optimizers
 
 log = logging.getLogger("hvdkit.keras")
 

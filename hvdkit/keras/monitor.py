@@ -11,7 +11,7 @@ import keras
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
-from hvdkit.keras.collective_callbacks import LastCallback
+from hvdkit.keras.fit.collective_callbacks import LastCallback
 from hvdkit.keras.models import main_optimizer
 from hvdkit.keras.multi_optimizer import updating_optimizers
 from hvdkit.keras.optimizer import distribution_of

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from hvdkit.core.loss_scaling import innermost
+from hvdkit.keras_variables.loss_scaling import innermost
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:

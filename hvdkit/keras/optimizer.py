@@ -10,18 +10,18 @@ from typing import Any
 
 import keras
 
-from hvdkit.core import bucketing
-from hvdkit.core.accumulation import window_of
-from hvdkit.core.collectives import check_process_set
-from hvdkit.core.loss_scaling import inner_optimizers, innermost
-from hvdkit.core.nonfinite import IGNORE, check_policy
-from hvdkit.core.reduction import Reduction, predivide
-from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
-from hvdkit.core.trial import with_candidate
+from hvdkit.agreement.collectives import check_process_set
+from hvdkit.agreement.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import Distribution, distribution_of
 from hvdkit.keras.model_state import buffers_of
+from hvdkit.keras_variables.loss_scaling import inner_optimizers, innermost
+from hvdkit.reduction import bucketing
+from hvdkit.reduction.accumulation import window_of
+from hvdkit.reduction.nonfinite import IGNORE, check_policy
+from hvdkit.reduction.plan import Reduction, predivide
+from hvdkit.training.trial import with_candidate
 
 hvd = backend.hvd
 
@@ -61,8 +61,8 @@ def DistributedOptimizer(
             device.
         device_sparse: for compatibility with Horovod; ignored.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
-            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
-            class with the interface of Horovod's compressors, which gets gradients one by one.
+            `hvd.Compression`, a `hvdkit.reduction.wire_format.WireFormat` such as `hvd.Int8()`, or
+            a class with the interface of Horovod's compressors, which gets gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows,
             and add up rows of the same index.
         gradient_predivide_factor: with `Average`, gradients are divided by this factor before the

@@ -6,14 +6,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.consistency import RankMismatchError, check_consistency
-from hvdkit.core.replicas import find_difference
+from hvdkit.agreement.consistency import RankMismatchError, check_consistency
+from hvdkit.agreement.replicas import find_difference
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
+from hvdkit.keras.fit.statistics import StatisticsAverage, compared_buffers, statistics_of
 from hvdkit.keras.model_state import buffers_of, stateful_layers
 from hvdkit.keras.models import distributions_of
 from hvdkit.keras.replicas import keras_replicas
-from hvdkit.keras.statistics import StatisticsAverage, compared_buffers, statistics_of
 
 
 def predict(

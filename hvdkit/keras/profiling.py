@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.keras import backend
-from hvdkit.keras.collective_callbacks import LastCallback
+from hvdkit.keras.fit.collective_callbacks import LastCallback
 from hvdkit.profiling.profile import BaseProfile
 
 _adapter: Any = importlib.import_module(f"hvdkit.{backend.NAME}.profiling")

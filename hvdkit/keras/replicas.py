@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.core.replicas import Replicas
-from hvdkit.core.variable_replicas import state_of, variable_replicas
+from hvdkit.agreement.replicas import Replicas
 from hvdkit.keras import backend
+from hvdkit.keras_variables.variable_replicas import state_of, variable_replicas
 
 
 def keras_replicas(variables: Sequence[Any], *optimizers: Any) -> Replicas:

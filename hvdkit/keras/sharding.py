@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.core.consistency import RankMismatchError, are_equal, check_consistency
-from hvdkit.core.sharding import Division
+from hvdkit.agreement.consistency import RankMismatchError, are_equal, check_consistency
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.data import ResumableSampler
+from hvdkit.training.sharding import Division
 
 log = logging.getLogger("hvdkit.keras")
 

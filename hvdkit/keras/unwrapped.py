@@ -9,10 +9,10 @@ from typing import Any
 
 import keras
 
-from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.keras import backend
 from hvdkit.keras.distribution import being_applied, distribution_of
-from hvdkit.keras.fit_call import fitted_model
+from hvdkit.keras.fit.fit_call import fitted_model
+from hvdkit.keras_variables.loss_scaling import inner_optimizers
 
 
 def watch_optimizers() -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError
-from hvdkit.whole_files import replacing
+from hvdkit.system.whole_files import replacing
 
 #: The file with the prefix of the caller's Python, and the folders of its modules.
 PATH = "path"

@@ -19,16 +19,17 @@ from typing import Any
 import cloudpickle
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch import call, horovodrun
-from hvdkit.launch.hosts import are_local, parse_hosts, read_hostfile
-from hvdkit.owned_folders import TemporaryFolder
-from hvdkit.plain_files import open_regular
-from hvdkit.processes import python_command
-from hvdkit.whole_files import create
+from hvdkit.launch import call
+from hvdkit.launch.hosts.hosts import are_local, parse_hosts, read_hostfile
+from hvdkit.launch.options import horovodrun
+from hvdkit.system.owned_folders import TemporaryFolder
+from hvdkit.system.plain_files import open_regular
+from hvdkit.system.processes import python_command
+from hvdkit.system.whole_files import create
 
 # `horovodrun`, which ends if this process is killed.
 _LAUNCHER = (
-    "import signal, sys; from hvdkit.processes import get_signal_with_parent; "
+    "import signal, sys; from hvdkit.system.processes import get_signal_with_parent; "
     "get_signal_with_parent(signal.SIGTERM); from hvdkit.cli import horovodrun; "
     "sys.exit(horovodrun())"
 )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hvdkit.torch as hvd
 from hvdkit.errors import UsageError
-from hvdkit.torch.equal_batches import EqualBatches
+from hvdkit.torch.data.equal_batches import EqualBatches
 
 # What a rank is about to do.
 _BATCH, _LAST_BATCH, _END = range(3)

@@ -13,8 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import hvdkit.torch as hvd
-from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.script_end import note_end_with
+from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import RESUMABLE, UsageError
 from hvdkit.lightning import collectives
 from hvdkit.lightning.batch_counts import BatchCounts
@@ -25,6 +24,7 @@ from hvdkit.lightning.ranks import (
     no_sync,
 )
 from hvdkit.lightning.stopping import CommonStop
+from hvdkit.runtime.script_end import note_end_with
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 from hvdkit.torchmetrics import compute_over_ranks
 

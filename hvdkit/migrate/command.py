@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError
-from hvdkit.flags import add_options
 from hvdkit.migrate import files
-from hvdkit.plain_files import printable
+from hvdkit.system.plain_files import printable
 
 if TYPE_CHECKING:
     from hvdkit.migrate.project import Outcome

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdkit import plain_files
 from hvdkit.errors import UsageError
-from hvdkit.plain_files import open_regular
-from hvdkit.whole_files import beside
+from hvdkit.system import plain_files
+from hvdkit.system.plain_files import open_regular
+from hvdkit.system.whole_files import beside
 
 #: Folders that hold the code of others.
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist"}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.migrate import files
-from hvdkit.plain_files import read_text
+from hvdkit.system.plain_files import read_text
 
 
 class Imports:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdkit.core.collectives import Collectives
+from hvdkit.agreement.collectives import Collectives
 
 # The first slots of a rank, before those of its metrics: 1 (the rank takes part), whether it has a
 # metric without a slot, and `step`, `steps` and `samples` of its `Contribution`.

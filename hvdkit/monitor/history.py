@@ -40,7 +40,7 @@ from typing import Any
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.jsonl import VERSION
 from hvdkit.monitor.records import Record, Run, Slowest, Statistic
-from hvdkit.plain_files import Budget, open_regular, parse_json, rank_number, seconds, whole
+from hvdkit.system.plain_files import Budget, open_regular, parse_json, rank_number, seconds, whole
 
 #: The longest line that is read, in characters.
 LONGEST_LINE = 1_000_000

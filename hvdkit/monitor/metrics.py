@@ -6,7 +6,7 @@ Names with a slash follow Composer's SpeedMonitor (`time/…`, `throughput/…`,
 
 from dataclasses import dataclass
 
-#: Seconds per step, by section. `hvdkit.core.stragglers` measures the sections.
+#: Seconds per step, by section. `hvdkit.training.stragglers` measures the sections.
 STEP = "time/step"
 DATA = "time/data"
 FORWARD = "time/forward"

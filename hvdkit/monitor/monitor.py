@@ -22,11 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
 import hvdkit
-from hvdkit.core import stragglers
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import prepare_on_all_ranks
-from hvdkit.core.counters import counters
-from hvdkit.core.waiting import warning_while_waiting
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import prepare_on_all_ranks
+from hvdkit.agreement.waiting import warning_while_waiting
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.monitor import metrics
 from hvdkit.monitor.delivery import Delivery
@@ -42,6 +40,8 @@ from hvdkit.monitor.loggers.console import ConsoleLogger
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.machine import Machine
 from hvdkit.monitor.records import Record, Run, Slowest, Statistic
+from hvdkit.runtime.counters import counters
+from hvdkit.training import stragglers
 
 _Batch = TypeVar("_Batch")
 
@@ -92,7 +92,7 @@ class Framework(Protocol):
         ...
 
     def section_seconds(self) -> Mapping[str, float]:
-        """Return section of `hvdkit.core.stragglers` -> seconds spent in it so far."""
+        """Return section of `hvdkit.training.stragglers` -> seconds spent in it so far."""
         ...
 
     def forward_began(self) -> float | None:
@@ -675,7 +675,7 @@ def record_of(decoded: Decoded, step: int, steps: int) -> Record:
     )
 
 
-# Metric -> the section of `hvdkit.core.stragglers`.
+# Metric -> the section of `hvdkit.training.stragglers`.
 _SECTIONS = {
     metrics.FORWARD: stragglers.FORWARD,
     metrics.BACKWARD: stragglers.BACKWARD,

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.core.collectives import Collectives
+from hvdkit.agreement.collectives import Collectives
 from hvdkit.errors import HvdkitError
 
 # The largest number of groups. The ranks of one group enter a round late.

@@ -18,16 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from hvdkit.core import time_of_day
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import check_consistency, grouped
-from hvdkit.core.recorder import Recorder
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import check_consistency, grouped
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults.records import parse
 from hvdkit.profiling import clocks, events, timeline, trace_file
 from hvdkit.profiling.clocks import Round
 from hvdkit.profiling.events import OWN, Event
 from hvdkit.profiling.overlap import Span, contradictions
+from hvdkit.runtime import time_of_day
+from hvdkit.runtime.recorder import Recorder
 
 _Batch = TypeVar("_Batch")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
-from hvdkit.plain_files import json_items, open_regular, whole
 from hvdkit.profiling.events import (
     OWN,
     TIMELINE,
@@ -21,6 +20,7 @@ from hvdkit.profiling.events import (
     name_thread,
     process_number,
 )
+from hvdkit.system.plain_files import json_items, open_regular, whole
 
 #: The variable that names the file. With the value `DYNAMIC`, `hvd.start_timeline` names the file.
 VARIABLE = "HOROVOD_TIMELINE"

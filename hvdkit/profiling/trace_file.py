@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdkit.errors import HvdkitError
 from hvdkit.profiling.events import Event
-from hvdkit.whole_files import check_writable, replacing
+from hvdkit.system.whole_files import check_writable, replacing
 
 # Level 1 is the fastest, and makes a file that is about a third larger than that of the default.
 _LEVEL = 1

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvdkit.plain_files import printable
 from hvdkit.report import numbers
 from hvdkit.report.series import Point, reduced
 from hvdkit.report.theme import Theme
+from hvdkit.system.plain_files import printable
 
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.5, 1.5, 1.5)))
 #: Above this ratio between the largest and the smallest value, an axis is logarithmic.

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import add_options
-from hvdkit.plain_files import Budget
 from hvdkit.report import theme
-from hvdkit.whole_files import replacing
+from hvdkit.system.plain_files import Budget
+from hvdkit.system.whole_files import replacing
 
 if TYPE_CHECKING:
     from hvdkit.report.charts import Chart

@@ -18,9 +18,9 @@ from hvdkit.faults import command as faults
 from hvdkit.faults import start_folders
 from hvdkit.monitor import History, read
 from hvdkit.monitor.history import LONGEST_LINE
-from hvdkit.plain_files import Budget, open_regular, parse_json, read_text
 from hvdkit.report.numbers import count
 from hvdkit.report.training_run import LONGEST_EXPLANATION, StartFolder, TrainingRun
+from hvdkit.system.plain_files import Budget, open_regular, parse_json, read_text
 
 #: How many levels of folders below the given folder are searched.
 _DEPTH = 4

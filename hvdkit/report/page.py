@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import hvdkit
-from hvdkit.plain_files import printable
 from hvdkit.report import theme
 from hvdkit.report.document import Cell, Document, Section, Table, Value
 from hvdkit.report.style import STYLE
+from hvdkit.system.plain_files import printable
 
 #: A longer text in a table may have several lines.
 _LONG = 40

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdkit.errors import HvdkitError
-from hvdkit.whole_files import replacing
+from hvdkit.system.whole_files import replacing
 
 _WIDTH = 5.0  # inches
 _DPI = 160

@@ -78,10 +78,9 @@ from horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
 from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
-from hvdkit.core.int8 import Int8
-from hvdkit.core.nonfinite import NonFiniteGradients
-from hvdkit.core.schedules import WarmupCosine
 from hvdkit.errors import RESUMABLE
+from hvdkit.reduction.int8 import Int8
+from hvdkit.reduction.nonfinite import NonFiniteGradients
 from hvdkit.tensorflow import elastic
 from hvdkit.tensorflow import mpi_ops as mpi_ops
 from hvdkit.tensorflow import util as util
@@ -106,6 +105,7 @@ from hvdkit.tensorflow.sampling import ResumableSampler
 from hvdkit.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvdkit.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvdkit.tensorflow.unwrapped import noting, register_local
+from hvdkit.training.schedules import WarmupCosine
 
 allreduce, grouped_allreduce = noting(allreduce), noting(grouped_allreduce)
 reducescatter, grouped_reducescatter = noting(reducescatter), noting(grouped_reducescatter)

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.tensorflow.bucket_reduction import allreduce
 from hvdkit.tensorflow.graphs import new_variable
+from hvdkit.tensorflow.reduction.bucket_reduction import allreduce
 from hvdkit.tensorflow.step_times import GraphTimes, clock_after
 
 #: The function of each process set that takes part outside of a step.

@@ -10,16 +10,16 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.agreement.collectives import check_member
+from hvdkit.agreement.process_sets import check_one_model
 from hvdkit.checkpoint.items import Variables, data_item, kept_in, named, several
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
 from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import StatefulItem
+from hvdkit.checkpoint.step_boundary import window_boundary
 from hvdkit.checkpoint.store import Store
-from hvdkit.core.collectives import check_member
-from hvdkit.core.process_sets import check_one_model
-from hvdkit.core.step_boundary import window_boundary
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.collectives import TensorFlowCollectives

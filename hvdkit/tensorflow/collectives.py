@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import ProcessSetCollectives, alltoall_in_rounds
+from hvdkit.agreement.collectives import ProcessSetCollectives, alltoall_in_rounds
 from hvdkit.tensorflow import runtime
 
 #: The `GraphTimes` of this process: the time in a collective here counts as a wait.
@@ -18,7 +18,7 @@ measured: WeakSet[Any] = WeakSet()
 
 
 class TensorFlowCollectives(ProcessSetCollectives):
-    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set.
+    """`hvdkit.agreement.collectives.Collectives` for the ranks of a Horovod process set.
 
     Collectives run immediately, even while a graph is traced. A Horovod without hvdkit's patches
     matches eager collectives by their order and not by their names. Collectives block, so every

@@ -6,10 +6,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.compression import Compressor, FP16Compressor, NoneCompressor
 
-from hvdkit.core.compression import FORMATS, Int8Compressor, TensorByTensor, resolve
-from hvdkit.core.wire_format import BucketReduction, Scaling, Sum, WireFormat
+from hvdkit.reduction.compression import FORMATS, Int8Compressor, TensorByTensor, resolve
+from hvdkit.reduction.wire_format import BucketReduction, Scaling, Sum, WireFormat
 from hvdkit.tensorflow import runtime
-from hvdkit.tensorflow.backend import GraphMemory, Wire
+from hvdkit.tensorflow.reduction.backend import GraphMemory, Wire
 
 __all__ = [
     "BF16Compressor",

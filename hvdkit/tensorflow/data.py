@@ -10,11 +10,11 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import Collectives
-from hvdkit.core.consistency import check_consistency, gather
-from hvdkit.core.sharding import Division
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.consistency import check_consistency, gather
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.training.sharding import Division
 
 log = logging.getLogger("hvdkit.tensorflow")
 

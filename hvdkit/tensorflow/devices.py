@@ -4,7 +4,7 @@ import logging
 
 import tensorflow as tf
 
-from hvdkit.core.shared_gpus import gpu_of
+from hvdkit.runtime.shared_gpus import gpu_of
 
 
 def use_own_gpu(local_rank: int) -> None:

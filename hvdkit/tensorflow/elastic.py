@@ -15,11 +15,11 @@ from horovod.tensorflow import mpi_ops
 
 from hvdkit.checkpoint.items import Variables, named, several
 from hvdkit.checkpoint.state import StatefulItem
-from hvdkit.core.loss_scaling import check_compiled, outermost
-from hvdkit.core.step_boundary import StepBoundary, window_boundary
+from hvdkit.checkpoint.step_boundary import StepBoundary, window_boundary
 from hvdkit.elastic.run import Adapter, elastic_function
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
+from hvdkit.keras_variables.loss_scaling import check_compiled, outermost
 from hvdkit.tensorflow.checkpoint import tensor_of
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, is_seed

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core import objects
-from hvdkit.core.collectives import check_root
-from hvdkit.core.consistency import prepare_on_all_ranks
+from hvdkit.agreement import objects
+from hvdkit.agreement.collectives import check_root
+from hvdkit.agreement.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.unwrapped import shared

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import check_member, check_process_set
+from hvdkit.agreement.collectives import check_member, check_process_set
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
 from hvdkit.monitor.monitor import BaseMonitor, as_float

@@ -2,7 +2,7 @@
 
 from horovod.common import process_sets
 
-from hvdkit.core.process_sets import ProcessSets
+from hvdkit.agreement.process_sets import ProcessSets
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
 _sets = ProcessSets(process_sets, lambda: TensorFlowCollectives(process_sets.global_process_set))

@@ -12,10 +12,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.profiling import clocks, events
 from hvdkit.profiling.events import Event
 from hvdkit.profiling.profile import BaseProfile
+from hvdkit.system.owned_folders import TemporaryFolder
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 import xxhash
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.replicas import CheckSettings, ReplicaCheck, Replicas
-from hvdkit.core.variable_replicas import state_of, variable_replicas
+from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck, Replicas
+from hvdkit.keras_variables.variable_replicas import state_of, variable_replicas
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import VariableTensor, memory_of
 from hvdkit.tensorflow.unwrapped import handled
@@ -36,7 +36,7 @@ def all_reduced(variables: Sequence[Any], process_set: mpi_ops.ProcessSet) -> bo
 
 
 class TensorAccess:
-    """Implements `hvdkit.core.replicas.Access` for tensors, `tf.Variable`s, `keras.Variable`s."""
+    """Implements `agreement.replicas.Access` for tensors, `tf.Variable`s, `keras.Variable`s."""
 
     def digests(self, values: Sequence[Any]) -> Sequence[int]:
         return [xxhash.xxh64_intdigest(self.read(value).data) for value in values]

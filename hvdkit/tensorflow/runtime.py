@@ -10,9 +10,9 @@ import tensorflow as tf
 # text of an error.
 from tensorflow.python.eager import context, core, execute
 
-from hvdkit.core.runtime import Runtime, loading
 from hvdkit.engine.describe import require
 from hvdkit.errors import HvdkitError
+from hvdkit.runtime.lifecycle import Runtime, loading
 from hvdkit.tensorflow.call_order import order_calls
 from hvdkit.tensorflow.devices import use_own_gpu
 from hvdkit.tensorflow.graphs import clear_traces, reset_values
@@ -80,7 +80,7 @@ recorder = _runtime.recorder
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Initialise Horovod; see `hvdkit.core.runtime.Runtime.init`.
+    """Initialise Horovod; see `hvdkit.runtime.lifecycle.Runtime.init`.
 
     Functions that reduce gradients are traced again afterwards, because the number of ranks may
     have changed.

@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.sampling import Batches, Epochs
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
+from hvdkit.training.sampling import Batches, Epochs
 
 
 class ResumableSampler(Epochs):

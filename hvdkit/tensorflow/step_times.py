@@ -7,11 +7,11 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core import time_of_day
-from hvdkit.core.replicas import INTERVAL
-from hvdkit.core.stragglers import BACKWARD, FORWARD, SECTIONS, WAIT, StragglerReport
+from hvdkit.agreement.replicas import INTERVAL
+from hvdkit.runtime import time_of_day
 from hvdkit.tensorflow.collectives import TensorFlowCollectives, measured
 from hvdkit.tensorflow.graphs import GraphValue
+from hvdkit.training.stragglers import BACKWARD, FORWARD, SECTIONS, WAIT, StragglerReport
 
 # The first three of `SECTIONS`. The time of an update counts as `FORWARD` of the next step, because
 # a graph does not measure updates.
@@ -22,7 +22,7 @@ _SET_SECONDS, _SET_PART = 0.05, 0.001
 
 
 class GraphTimes:
-    """Measures the times of `hvdkit.core.stragglers` around the reductions of this process.
+    """Measures the times of `hvdkit.training.stragglers` around the reductions of this process.
 
     Python does not run between the operations of a graph, so operations read the clock: once when
     the first gradient exists, once when all gradients exist, and once when all are reduced. This
@@ -162,7 +162,7 @@ class _Day:
 
 
 class PayloadBytes:
-    """The bytes of the buckets that this rank has reduced, as in `hvdkit.core.counters`."""
+    """The bytes of the buckets that this rank has reduced, as in `hvdkit.runtime.counters`."""
 
     def __init__(self) -> None:
         # Made on use, because it starts TensorFlow's devices.

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.collectives import check_process_set, is_single_rank
+from hvdkit.agreement.collectives import check_process_set, is_single_rank
 from hvdkit.errors import UsageError
 from hvdkit.tensorflow.graphs import retrace_after_init, trace_position
 from hvdkit.tensorflow.variables import tf_variable_or_none

@@ -9,21 +9,22 @@ import tensorflow as tf
 from horovod import tensorflow as horovod
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core import bucketing, trial
-from hvdkit.core.collectives import check_process_set
-from hvdkit.core.compression import check_adasum
-from hvdkit.core.nonfinite import IGNORE, SKIP, check_policy
-from hvdkit.core.reduction import Reduction, predivide
-from hvdkit.core.trial import TrialPlan, with_candidate
+from hvdkit.agreement.collectives import check_process_set
 from hvdkit.errors import UsageError
+from hvdkit.reduction import bucketing
+from hvdkit.reduction.compression import check_adasum
+from hvdkit.reduction.nonfinite import IGNORE, SKIP, check_policy
+from hvdkit.reduction.plan import Reduction, predivide
 from hvdkit.tensorflow.compression import Compression, wire_format
-from hvdkit.tensorflow.equal_gradients import by_tapes
 from hvdkit.tensorflow.graphs import trace_position
-from hvdkit.tensorflow.reducer import GradientReducer
+from hvdkit.tensorflow.reduction.equal_gradients import by_tapes
+from hvdkit.tensorflow.reduction.reducer import GradientReducer
 from hvdkit.tensorflow.step_times import GraphTimes
 from hvdkit.tensorflow.trial import TapeTrial, static_bytes
 from hvdkit.tensorflow.unwrapped import handled
 from hvdkit.tensorflow.variables import tf_variable_or_none
+from hvdkit.training import trial
+from hvdkit.training.trial import TrialPlan, with_candidate
 
 #: Reduces gradients; called with the gradients and their sources.
 Reduce = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -57,8 +58,8 @@ def DistributedGradientTape(
         device_dense: the device to reduce on, as for `tf.device`. Default: the gradients' device.
         device_sparse: another name for `device_dense`; used if `device_dense` is not given.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
-            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
-            class with the interface of Horovod's compressors, which gets gradients one by one.
+            `hvd.Compression`, a `hvdkit.reduction.wire_format.WireFormat` such as `hvd.Int8()`, or
+            a class with the interface of Horovod's compressors, which gets gradients one by one.
         sparse_as_dense: reduce `tf.IndexedSlices` as dense gradients. Otherwise gather their rows,
             and add up rows of the same index.
         op: `Average` or `Sum` over the ranks, or Horovod's `Adasum`, which reduces gradients one by

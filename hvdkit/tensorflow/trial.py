@@ -1,4 +1,4 @@
-"""A trial of `hvdkit tune` with the first gradient tape of the script. See `hvdkit.core.trial`."""
+"""A trial of `hvdkit tune` with the first gradient tape of the script; see `training.trial`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.core.trial import BatchCount, TrialPlan, noted_reduction
+from hvdkit.training.trial import BatchCount, TrialPlan, noted_reduction
 
 
 class TapeTrial:

@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.core.loss_scaling import inner_optimizers
 from hvdkit.errors import UsageError
+from hvdkit.keras_variables.loss_scaling import inner_optimizers
 from hvdkit.tensorflow.variables import NotedVariables, tf_variable_or_none
 
 log = logging.getLogger("hvdkit.tensorflow")
@@ -82,7 +82,7 @@ def _examine(optimizer: Any, variables: Sequence[Any]) -> None:
     if _warned or _reduces_itself or not mpi_ops.is_initialized() or mpi_ops.size() == 1:
         return
     # `fit` of hvdkit.keras has its own warning.
-    fit_call = sys.modules.get("hvdkit.keras.fit_call")
+    fit_call = sys.modules.get("hvdkit.keras.fit.fit_call")
     fitted = fit_call is not None and fit_call.fitted_model() is not None
     if mpi_ops.rank() != 0 or fitted or not variables:
         return

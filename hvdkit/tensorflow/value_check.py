@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.replicas import INTERVAL, CheckSettings, ReplicaCheck
-from hvdkit.core.variable_replicas import variable_replicas
+from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.agreement.replicas import INTERVAL, CheckSettings, ReplicaCheck
+from hvdkit.keras_variables.variable_replicas import variable_replicas
 from hvdkit.tensorflow.call_order import BLOCKING
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.graphs import GraphValue

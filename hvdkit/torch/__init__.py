@@ -68,22 +68,22 @@ from horovod.torch import (
     synchronize,
 )
 
+from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.checkpoint.checkpointers import Stopped
 from hvdkit.checkpoint.retention import KeepBest
 from hvdkit.checkpoint.sharding import Shard
-from hvdkit.core.consistency import RankMismatchError
-from hvdkit.core.int8 import Int8
-from hvdkit.core.nonfinite import NonFiniteGradients
-from hvdkit.core.schedules import WarmupCosine
-from hvdkit.core.step_errors import BackwardFailed, GradientsChanged, PassesDiffer
 from hvdkit.errors import RESUMABLE
+from hvdkit.reduction.int8 import Int8
+from hvdkit.reduction.nonfinite import NonFiniteGradients
+from hvdkit.reduction.step_errors import BackwardFailed, GradientsChanged, PassesDiffer
 from hvdkit.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 from hvdkit.torch.amp import GradScaler, patch_torch_grad_scaler
 from hvdkit.torch.autotune import autotune
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
-from hvdkit.torch.equal_batches import equal_batches
+from hvdkit.torch.data.equal_batches import equal_batches
+from hvdkit.torch.data.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -105,9 +105,9 @@ from hvdkit.torch.noise_scale import GradientNoiseScale
 from hvdkit.torch.optimizer import DistributedOptimizer, no_sync
 from hvdkit.torch.process_sets import add_process_set, remove_process_set
 from hvdkit.torch.profiling import profile
-from hvdkit.torch.sampling import DistributedSampler, ResumableSampler
 from hvdkit.torch.sync_batch_norm import SyncBatchNorm
 from hvdkit.torch.unwrapped import register_local
+from hvdkit.training.schedules import WarmupCosine
 
 #: The former name of `RankMismatchError`, kept for one release.
 RanksDisagree = RankMismatchError

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from hvdkit.core import bucketing, tuning
-from hvdkit.core.consistency import check_consistency, digest
-from hvdkit.core.tuning import Candidate, Tuner
-from hvdkit.core.wire_format import WireFormat
+from hvdkit.agreement.consistency import check_consistency, digest
 from hvdkit.errors import UsageError
+from hvdkit.reduction import bucketing
+from hvdkit.reduction.wire_format import WireFormat
 from hvdkit.torch import runtime
 from hvdkit.torch.compression import wire_format
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
+from hvdkit.training import tuning
+from hvdkit.training.tuning import Candidate, Tuner
 
 _log = logging.getLogger("hvdkit.torch")
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
+from hvdkit.agreement.collectives import check_member
+from hvdkit.agreement.process_sets import check_one_model
 from hvdkit.checkpoint.broadcast import Broadcast
 from hvdkit.checkpoint.exporting import exporting
 from hvdkit.checkpoint.items import kept_in, several
@@ -19,12 +21,10 @@ from hvdkit.checkpoint.signals import STOP_SIGNALS
 from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.store import Store
 from hvdkit.checkpoint.weights import pop_tied
-from hvdkit.core.collectives import check_member
-from hvdkit.core.process_sets import check_one_model
 from hvdkit.errors import UsageError
 from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.data import data_parts
+from hvdkit.torch.data.positions import data_parts
 from hvdkit.torch.devices import host_memory
 from hvdkit.torch.items.model import ModelItem
 from hvdkit.torch.items.optimizer import OptimizerItem
@@ -34,7 +34,7 @@ from hvdkit.torch.items.state_dict import StateDictItem
 from hvdkit.torch.items.statistics import Statistics
 from hvdkit.torch.items.tensors import identity, writable
 from hvdkit.torch.items.trees import on_host, without_tensors
-from hvdkit.torch.optimizer_reducer import OptimizerReducer, step_boundary
+from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer, step_boundary
 from hvdkit.torch.unwrapped import replica_checks
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 

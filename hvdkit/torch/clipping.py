@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hvdkit.torch.last_stages import clip, norm_of
+from hvdkit.torch.reduction.last_stages import clip, norm_of
 from hvdkit.torch.wrapped_optimizer import wrapped
 
 

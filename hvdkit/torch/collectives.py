@@ -1,4 +1,4 @@
-"""`hvdkit.core.collectives.Collectives` over horovod.torch."""
+"""`hvdkit.agreement.collectives.Collectives` over horovod.torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.collectives import ProcessSetCollectives, alltoall_in_rounds
+from hvdkit.agreement.collectives import ProcessSetCollectives, alltoall_in_rounds
 from hvdkit.torch import runtime
 from hvdkit.torch.plain_tensors import traffic
 
 
 class TorchCollectives(ProcessSetCollectives):
-    """`hvdkit.core.collectives.Collectives` for the ranks of a Horovod process set."""
+    """`hvdkit.agreement.collectives.Collectives` for the ranks of a Horovod process set."""
 
     def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
         super().__init__(process_set, runtime)

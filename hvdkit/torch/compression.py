@@ -6,10 +6,10 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 
-from hvdkit.core.compression import FORMATS, Int8Compressor, TensorByTensor, resolve
-from hvdkit.core.wire_format import BucketReduction, Scaling, Sum, WireFormat
+from hvdkit.reduction.compression import FORMATS, Int8Compressor, TensorByTensor, resolve
+from hvdkit.reduction.wire_format import BucketReduction, Scaling, Sum, WireFormat
 from hvdkit.torch import runtime
-from hvdkit.torch.backend import TorchMemory
+from hvdkit.torch.reduction.backend import TorchMemory
 
 __all__ = [
     "BF16Compressor",

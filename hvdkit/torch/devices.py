@@ -11,7 +11,7 @@ import torch
 from torch.serialization import default_restore_location
 
 from hvdkit.checkpoint.memory import allocate
-from hvdkit.core.shared_gpus import gpu_of
+from hvdkit.runtime.shared_gpus import gpu_of
 
 _log = logging.getLogger(__name__)
 

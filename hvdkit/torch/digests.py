@@ -1,4 +1,4 @@
-"""Digests of tensors, with which the ranks compare them; see `hvdkit.core.replicas`."""
+"""Digests of tensors, with which the ranks compare them; see `hvdkit.agreement.replicas`."""
 
 from collections import Counter
 from typing import Any

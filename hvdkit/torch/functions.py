@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core import objects
-from hvdkit.core.collectives import check_root
-from hvdkit.core.consistency import prepare_on_all_ranks
+from hvdkit.agreement import objects
+from hvdkit.agreement.collectives import check_root
+from hvdkit.agreement.consistency import prepare_on_all_ranks
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.in_place import note_written
 from hvdkit.torch.keras_variables import is_seed
-from hvdkit.torch.memory_order import memory_order
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
+from hvdkit.torch.reduction.memory_order import memory_order
 from hvdkit.torch.unwrapped import note_shared
 
 # Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.collectives import check_member, check_process_set
-from hvdkit.core.counters import counters
+from hvdkit.agreement.collectives import check_member, check_process_set
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
 from hvdkit.monitor.monitor import BaseMonitor, as_float
+from hvdkit.runtime.counters import counters
 from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.last_stages import norm_of
-from hvdkit.torch.optimizer_reducer import coordinator_of
+from hvdkit.torch.reduction.last_stages import norm_of
+from hvdkit.torch.reduction.optimizer_reducer import coordinator_of
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
 
 

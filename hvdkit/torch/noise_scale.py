@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.noise_scale import Average, estimate
 from hvdkit.errors import UsageError
 from hvdkit.torch.amp import loss_scale
-from hvdkit.torch.last_stages import Measure, norm_of
+from hvdkit.torch.reduction.last_stages import Measure, norm_of
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
+from hvdkit.training.noise_scale import Average, estimate
 
 #: The optimizers with a `GradientNoiseScale` that is not closed.
 _measured: weakref.WeakSet[WrappedOptimizer] = weakref.WeakSet()

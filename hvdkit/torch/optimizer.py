@@ -8,20 +8,20 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.optimizer import DistributedOptimizer as HorovodDistributedOptimizer
 
-from hvdkit.core import bucketing
-from hvdkit.core.accumulation import window_of
-from hvdkit.core.collectives import check_process_set
-from hvdkit.core.compression import check_adasum
-from hvdkit.core.nonfinite import IGNORE, check_policy
-from hvdkit.core.reduction import Reduction, predivide
-from hvdkit.core.replicas import INTERVAL, STOP, CheckSettings
-from hvdkit.core.trial import TrialPlan
+from hvdkit.agreement.collectives import check_process_set
+from hvdkit.agreement.replicas import INTERVAL, STOP, CheckSettings
 from hvdkit.errors import UsageError
+from hvdkit.reduction import bucketing
+from hvdkit.reduction.accumulation import window_of
+from hvdkit.reduction.compression import check_adasum
+from hvdkit.reduction.nonfinite import IGNORE, check_policy
+from hvdkit.reduction.plan import Reduction, predivide
 from hvdkit.torch.compression import Compression, wire_format
 from hvdkit.torch.plain_tensors import check_has_memory
-from hvdkit.torch.settings import Settings
+from hvdkit.torch.reduction.settings import Settings
 from hvdkit.torch.wrapped_modules import check_not_reduced
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, check_attributes, wrap, wrapped
+from hvdkit.training.trial import TrialPlan
 
 
 def DistributedOptimizer(
@@ -60,8 +60,8 @@ def DistributedOptimizer(
             parameters. The ranks compare the names; without them, they do not notice parameters of
             the same shape in another order.
         compression: the wire format: `"none"`, `"fp16"`, `"bf16"`, `"int8"`, one of
-            `hvd.Compression`, a `hvdkit.core.wire_format.WireFormat` such as `hvd.Int8()`, or a
-            class with the interface of Horovod's compressors, which gets gradients one by one.
+            `hvd.Compression`, a `hvdkit.reduction.wire_format.WireFormat` such as `hvd.Int8()`, or
+            a class with the interface of Horovod's compressors, which gets gradients one by one.
         backward_passes_per_step: backward passes before each `step()`, whose gradients are summed.
             Those before the last one do not communicate.
         op: `Average` or `Sum` over the ranks; or `Adasum`, which returns Horovod's optimizer.

@@ -12,10 +12,10 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.owned_folders import TemporaryFolder
 from hvdkit.profiling import clocks, events
 from hvdkit.profiling.events import Event
 from hvdkit.profiling.profile import BaseProfile
+from hvdkit.system.owned_folders import TemporaryFolder
 from hvdkit.torch import runtime
 from hvdkit.torch.collectives import TorchCollectives
 

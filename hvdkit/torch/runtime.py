@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
-from hvdkit.core.runtime import Runtime, loading, refuse_in_fork
-from hvdkit.core.stragglers import wait_measured
 from hvdkit.engine.describe import require
+from hvdkit.runtime.lifecycle import Runtime, loading, refuse_in_fork
 from hvdkit.torch.devices import use_own_gpu
 from hvdkit.torch.inference import allow_inference_mode
 from hvdkit.torch.plain_tensors import check_collectives
+from hvdkit.training.stragglers import wait_measured
 
 
 def _torchrun_variables() -> Mapping[str, str]:

@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
-from hvdkit.core.collectives import check_process_set, is_single_rank
+from hvdkit.agreement.collectives import check_process_set, is_single_rank
 from hvdkit.errors import UsageError
-from hvdkit.torch.records import owner_of
+from hvdkit.torch.reduction.records import owner_of
 
 __all__ = ["SyncBatchNorm"]
 

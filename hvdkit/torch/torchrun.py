@@ -17,9 +17,9 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import open_files
-from hvdkit.launch.host_facts import engine_revision
-from hvdkit.launch.network import (
+from hvdkit.launch.agent import open_files
+from hvdkit.launch.agent.host_facts import engine_revision
+from hvdkit.launch.control.network import (
     LOOPBACK,
     HostNetwork,
     Interface,
@@ -27,8 +27,8 @@ from hvdkit.launch.network import (
     own_interfaces,
     source_address,
 )
-from hvdkit.plain_files import parse_json
-from hvdkit.rendezvous import KEY_REVISION, RendezvousServer, gloo_environment
+from hvdkit.rendezvous.server import KEY_REVISION, RendezvousServer, gloo_environment
+from hvdkit.system.plain_files import parse_json
 
 #: How long a rank waits until all ranks have called `hvd.init()`. Some may prepare data first.
 TIMEOUT = timedelta(minutes=30)

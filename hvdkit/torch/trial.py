@@ -1,4 +1,4 @@
-"""A trial of `hvdkit tune` with the first optimizer of the script. See `hvdkit.core.trial`."""
+"""A trial of `hvdkit tune` with the first optimizer of the script. See `hvdkit.training.trial`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from hvdkit.core import trial, tuning
-from hvdkit.core.noise_scale import Estimate
-from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import UsageError
 from hvdkit.torch.autotune import fingerprint, formats_of, make_tuner
 from hvdkit.torch.noise_scale import GradientNoiseScale
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+from hvdkit.training import trial, tuning
+from hvdkit.training.noise_scale import Estimate
+from hvdkit.training.trial import TrialPlan
 
 # The decay of the moving average. Almost 1, so all steps of a trial have the same weight.
 _DECAY = 1 - 1e-9

@@ -22,13 +22,13 @@ from horovod.torch import mpi_ops
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdkit.core.counters import counters
-from hvdkit.core.replicas import CheckSettings, ReplicaCheck
+from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck
 from hvdkit.errors import UsageError
-from hvdkit.torch import records
+from hvdkit.runtime.counters import counters
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.items import compiled
 from hvdkit.torch.plain_tensors import has_own_dispatch, traffic
+from hvdkit.torch.reduction import records
 from hvdkit.torch.replicas import is_readable, torch_replicas
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
 

@@ -22,12 +22,12 @@ gradient, in this order; an indented function is called by the one above it:
       step of the plain optimizer
 
 The base is the part of a gradient that earlier rounds have reduced. The header is a small sum that
-shows whether all ranks reduce the same gradients (`hvdkit.torch.headers`). A pass under `no_sync`,
-or before the last one of an accumulation window, ends without `send` and `wait`. On one rank, all
-collectives return their arguments, and there are no buckets.
+shows whether all ranks reduce the same gradients (`hvdkit.torch.reduction.headers`). A pass under
+`no_sync`, or before the last one of an accumulation window, ends without `send` and `wait`. On one
+rank, all collectives return their arguments, and there are no buckets.
 
-`hvdkit.torch.gradients` has the table of the states of a gradient, and
-`hvdkit.torch.optimizer_reducer` that of the events.
+`hvdkit.torch.reduction.gradients` has the table of the states of a gradient, and
+`hvdkit.torch.reduction.optimizer_reducer` that of the events.
 """
 
 import functools
@@ -40,16 +40,17 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.core.accumulation import Window
-from hvdkit.core.nonfinite import SKIP
-from hvdkit.core.replicas import ReplicaCheck
-from hvdkit.core.tuning import Tuner
+from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.errors import UsageError
-from hvdkit.torch import dynamo, passes
-from hvdkit.torch.optimizer_reducer import OptimizerReducer
+from hvdkit.reduction.accumulation import Window
+from hvdkit.reduction.nonfinite import SKIP
+from hvdkit.torch import dynamo
 from hvdkit.torch.plain_tensors import check_has_memory
-from hvdkit.torch.rounds import Rounds
-from hvdkit.torch.settings import Settings
+from hvdkit.torch.reduction import passes
+from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
+from hvdkit.torch.reduction.rounds import Rounds
+from hvdkit.torch.reduction.settings import Settings
+from hvdkit.training.tuning import Tuner
 
 
 def _after_load_state_dict(

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from hvdkit.core.noise_scale import (
+from hvdkit.errors import UsageError
+from hvdkit.training.noise_scale import (
     Estimate,
     confidence,
     learning_rate_factor,
     steps_factor,
 )
-from hvdkit.errors import UsageError
 
 # The result is less than a sixteenth below a size that does not fit.
 _RESOLUTION = 16
@@ -101,7 +101,7 @@ def advice(blocks: Sequence[Estimate], ranks: int, tried: Sequence[int]) -> list
     """Return lines about the noise scale, and about the learning rate for other batch sizes.
 
     Args:
-        blocks: see `hvdkit.core.noise_scale.confidence`.
+        blocks: see `hvdkit.training.noise_scale.confidence`.
         ranks: the number of ranks.
         tried: batch sizes of a rank that fit; the first one is the reference.
     """

@@ -1,11 +1,11 @@
 """Compare bucket sizes, wire formats, and the two ways to combine the ranks of a host.
 
 A run of PyTorch measures all bucket sizes and wire formats by itself, in turns
-(`hvdkit.core.tuning`). Flat or two-level is decided when Horovod starts, so this choice needs runs
-of its own. Then runs of both kinds alternate, and each run is one turn.
+(`hvdkit.training.tuning`). Flat or two-level is decided when Horovod starts, so this choice needs
+runs of its own. Then runs of both kinds alternate, and each run is one turn.
 
-A run of Keras or TensorFlow measures one candidate (`hvdkit.core.trial`), so each candidate needs a
-run in each turn.
+A run of Keras or TensorFlow measures one candidate (`hvdkit.training.trial`), so each candidate
+needs a run in each turn.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from hvdkit.core import tuning
-from hvdkit.core.host_collectives import VARIABLE
-from hvdkit.core.trial import TrialPlan
-from hvdkit.core.tuning import Candidate
 from hvdkit.errors import HvdkitError
+from hvdkit.runtime.host_collectives import VARIABLE
+from hvdkit.training import tuning
+from hvdkit.training.trial import TrialPlan
+from hvdkit.training.tuning import Candidate
 from hvdkit.tune.trials import Result, Runner
 
 TWO_LEVEL, FLAT = "two-level", "flat"

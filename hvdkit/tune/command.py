@@ -11,15 +11,15 @@ from pathlib import Path
 
 import psutil
 
-from hvdkit import cgroups
 from hvdkit.bench.sizes import parse_size
-from hvdkit.core.compression import FORMATS
-from hvdkit.core.trial import BATCH_VARIABLE, TrialPlan
+from hvdkit.console.flags import TYPES, add_options, flag
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import TYPES, add_options, flag
-from hvdkit.launch import arguments
-from hvdkit.launch.command import command_of
-from hvdkit.plain_files import printable
+from hvdkit.launch.options import arguments
+from hvdkit.launch.options.command import command_of
+from hvdkit.reduction.compression import FORMATS
+from hvdkit.system import cgroups
+from hvdkit.system.plain_files import printable
+from hvdkit.training.trial import BATCH_VARIABLE, TrialPlan
 from hvdkit.tune import batch_sizes, buckets
 from hvdkit.tune.trials import PLACEHOLDER, Result, Runner
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdkit.core import trial
-from hvdkit.core.trial import TrialPlan
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults import start_folders
-from hvdkit.owned_folders import OwnedFolder, temporary
-from hvdkit.plain_files import parse_json, read_json
-from hvdkit.processes import ProcessGroup, python_command
+from hvdkit.system.owned_folders import OwnedFolder, temporary
+from hvdkit.system.plain_files import parse_json, read_json
+from hvdkit.system.processes import ProcessGroup, python_command
+from hvdkit.training import trial
+from hvdkit.training.trial import TrialPlan
 
 #: In a command, it stands for the batch size.
 PLACEHOLDER = "{batch_size}"
@@ -51,8 +51,8 @@ class Result:
 
     Attributes:
         seconds: the time of the run.
-        reports: the reports of ranks, see `hvdkit.core.trial.end`. Empty if the command ended by
-            itself.
+        reports: the reports of ranks, see `hvdkit.training.trial.end`. Empty if the command ended
+            by itself.
         out_of_memory: which rank had too little memory, and how it ended; empty if none had.
     """
 

@@ -11,9 +11,9 @@ from benchmarks import restarts
 from gpu_checks.jobs import SHARED_GPU, Clock
 from gpu_checks.part import Setting, main
 from gpu_checks.report import Report, Skip
-from tests.faults import seeded
+from tests.unit.faults import seeded
 
-#: The faults in which the device takes part; names of `tests.faults.seeded`.
+#: The faults in which the device takes part; names of `tests.unit.faults.seeded`.
 NAMES = (
     "sleeps in its data",
     "SIGSTOP",

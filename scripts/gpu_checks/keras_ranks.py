@@ -9,7 +9,7 @@ import numpy as np
 
 import hvdkit.keras as hvd
 from gpu_checks.jobs import answer, spec
-from tests.parallel.keras import oracle
+from tests.ranks.keras import oracle
 
 #: The batches of the mixed_float16 training, and those in which the last rank's data are infinite.
 BATCHES, POISONED = 10, (3, 6)

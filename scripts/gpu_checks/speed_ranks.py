@@ -108,8 +108,8 @@ def passes(shapes: Sequence[models.Shape], device: str, repeats: int) -> dict[st
         For each pass its bytes (read and written), seconds (device) and host seconds; and the
         numbers of elements, parameters and buckets.
     """
-    from hvdkit.core import bucketing
-    from hvdkit.torch.backend import TorchMemory, spec
+    from hvdkit.reduction import bucketing
+    from hvdkit.torch.reduction.backend import TorchMemory, spec
 
     # The values of parameters are not used, so all share the memory of the largest one.
     shared = torch.zeros(max(map(prod, shapes)), device=device)

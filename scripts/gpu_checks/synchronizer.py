@@ -14,9 +14,9 @@ from typing import Any
 from gpu_checks.jobs import ASYNC, FULL_PATH, SHARED_GPU, Clock
 from gpu_checks.part import REPOSITORY, Setting, main
 from gpu_checks.report import Report
-from hvdkit.processes import ProcessGroup
+from hvdkit.system.processes import ProcessGroup
 
-FOLDER = "tests/parallel/torch"
+FOLDER = "tests/ranks/torch"
 
 #: The most important modules run first, because a run may be ended early. The others follow.
 FIRST = ("device", "exactness", "dropin", "compression", "amp")

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.launch.host_folders import PREFIX
-from tests.parallel.rank_pool import REPOSITORY
+from hvdkit.launch.agent.host_folders import PREFIX
+from tests.ranks.rank_pool import REPOSITORY
 
 #: Seconds for one event: a machine that runs other tests starts PyTorch slowly.
 SECONDS = 90.0

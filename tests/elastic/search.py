@@ -26,7 +26,7 @@ import numpy as np
 
 from tests.elastic import preloaded
 from tests.elastic.jobs import HOROVODRUN, HVDKIT, ElasticJob
-from tests.parallel.rank_pool import REPOSITORY
+from tests.ranks.rank_pool import REPOSITORY
 
 #: More than the number of times that a sample is trained in an epoch.
 BASE = 16

@@ -14,19 +14,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdkit import record_files
 from hvdkit.checkpoint.host_steps import HostSteps, key_of
 from hvdkit.checkpoint.items import Plain
 from hvdkit.checkpoint.snapshot import SnapshotMemory
-from hvdkit.core import progress
-from hvdkit.core.elastic_start import HOSTS_FILE, ElasticStart
-from hvdkit.core.step_boundary import StepBoundary
+from hvdkit.checkpoint.step_boundary import StepBoundary
 from hvdkit.elastic import parts, run
 from hvdkit.elastic.commits import Commits
 from hvdkit.elastic.run import Adapter, elastic_function
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import HOSTS_CHANGED, HvdkitError, UsageError
-from tests.core.simulated_ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
+from hvdkit.runtime import progress, record_files
+from hvdkit.runtime.elastic_start import HOSTS_FILE, ElasticStart
+from tests.simulated.ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 
 
 def state_of(value):

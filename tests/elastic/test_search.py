@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.elastic import search
-from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+from tests.ranks.rank_pool import Configuration, skip_where_unsupported
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from tests.elastic.training import (
     batches_in_order,
     check,
 )
-from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+from tests.ranks.rank_pool import Configuration, skip_where_unsupported
 
 LIMITS = ("--min-np", "1", "--max-np", "2")
 KINDS = {

@@ -15,7 +15,7 @@ import pytest
 
 from tests.elastic.jobs import PAUSE, ElasticJob
 from tests.elastic.training import TORCH, check
-from tests.parallel.rank_pool import Configuration, skip_where_unsupported
+from tests.ranks.rank_pool import Configuration, skip_where_unsupported
 
 OPTIONS = ("--min-np", "1", "--max-np", "3", "--restarts", "20")
 
@@ -43,7 +43,7 @@ def ranks(job):
 
 
 def agents(job):
-    return processes(job, lambda command, _: "hvdkit.launch.agent" in command)
+    return processes(job, lambda command, _: "hvdkit.launch.agent.main" in command)
 
 
 def kill_one(found, draw):

@@ -20,9 +20,9 @@ from hvdkit.bench.jobs import Job, JobPlan
 from hvdkit.bench.results import Results, conditions, kept_on_failure
 from hvdkit.bench.sizes import parse_sizes, show_size
 from hvdkit.bench.turns import in_turns
+from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import add_options
-from hvdkit.owned_folders import TemporaryFolder
+from hvdkit.system.owned_folders import TemporaryFolder
 
 HELP = "measure time and bandwidth of allreduces, of hvdkit and of other libraries in turns"
 EXAMPLE = """\

@@ -11,7 +11,7 @@ from hvdkit.bench.allreduce.cases import DTYPES, WIRES, bus_factor
 from hvdkit.bench.figures import percentile, ratios
 from hvdkit.bench.results import Results
 from hvdkit.bench.sizes import show_size
-from hvdkit.console import Console
+from hvdkit.console.tables import Console
 
 _LAYOUT = "{:>12} {:>12} {:>9} {:>8} {:>5} {:<16} {:>9} {:>9} {:>9} {:>8} {:>8} {:>7}"
 _NAMES = (

@@ -157,12 +157,12 @@ class Hvdkit(Horovod):
 
     def _encoded(self, case: Case) -> Callable[[], None]:
         """Return a function that reduces the buffer like the gradient of one parameter."""
-        from hvdkit.core.int8 import Int8
-        from hvdkit.core.reduction import Reduction
-        from hvdkit.core.synchronizer import Synchronizer
-        from hvdkit.torch.backend import TorchBackend, spec
+        from hvdkit.reduction.int8 import Int8
+        from hvdkit.reduction.plan import Reduction
+        from hvdkit.reduction.synchronizer import Synchronizer
         from hvdkit.torch.collectives import TorchCollectives
         from hvdkit.torch.compression import wire_format
+        from hvdkit.torch.reduction.backend import TorchBackend, spec
 
         # hvdkit sends some parameters, such as vectors, as bf16. Here, send every buffer as int8.
         chosen = Int8(as_bf16=lambda *_: False) if case.wire == "int8" else case.wire

@@ -53,7 +53,7 @@ def tolerance(case: Case, ranks: int) -> float:
         return 0.0
     share = 1.0 if case.op == "sum" else 1.0 / ranks
     if case.wire == "int8":
-        # The error of a mean is at most 2 m / 254, see `hvdkit.core.int8`.
+        # The error of a mean is at most 2 m / 254, see `hvdkit.reduction.int8`.
         return 1.01 * share * ranks * 2 * LARGEST / 254
     epsilon = _EPSILON[_WIRE_DTYPE.get(case.wire, case.dtype)]
     if case.op == "sum" and ranks * LARGEST <= 2 / epsilon:

@@ -15,9 +15,9 @@ from hvdkit.bench.scale import plot, profile, table
 from hvdkit.bench.scale.layers import MODELS
 from hvdkit.bench.scale.prediction import FLAT, GROUPINGS, LEVELS, TWO_LEVELS, predict
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
+from hvdkit.console.flags import add_options, flag
 from hvdkit.errors import UsageError
-from hvdkit.flags import add_options, flag
-from hvdkit.plain_files import printable
+from hvdkit.system.plain_files import printable
 
 HELP = "predict the time of a training step on more ranks than there are here"
 EXAMPLE = """\

@@ -10,8 +10,8 @@ from hvdkit.bench import results
 from hvdkit.bench.scale import fit
 from hvdkit.bench.scale.prediction import Link
 from hvdkit.bench.step.variants import ALONE, FLAT, HVDKIT, SHARE_OF_FLOAT32, SINGLE
-from hvdkit.core import bucketing
 from hvdkit.errors import UsageError
+from hvdkit.reduction import bucketing
 
 _FEWEST_SIZES = 2
 _NO_WIRE = "none"

@@ -13,7 +13,7 @@ from itertools import accumulate
 from statistics import NormalDist
 
 from hvdkit.bench.scale.layers import Layer
-from hvdkit.core import bucketing
+from hvdkit.reduction import bucketing
 
 FLAT, TWO_LEVELS = "flat", "two-level"
 LEVELS = (FLAT, TWO_LEVELS)

@@ -28,8 +28,8 @@ from hvdkit.bench.scale.prediction import (
     Step,
 )
 from hvdkit.bench.step.variants import SHARE_OF_FLOAT32
-from hvdkit.core.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, MB
 from hvdkit.errors import UsageError
+from hvdkit.reduction.bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES, MB
 
 #: The latency of a message between hosts in seconds, over TCP in a data centre.
 LATENCY = 20e-6

@@ -19,9 +19,9 @@ from hvdkit.bench.step import probes, table, variants
 from hvdkit.bench.step.torch_models import MODELS
 from hvdkit.bench.step.variants import BEFORE, FLAT, SINGLE, STRATEGY, TORCH, Variant
 from hvdkit.bench.turns import check_memory, in_turns
+from hvdkit.console.flags import TYPES, add_options, flag
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import TYPES, add_options, flag
-from hvdkit.owned_folders import TemporaryFolder
+from hvdkit.system.owned_folders import TemporaryFolder
 
 HELP = "measure training steps of a model, of hvdkit and of other libraries in turns"
 EXAMPLE = """\

@@ -179,7 +179,7 @@ def _checks() -> dict[str, Any]:
 
     import hvdkit.torch as hvd
     from hvdkit.bench.step.torch_models import image_loss, resnet50
-    from hvdkit.torch.nonfinite import NonFiniteNames
+    from hvdkit.torch.reduction.nonfinite import NonFiniteNames
     from hvdkit.torch.wrapped_optimizer import wrapped
 
     torch.manual_seed(0)

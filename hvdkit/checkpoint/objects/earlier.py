@@ -15,7 +15,7 @@ from hvdkit.checkpoint import manifest
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.lease import Lease
 from hvdkit.checkpoint.objects.bucket import Bucket
-from hvdkit.plain_files import whole
+from hvdkit.system.plain_files import whole
 
 _log = logging.getLogger(__name__)
 

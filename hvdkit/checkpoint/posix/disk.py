@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
-from hvdkit.plain_files import open_regular
+from hvdkit.system.plain_files import open_regular
 
 #: Called before each operation with its name and the file's name. For tests: it may raise an error
 #: in place of the system, or end the process.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hvdkit.checkpoint.errors import CheckpointError, WriterConflict
 from hvdkit.checkpoint.lease import MAX_BYTES, Lease, conflict, taken_over, wait_for_death
-from hvdkit.plain_files import open_regular
+from hvdkit.system.plain_files import open_regular
 
 LOCK_FILE, LEASE_FILE = ".lock", ".writer"
 

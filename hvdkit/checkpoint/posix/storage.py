@@ -25,7 +25,7 @@ from hvdkit.checkpoint.posix import disk, listing
 from hvdkit.checkpoint.posix.files import PosixFiles
 from hvdkit.checkpoint.posix.lock import FolderLock
 from hvdkit.checkpoint.storage import Draft, Entry, StepFiles
-from hvdkit.plain_files import printable
+from hvdkit.system.plain_files import printable
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 //
 // Every rank of a mesh has a listening address for each other rank. It gives all of them to the
 // launcher's server in one PUT. One GET then waits until all ranks have done so, and returns the
-// addresses at which this rank is expected. The server is hvdkit/rendezvous.py, the state behind it
-// hvdkit/mesh.py.
+// addresses at which this rank is expected. The server is hvdkit/rendezvous/server.py, the state behind it
+// hvdkit/rendezvous/mesh.py.
 
 #ifndef HVDKIT_MESH_RENDEZVOUS_H
 #define HVDKIT_MESH_RENDEZVOUS_H

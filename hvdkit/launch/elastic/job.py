@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hvdkit.core.elastic_start import ElasticStart
 from hvdkit.errors import HvdkitError
-from hvdkit.launch import prepare
-from hvdkit.launch.elastic.members import Members, assignment_of
-from hvdkit.launch.gloo import Gloo
-from hvdkit.launch.hosts import Host, total_slots
-from hvdkit.launch.outcome import Outcome
-from hvdkit.launch.plan import Plan
-from hvdkit.launch.questions import named
-from hvdkit.launch.reachability import best_connected
-from hvdkit.launch.restarting import (
+from hvdkit.launch.control import prepare
+from hvdkit.launch.control.plan import Plan
+from hvdkit.launch.control.questions import named
+from hvdkit.launch.control.reachability import best_connected
+from hvdkit.launch.control.restarting import (
     MOST_FAILURES,
     Supervisor,
     TooFewHosts,
     Variables,
     in_a_row,
 )
+from hvdkit.launch.elastic.members import Members, assignment_of
+from hvdkit.launch.ending.outcome import Outcome
+from hvdkit.launch.hosts.hosts import Host, total_slots
+from hvdkit.launch.launchers.gloo import Gloo
+from hvdkit.runtime.elastic_start import ElasticStart
 
 #: Seconds for which a host is left out whose connections to other hosts fail, or that made a start
 #: fail. They double with each further time.

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Self
 
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.agent_pool import AgentPool, unfitness
-from hvdkit.launch.connection import Connection
-from hvdkit.launch.hosts import Host, are_local, name_slots, total_slots
-from hvdkit.launch.messages import PAUSE_SECONDS, Message
-from hvdkit.launch.plan import Plan
-from hvdkit.launch.settings import Settings
-from hvdkit.signals import begin_to_note
+from hvdkit.launch.control.agent_pool import AgentPool, unfitness
+from hvdkit.launch.control.connection import Connection
+from hvdkit.launch.control.messages import PAUSE_SECONDS, Message
+from hvdkit.launch.control.plan import Plan
+from hvdkit.launch.control.settings import Settings
+from hvdkit.launch.hosts.hosts import Host, are_local, name_slots, total_slots
+from hvdkit.system.signals import begin_to_note
 
 #: Seconds between two looks at the list of hosts, as in Horovod.
 _LOOK_SECONDS = 1.0

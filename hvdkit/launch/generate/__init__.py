@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
+from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.flags import add_options
 from hvdkit.launch.generate import kubernetes, slurm_script
-from hvdkit.whole_files import create
+from hvdkit.system.whole_files import create
 
 HELP = "write a job file for a batch system or a cluster"
 EXAMPLE = """\

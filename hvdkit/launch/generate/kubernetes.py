@@ -17,12 +17,12 @@ from typing import Any
 
 import yaml
 
+from hvdkit.console.flags import TYPES, add_options, flag
 from hvdkit.errors import UsageError
 from hvdkit.exit_statuses import resumable, resumable_text
-from hvdkit.flags import TYPES, add_options, flag
+from hvdkit.launch.control.output import SHOWN_RANKS
+from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.generate.options import RESTARTS, check_numbers, fill, restarts, script_name
-from hvdkit.launch.output import SHOWN_RANKS
-from hvdkit.launch.timeouts import Timeouts
 
 HELP = "write a commented job for Kubernetes: an MPIJob, an indexed Job or a JobSet"
 EXAMPLE = """\

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdkit.console.flags import flag
 from hvdkit.errors import UsageError
-from hvdkit.flags import flag
 
 #: The option for restarts by `hvdkit run`.
 RESTARTS = """\

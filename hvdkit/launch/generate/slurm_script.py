@@ -7,10 +7,10 @@ import operator
 import re
 import shlex
 
+from hvdkit.console.flags import add_options, flag
 from hvdkit.errors import RESUMABLE, UsageError
-from hvdkit.flags import add_options, flag
+from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.generate.options import RESTARTS, check_numbers, fill, restarts, script_name
-from hvdkit.launch.timeouts import Timeouts
 
 HELP = "write a commented sbatch script for a job that resumes after preemption or its time limit"
 EXAMPLE = """\

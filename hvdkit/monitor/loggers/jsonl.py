@@ -14,7 +14,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.monitor.loggers.logger import Logger
 from hvdkit.monitor.metrics import METRICS
 from hvdkit.monitor.records import Record, Run, Statistic
-from hvdkit.whole_files import open_to_write
+from hvdkit.system.whole_files import open_to_write
 
 #: The version of the file. Readers refuse a newer one.
 VERSION = 1

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from hvdkit import process_limit
 from hvdkit.errors import HvdkitError
 from hvdkit.monitor import metrics
 from hvdkit.monitor.loggers.logger import Logger, require
 from hvdkit.monitor.loggers.metrics_server import MetricsServer
 from hvdkit.monitor.records import Record, Run, Statistic
+from hvdkit.system import process_limit
 
 _OPEN_METRICS = "application/openmetrics-text"
 

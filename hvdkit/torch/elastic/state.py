@@ -19,7 +19,7 @@ from horovod.torch.elastic.state import (
 from torch.utils.data import DataLoader, Sampler
 
 from hvdkit.checkpoint.state import StatefulItem
-from hvdkit.core.step_boundary import StepBoundary
+from hvdkit.checkpoint.step_boundary import StepBoundary
 from hvdkit.elastic.parts import Pickled
 from hvdkit.elastic.state import CommittedState, part_name
 from hvdkit.torch.collectives import TorchCollectives
@@ -28,7 +28,7 @@ from hvdkit.torch.functions import broadcast_object
 from hvdkit.torch.items.model import ModelItem
 from hvdkit.torch.items.optimizer import OptimizerItem
 from hvdkit.torch.items.reduction import ReductionItem
-from hvdkit.torch.optimizer_reducer import step_boundary
+from hvdkit.torch.reduction.optimizer_reducer import step_boundary
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, reduced_over
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hvdkit.core.names import without_layer_numbers, without_model_names
+from hvdkit.agreement.names import without_layer_numbers, without_model_names
 
 #: The prefix, at the beginning of a name or of one of its parts.
 PREFIX = re.compile(r"(?<![^.])_orig_mod\.")

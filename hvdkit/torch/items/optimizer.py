@@ -11,7 +11,7 @@ from hvdkit.errors import UsageError
 from hvdkit.torch.items.model import ModelItem
 from hvdkit.torch.items.tensors import CPU, TorchTensor, empty
 from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
-from hvdkit.torch.memory_order import memory_order
+from hvdkit.torch.reduction.memory_order import memory_order
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import torch
 
 from hvdkit.checkpoint.state import Tree
-from hvdkit.core.reduction import ReductionState
-from hvdkit.core.tuning import Candidate, Tuner
+from hvdkit.reduction.plan import ReductionState
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
+from hvdkit.training.tuning import Candidate, Tuner
 
 _log = logging.getLogger("hvdkit.torch")
 

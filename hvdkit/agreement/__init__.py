@@ -1,0 +1,1 @@
+"""Let the ranks agree: small collectives, comparisons, errors on all ranks."""

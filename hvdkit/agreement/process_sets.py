@@ -1,0 +1,128 @@
+"""Add and remove process sets: all ranks together, or none of them.
+
+The engine waits without a limit until all ranks have asked for a process set. So the ranks first
+call a small collective. If a rank does not call it, the verdict on the hang names this rank, and
+the engine's stall limit ends the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from hvdkit.agreement.collectives import Collectives
+from hvdkit.agreement.rank_errors import raise_on_all_ranks
+from hvdkit.errors import UsageError
+
+
+def other_ranks(reduced_over: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+    """Return "NAME over ranks [R, S]" for each entry with other ranks than `ranks`; "" for none.
+
+    Args:
+        reduced_over: name of an optimizer -> the ranks that it reduces gradients over.
+        ranks: the expected ranks.
+    """
+    wanted = sorted(ranks)
+    found = {name: sorted(own) for name, own in reduced_over.items()}
+    return ", ".join(f"{name} over ranks {own}" for name, own in found.items() if own != wanted)
+
+
+def check_one_model(reduced_over: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> None:
+    """Check that the ranks of a checkpointer train one model. Not a collective.
+
+    Args:
+        reduced_over: name of an optimizer -> the ranks that it reduces gradients over.
+        ranks: the ranks of the checkpointer, which saves the state of the first of them.
+
+    Raises:
+        UsageError: an optimizer has other ranks. The models of its process sets differ.
+    """
+    if found := other_ranks(reduced_over, ranks):
+        raise UsageError(
+            f"gradients are not reduced over the ranks of the checkpoint ({found}), and a "
+            f"checkpoint has one model, that of the first of its ranks {sorted(ranks)}: expected "
+            f"optimizers over the same ranks. Use a checkpointer for the ranks of each process set "
+            f"(hvd.Checkpointer: process_set=), with a folder of its own"
+        )
+
+
+class HorovodSets(Protocol):
+    """The parts of `horovod.common.process_sets` that this module uses."""
+
+    ProcessSet: type[Any]
+
+    def add_process_set(self, process_set: Any) -> Any:
+        """Add a process set."""
+        ...
+
+    def remove_process_set(self, process_set: Any) -> bool:
+        """Remove a process set."""
+        ...
+
+
+class ProcessSets:
+    """Horovod's functions for process sets, on all ranks together.
+
+    Args:
+        horovod: the module `horovod.common.process_sets`.
+        collectives: returns the collectives of all ranks.
+    """
+
+    def __init__(self, horovod: HorovodSets, collectives: Callable[[], Collectives]) -> None:
+        self._horovod = horovod
+        self._collectives = collectives
+
+    def add_process_set(self, process_set: Any | Sequence[int]) -> Any:
+        """Add a process set, and return it. A collective of all ranks, also those outside the set.
+
+        It needs HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+        Args:
+            process_set: a `ProcessSet`, or its ranks; the same on all ranks.
+
+        Raises:
+            ValueError: on every rank, if the set exists already, if a rank has passed something
+                that is not a process set, or if the ranks have passed different sets.
+        """
+        kind = self._horovod.ProcessSet
+        error = None
+        try:
+            process_set = process_set if isinstance(process_set, kind) else kind(process_set)
+        except Exception as raised:
+            error = raised
+        raise_on_all_ranks(
+            self._collectives(),
+            error,
+            "add_process_set: a rank has not passed a process set",
+            "hvdkit.process_set.add",
+            UsageError,
+        )
+        return self._horovod.add_process_set(process_set)
+
+    def remove_process_set(self, process_set: Any) -> bool:
+        """Remove a process set. A collective of all ranks, also those outside the set.
+
+        It needs HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+        Returns:
+            Whether it was removed: False for the global set, and for a set that was not added.
+
+        Raises:
+            ValueError: on every rank, if the set exists on some ranks only, if a rank has passed
+                something that is not a process set, or if the ranks have passed different sets.
+        """
+        error: Exception | None = None
+        if not isinstance(process_set, self._horovod.ProcessSet):
+            error = UsageError(f"process_set is {process_set!r}: expected a hvd.ProcessSet")
+        exists = error is None and process_set.process_set_id not in (None, 0)
+        collectives = self._collectives()
+        name = "hvdkit.process_set.remove"
+        with_set, invalid, ranks = collectives.sum([int(exists), int(error is not None), 1], name)
+        if invalid:
+            text = "remove_process_set: a rank has not passed a process set"
+            raise_on_all_ranks(collectives, error, text, name, UsageError)
+        if 0 < with_set < ranks:
+            error = None if exists else ValueError("it was not added, or was removed already")
+            text = "remove_process_set: the process set exists on some ranks only"
+            raise_on_all_ranks(collectives, error, text, name, UsageError)
+        return self._horovod.remove_process_set(process_set) if exists else False

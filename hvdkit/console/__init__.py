@@ -1,0 +1,1 @@
+"""What the commands of `hvdkit` share: tables, options, results of checks."""

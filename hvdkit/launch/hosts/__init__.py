@@ -1,0 +1,1 @@
+"""The hosts of a job: lists, batch systems, ssh."""

@@ -1,0 +1,1 @@
+"""The ways to start ranks: Gloo, MPI, Slurm, nodes that a user starts."""

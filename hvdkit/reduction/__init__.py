@@ -1,0 +1,1 @@
+"""What is reduced and how: bucketing, the synchronizer, wire formats, accumulation windows."""

@@ -1,0 +1,511 @@
+"""Start and shut down Horovod in a process.
+
+Each adapter (`hvdkit.torch`, `hvdkit.tensorflow`) makes one `Runtime` for its framework's Horovod.
+`hvd.init` and `hvd.shutdown` call it.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
+
+from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.runtime import loaded_modules, record_files
+from hvdkit.runtime.departure import Departure
+from hvdkit.runtime.host_collectives import HostCollectives, check_choice
+from hvdkit.runtime.recorder import Recorder, stall_seconds, use_folder
+from hvdkit.runtime.shared_gpus import separate_for_nccl
+from hvdkit.runtime.standard_streams import write_whole_output
+
+#: Seconds after which Horovod ends the job if some ranks have not entered a collective. The value
+#: is the default of torch.distributed for Gloo. It is longer than rank 0 needs for a checkpoint or
+#: a validation.
+STALL_SHUTDOWN_SECONDS = 1800
+
+# Horovod stores the numbers of its variables as `int`.
+_MOST = 2**31 - 1
+
+# Variables of MPI and Slurm with the number of processes that they started.
+_SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
+
+# Only processes started by torchrun have all of these variables.
+_TORCHRUN = frozenset(
+    {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+
+# A framework's Horovod extension is loaded by the module horovod.FRAMEWORK.mpi_ops.
+_FRAMEWORKS = ("torch", "tensorflow")
+
+
+class Engine(Protocol):
+    """The properties of the installed Horovod, as in `hvdkit.engine.describe.Engine`."""
+
+    @property
+    def version(self) -> str:
+        """The version of the distribution."""
+        ...
+
+    @property
+    def frameworks(self) -> Mapping[str, str]:
+        """Framework -> the version that its extension was compiled against."""
+        ...
+
+    @property
+    def patches(self) -> Collection[str]:
+        """The names of the hvdkit patches that it was built with."""
+        ...
+
+    @property
+    def ours(self) -> bool:
+        """Whether `hvdkit build` built it."""
+        ...
+
+
+class Horovod(Protocol):
+    """The functions of a framework's `horovod.*.mpi_ops` that this module uses.
+
+    Attributes:
+        _basics: a `horovod.common.basics.HorovodBasics`, which has the loaded extension.
+    """
+
+    _basics: Any
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Initialise Horovod."""
+        ...
+
+    def shutdown(self) -> None:
+        """Shut down Horovod."""
+        ...
+
+    def is_initialized(self) -> bool:
+        """Whether `init` was called, and not `shutdown` after it."""
+        ...
+
+    def rank(self) -> int:
+        """This process's rank."""
+        ...
+
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def local_rank(self) -> int:
+        """This process's rank among those of its host."""
+        ...
+
+    def local_size(self) -> int:
+        """The number of ranks on this process's host."""
+        ...
+
+    def mpi_built(self) -> bool:
+        """Whether MPI is compiled in."""
+        ...
+
+    def gloo_built(self) -> bool:
+        """Whether Gloo is compiled in."""
+        ...
+
+
+@contextmanager
+def loading(
+    framework: str,
+    version: str,
+    engine: Engine,
+    errors: tuple[type[Exception], ...] = (ImportError,),
+) -> Iterator[None]:
+    """Context in which an adapter imports its Horovod.
+
+    Args:
+        framework: `torch` or `tensorflow`.
+        version: the imported version of the framework.
+        engine: the installed Horovod.
+        errors: the classes of errors that the import may raise if the extension was built for
+            another version.
+
+    Raises:
+        ImportError: the extension does not load with this version of the framework, or another
+            framework's extension is loaded already. Two extensions in one process crash or hang.
+    """
+    for other in _FRAMEWORKS:
+        if other != framework and f"horovod.{other}.mpi_ops" in sys.modules:
+            raise ImportError(
+                f"horovod.{other} is loaded already, and Horovod works with one framework per "
+                f"process: import either hvdkit.{framework} or hvdkit.{other}"
+            )
+    with warnings.catch_warnings():
+        # Horovod warns about another version of the framework, with a pip command that does not
+        # work. `init` warns with a command that does.
+        warnings.filterwarnings("ignore", message=r"Framework \w+ installed with version")
+        try:
+            yield
+        except errors as error:
+            raise ImportError(
+                f"Horovod {engine.version} was built for {framework} "
+                f"{engine.frameworks[framework]} and does not load with {framework} {version} "
+                f"({error}). Run `hvdkit build`."
+            ) from error
+
+
+class Runtime:
+    """Start and shut down Horovod in this process.
+
+    Args:
+        framework: `torch` or `tensorflow`.
+        version: the imported version of the framework.
+        engine: the installed Horovod.
+        horovod: the framework's `mpi_ops`.
+        use_own_gpu: called with the local rank; makes the GPU with this number the default GPU.
+            Called only if several ranks share a host.
+        torchrun_variables: returns Horovod's environment variables for this rank. Called only if
+            torchrun started several ranks.
+        refuse_collectives: makes all collectives raise. Called in each process that is forked from
+            this one.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        version: str,
+        engine: Engine,
+        horovod: Horovod,
+        use_own_gpu: Callable[[int], None],
+        torchrun_variables: Callable[[], Mapping[str, str]],
+        refuse_collectives: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._framework = framework
+        self._version = version
+        self._engine = engine
+        self._horovod = horovod
+        self._use_own_gpu = use_own_gpu
+        self._torchrun_variables = torchrun_variables
+        self._refuse_collectives = refuse_collectives
+        # For each generation, whether it began with an `init` of all ranks.
+        self._generations: list[bool] = []
+        #: The notes of ranks that have called `shutdown`.
+        self.departure = Departure()
+        #: The engine's shared memory for the ranks of one host.
+        self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
+        #: The engine's flight recorder.
+        self.recorder = Recorder(horovod._basics.MPI_LIB_CTYPES)
+        libc = ctypes.CDLL(None)
+        os.register_at_fork(after_in_child=lambda: self._after_fork(libc))
+
+    @property
+    def generation(self) -> int:
+        """A number that `init` and the return from `join` increase, on all ranks."""
+        return len(self._generations)
+
+    def begin_generation(self) -> None:
+        """Increase `generation`: the ranks must check their consistency again."""
+        self._generations.append(False)
+
+    @property
+    def _starts(self) -> int:
+        """The calls of `init` that have connected this rank with all ranks."""
+        return sum(self._generations)
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Initialise Horovod. Takes the arguments of Horovod's `init`: `comm`, `process_sets`.
+
+        Differences from Horovod:
+        - If not all ranks enter a collective, the job ends after half an hour. Horovod would wait
+          forever. HOROVOD_STALL_SHUTDOWN_TIME_SECONDS changes this time, and
+          HOROVOD_STALL_CHECK_DISABLE=1 removes the limit.
+        - `python script.py` is a job of one rank, without MPI and without a network.
+        - Ranks that torchrun started connect to each other through torchrun's store.
+        - If several ranks share a host, the default GPU of a rank is the GPU whose number is the
+          local rank, unless the script chooses another GPU.
+        - Buckets of ranks on one host are reduced in shared memory, unless a rank has
+          HVDKIT_COLLECTIVES=flat.
+
+        As in Horovod, a second call without `shutdown` between the two calls does nothing.
+
+        Raises:
+            HvdkitError: a launcher started several processes, but they did not form one job, or
+                the installed Horovod cannot connect them. Or `shutdown` has finalized MPI.
+            UsageError: HVDKIT_COLLECTIVES, HVDKIT_STALL_TIMEOUT, HOROVOD_GLOO_TIMEOUT_SECONDS, or a
+                variable for Horovod's stall check has an invalid value.
+        """
+        check_choice()
+        stall_seconds(os.environ)
+        horovod = self._horovod
+        if horovod.is_initialized():
+            # The `init` of horovod.torch would also forget the handles of started collectives.
+            horovod._basics.init(*args, **kwargs)
+            return
+        write_whole_output()
+        limit_stalls(os.environ)
+        check_gloo_timeout(os.environ)
+        use_folder(os.environ)
+        # `comm` may name only some of the ranks that were started.
+        whole_world = not (args or kwargs.get("comm"))
+        by_torchrun = ranks_started_by_torchrun(os.environ)
+        if by_torchrun > 1:
+            if not horovod.gloo_built():
+                raise HvdkitError(
+                    f"torchrun started {by_torchrun} ranks, but the installed Horovod "
+                    f"{self._engine.version} has no Gloo to connect them. Run `hvdkit build "
+                    f"--controllers gloo,mpi`, or start the script with mpirun."
+                )
+            # The variables stay set, because `init` may be called again after `shutdown`.
+            os.environ.update(self._torchrun_variables())
+        processes = 1 if by_torchrun == 1 else processes_started_for_mpi(os.environ)
+        if processes > 1 and not horovod.mpi_built():
+            raise HvdkitError(
+                f"mpirun or srun started {processes} processes, but the installed Horovod "
+                f"{self._engine.version} has no MPI to connect them. Run `hvdkit build "
+                f"--controllers gloo,mpi`, or start the script with `hvdkit run`."
+            )
+        if processes > 1 and os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+            raise HvdkitError(
+                f"mpirun or srun started {processes} processes, but HOROVOD_CONTROLLER is gloo, "
+                f"which cannot connect them. Unset HOROVOD_CONTROLLER, or start the script with "
+                f"`hvdkit run`."
+            )
+        single = whole_world and processes == 1 and horovod.gloo_built()
+        over_gloo = single or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+        if not over_gloo and mpi_finalized(horovod._basics.MPI_LIB_CTYPES):
+            raise HvdkitError(
+                "hvd.init() is called after hvd.shutdown(), which has finalized MPI. MPI cannot "
+                "start again in a process. Call hvd.shutdown() only once, import mpi4py.MPI before "
+                "the first hvd.init(), or use Gloo (`hvdkit run --launcher gloo`)."
+            )
+        # Before the engine's thread starts, which reads the environment.
+        separate_for_nccl()
+        self.departure.remove()
+        if whole_world:
+            # Otherwise the launcher would wait for ranks that do not take part.
+            self.recorder.note_init(record_files.ENTERED, self._starts + 1)
+        with one_rank_over_gloo(os.environ) if single else nullcontext():
+            horovod.init(*args, **kwargs)
+        if whole_world and processes > 1 and horovod.size() == 1:
+            horovod.shutdown()
+            raise HvdkitError(
+                f"mpirun or srun started {processes} processes, but each formed its own job. Use "
+                f"the launcher of the MPI that Horovod was built with (see `hvdkit doctor`). srun "
+                f"may need --mpi=pmix."
+            )
+        self._generations.append(whole_world)
+        if whole_world:
+            self.recorder.note_init(record_files.CONNECTED, self._starts)
+        # This runs once, and before the shutdown that Horovod has registered.
+        atexit.unregister(self._note_leaving)
+        atexit.register(self._note_leaving)
+        if horovod.local_size() > 1:
+            self._use_own_gpu(horovod.local_rank())
+        self.departure.begin(horovod.size())
+        self.recorder.watch(horovod.rank(), horovod.size(), stall_limit(os.environ))
+        loaded_modules.report(horovod.rank())
+        self._report()
+        # A rank that has started before has warned.
+        if self.generation == 1:
+            self._warn_of_engine()
+
+    def shutdown(self) -> None:
+        """Shut down Horovod in this process. Ranks that wait for this one get an error."""
+        with contextlib.suppress(ValueError):  # Horovod has not been initialized
+            self.departure.write(self._horovod.rank())
+        self.recorder.unwatch()
+        self._note_leaving()
+        self._horovod.shutdown()
+        # The script may now run for any time without Horovod.
+        self.recorder.note_init(record_files.LEAVING, self._starts, ended=True)
+
+    def _note_leaving(self) -> None:
+        """Note for the launcher that this rank shuts Horovod down."""
+        self.recorder.note_init(record_files.LEAVING, self._starts)
+
+    def _after_fork(self, libc: ctypes.CDLL) -> None:
+        """Let a process that is forked after `init` end without the engine's clean-up.
+
+        The engine's thread does not exist in a forked process, so a shutdown would wait forever.
+        The destructors of Gloo would close connections of this rank.
+        """
+        if not self._generations:
+            return
+        self._refuse_collectives()
+        atexit.unregister(self._horovod._basics.shutdown)
+        atexit.unregister(self._note_leaving)
+        with contextlib.suppress(AttributeError):  # a C library without `on_exit`
+            # `exit` then calls `_exit` with its status, before the destructors.
+            libc.on_exit(libc._exit, None)
+
+    def _report(self) -> None:
+        """Log on rank 0 how buckets are reduced."""
+        if self._horovod.rank() != 0 or self._horovod.size() == 1:
+            return
+        reason = self.host_collectives.flat_reason()
+        logging.getLogger(f"hvdkit.{self._framework}").info(
+            "buckets are reduced %s", f"through sockets: {reason}" if reason else "in shared memory"
+        )
+
+    def _warn_of_engine(self) -> None:
+        """Warn on rank 0 about an engine without hvdkit's patches or for another version."""
+        if self._horovod.rank() != 0:
+            return
+        engine = self._engine
+        log = logging.getLogger(f"hvdkit.{self._framework}")
+        if not engine.ours:
+            log.warning(
+                "Horovod %s was not built by `hvdkit build`. Over Gloo the start may hang if a "
+                "rank is missing, jobs on several hosts may use the wrong interface, float16 is "
+                "slow, and gradients are copied more often. A few float16 sums are wrong. To "
+                "avoid this, run `hvdkit build`.",
+                engine.version,
+            )
+        built_for = engine.frameworks[self._framework]
+        if built_for not in ("unknown", self._version):
+            log.warning(
+                "Horovod %s was built for %s %s, but %s %s is installed: run `hvdkit build`.",
+                engine.version,
+                self._framework,
+                built_for,
+                self._framework,
+                self._version,
+            )
+
+
+def refuse_in_fork(*_: Any) -> NoReturn:
+    """Raise the error of a collective in a forked process, where it could wait forever."""
+    raise HvdkitError(
+        "a collective was called in a process that a rank has forked after hvd.init(). Only the "
+        "rank itself can call collectives. Move the call out of the forked process"
+    )
+
+
+def limit_stalls(environ: MutableMapping[str, str]) -> None:
+    """Limit how long Horovod waits for ranks that do not enter a collective.
+
+    Variables that the user has set are kept.
+
+    Raises:
+        UsageError: one of Horovod's variables for the stall check is not a whole number of at
+            least 0.
+    """
+    if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
+        return
+    # Horovod ignores a shutdown time below its check time (60 s by default).
+    check = _integer(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
+    shutdown = _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    if shutdown is None:
+        shutdown = min(_MOST, max(STALL_SHUTDOWN_SECONDS, 2 * (check or 0)))
+        environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(shutdown)
+    elif check is None and 0 < shutdown < 60:
+        environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, shutdown // 2))
+
+
+def stall_limit(environ: Mapping[str, str]) -> int:
+    """Return the seconds that a collective may wait before the job ends; 0 for no limit.
+
+    Call `limit_stalls` first.
+    """
+    if _integer(environ, "HOROVOD_STALL_CHECK_DISABLE"):
+        return 0
+    return _integer(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0
+
+
+def check_gloo_timeout(environ: Mapping[str, str]) -> None:
+    """Check the variable that says how long Gloo waits for other ranks.
+
+    Raises:
+        UsageError: it is not a whole number of at least 1. Horovod would wait for 0 s.
+    """
+    _integer(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", least=1)
+
+
+def _integer(environ: Mapping[str, str], name: str, least: int = 0) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if not least <= number <= _MOST:
+        raise UsageError(f"{name} is {text!r}: expected a whole number from {least} to {_MOST}")
+    return number
+
+
+def ranks_started_by_torchrun(environ: Mapping[str, str]) -> int:
+    """Return the number of ranks that torchrun started, including this one; 0 without torchrun.
+
+    Horovod's variables take precedence, because `hvdkit run` also sets torchrun's variables.
+    torchrun's variables take precedence over MPI's and Slurm's, because `srun torchrun` starts one
+    torchrun on each node.
+
+    Raises:
+        HvdkitError: a rank of another job started torchrun.
+    """
+    started = (_integer(environ, "WORLD_SIZE") or 0) if environ.keys() >= _TORCHRUN else 0
+    if "HOROVOD_SIZE" not in environ and "HOROVOD_RANK" not in environ:
+        return started
+    outer = _integer(environ, "HOROVOD_SIZE")
+    if started and outer is not None and started != outer:
+        raise HvdkitError(
+            f"torchrun started {started} ranks inside a rank of a job of {outer} ranks "
+            f"(HOROVOD_SIZE). Start the script with one launcher only."
+        )
+    return 0
+
+
+def mpi_finalized(library: ctypes.CDLL) -> bool:
+    """Return whether this process has ended its use of MPI; False without MPI.
+
+    Args:
+        library: the loaded extension of Horovod.
+    """
+    flag = ctypes.c_int()
+    # The library finds the functions of the MPI that it is linked to.
+    with contextlib.suppress(AttributeError):
+        library.MPI_Finalized(ctypes.byref(flag))
+    return bool(flag.value)
+
+
+def processes_started_for_mpi(environ: Mapping[str, str]) -> int:
+    """Return the number of processes that mpirun or srun started, including this one.
+
+    Return 1 if neither mpirun nor srun started it, and 0 if the number is not known. The number is
+    not known under Horovod's own launchers.
+    """
+    if "HOROVOD_SIZE" in environ or "HOROVOD_RANK" in environ:
+        return 0
+    for name in _SIZE_VARIABLES:
+        if name in environ:
+            return _integer(environ, name) or 0
+    return 0 if "PMIX_RANK" in environ else 1
+
+
+@contextmanager
+def one_rank_over_gloo(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Context that selects Gloo for a job of one rank, because MPI would start a daemon.
+
+    The variables are removed at the end, so that a launcher started by the script does not inherit
+    them. A controller that the user has chosen is kept.
+    """
+    settings = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        # Without this Gloo resolves the hostname, which may fail.
+        "HOROVOD_GLOO_IFACE": "lo",
+    }
+    added = []
+    if "HOROVOD_CONTROLLER" not in environ:
+        added = [name for name in settings if name not in environ]
+    environ.update((name, settings[name]) for name in added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del environ[name]

@@ -1,0 +1,1 @@
+"""The operating system: processes, signals, files and folders that others may have changed."""

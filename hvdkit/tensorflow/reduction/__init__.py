@@ -1,0 +1,1 @@
+"""The reduction of gradients in TensorFlow graphs."""

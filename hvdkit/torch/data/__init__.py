@@ -1,0 +1,1 @@
+"""Samplers, equal batches and positions in data for PyTorch."""

@@ -1,0 +1,737 @@
+"""The gradients of one optimizer on this rank: which part of each one is reduced.
+
+The state of a gradient is in its `Record`:
+
+| state | `base` | `local` | `p.grad` |
+|---|---|---|---|
+| absent | - | no | None |
+| assigned | - | no | what the script has assigned, if no round of this step has come before |
+| reduced | - | no | what the last round has left |
+| set aside | the reduced gradient | no | None, during a pass or a round |
+| local | - or the reduced part | yes | what passes of this rank have added since |
+
+| event | from | to |
+|---|---|---|
+| `separate`: a pass reaches the optimizer, or a round begins | reduced | set aside |
+| | assigned | local |
+| `accumulated`: a pass has added to it | any | local |
+| `rejoin`: nothing was added to it, and there is no round | set aside | reduced |
+| `end_round`: `p.grad` is reduced, and the base added | any | reduced, or absent |
+| `end_step` | reduced, assigned | reduced |
+| `reset`: `zero_grad()`, an error, a restore | any | absent, or assigned |
+
+Only what is not reduced is reduced in a round. (A second reduction of the base would be wrong for
+`Sum`, and would round it twice in a lossy wire format.) On one rank, both are the same: see
+`_separates`.
+"""
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from hvdkit.agreement.consistency import all_equal, digest24
+from hvdkit.errors import HvdkitError
+from hvdkit.reduction import bucketing
+from hvdkit.reduction.accumulation import Window
+from hvdkit.reduction.nonfinite import IGNORE
+from hvdkit.reduction.wire_format import WireFormat
+from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.digests import digests
+from hvdkit.torch.reduction import holders
+from hvdkit.torch.reduction.backend import TorchBackend, fits, is_writable
+from hvdkit.torch.reduction.last_stages import Stage
+from hvdkit.torch.reduction.nonfinite import NonFiniteNames
+from hvdkit.torch.reduction.parts import Part, groups_of
+from hvdkit.torch.reduction.records import Owner, Record, forget, is_changed, is_left, leave
+from hvdkit.torch.reduction.settings import Settings
+
+# The largest number of parameters that an error lists.
+_SHOWN = 3
+
+
+def _is_nonzero(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient has an element that is not 0."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    if not values.numel():
+        return False
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return bool(torch.stack(torch.aminmax(values)).any())  # faster than `any` of all elements
+
+
+class Left(enum.Enum):
+    """The kind of gradients that the last round or step has left in `p.grad`."""
+
+    NOTHING = enum.auto()
+    #: Reduced gradients that no step has used.
+    UNUSED = enum.auto()
+    #: The same, and a checkpoint was saved, which lacks them.
+    UNSAVED = enum.auto()
+    USED = enum.auto()
+
+
+class Gradients:
+    """The records of an optimizer's parameters, and what happens to their gradients.
+
+    A parameter is planned if its record has a part.
+
+    Args:
+        reducer: the reducer of the optimizer.
+        collectives: the collectives of the ranks to reduce over.
+        settings: the settings of the optimizer.
+        window: the accumulation window.
+        names: the names of the parameters.
+        groups: parameters that share a bucket.
+        make_backend: see `Part`.
+
+    Attributes:
+        records: the id of each parameter of the optimizer -> its record, in order.
+        parts: the planned records.
+        invalid_reason: why the gradients cannot be used; empty if they can.
+        left: the kind of gradients that the last round or step has left since `reset`. The script
+            may have removed them itself.
+        mixed: the names of gradients that the script has changed while their reduced part was set
+            aside, or removed in a hook. The next round fails on all ranks.
+        stages: the last stages of the gradients, in order.
+    """
+
+    def __init__(
+        self,
+        reducer: "weakref.ref[Owner]",
+        collectives: TorchCollectives,
+        settings: Settings,
+        window: Window,
+        names: dict[torch.nn.Parameter, str],
+        groups: Sequence[Sequence[torch.nn.Parameter]] = (),
+        make_backend: Callable[..., TorchBackend] = TorchBackend,
+    ) -> None:
+        self._reducer = reducer
+        self._collectives = collectives
+        self._settings = settings
+        self._reduction = settings.reduction
+        self._window = window
+        self._make_backend = make_backend
+        self._nonfinite = None if settings.on_nonfinite == IGNORE else NonFiniteNames()
+        self._number = itertools.count()
+        self._added = itertools.count(len(names))
+        group_of = {p: number for number, group in enumerate(groups) for p in group}
+        self.records = {
+            id(p): Record(reducer, p, name, next(self._number), group_of.get(p))
+            for p, name in names.items()
+        }
+        self.parts: list[Part] = []
+        self.invalid_reason = ""
+        self.left = Left.NOTHING
+        self.stages: list[Stage] = []
+        # The ids and the contents of the parameters at the last `refresh`.
+        self._seen: list[int] = []
+        # The record whose hooks were called last in the current pass.
+        self._latest: Record | None = None
+        self.mixed: list[str] = []
+        self.refresh()
+        self.plan_new()
+        self.reset()  # another optimizer may have left gradients
+
+    # --- records and plans ----------------------------------------------------------------------
+
+    def _owner(self) -> Owner:
+        reducer = self._reducer()
+        assert reducer is not None
+        return reducer
+
+    @property
+    def _planned(self) -> Sequence[Record]:
+        """The records of all parts."""
+        if len(self.parts) == 1:
+            return self.parts[0].records
+        return [record for part in self.parts for record in part.records]
+
+    @property
+    def newest(self) -> int:
+        """The largest number of a planned record; -1 without one."""
+        return max((record.number for record in self._planned), default=-1)
+
+    def _unplanned(self) -> Iterator[Record]:
+        return (record for record in self.records.values() if record.part is None)
+
+    def refresh(self) -> None:
+        """Make records for parameters that the script has added, and register missing hooks.
+
+        The script may add, remove, unfreeze and convert parameters at any time.
+        """
+        parameters = self._owner().parameters()
+        # Compare in C, because this runs several times in each step.
+        seen = [*map(id, parameters), *map(holders.address, parameters)]
+        if seen == self._seen or self._owner().wrapped_again:
+            return
+        known, self.records = self.records, {}
+        for p in parameters:
+            record = known.get(id(p))
+            if record is None:
+                name = f"added.parameter{next(self._added)}"
+                record = Record(self._reducer, p, name, next(self._number))
+            self.records[id(p)] = record
+            if not (p.dtype.is_floating_point or p.dtype.is_complex):
+                seen = []  # its dtype may change
+            elif record.hooks_lost:
+                converted = record.content is not None
+                record.register_hooks()
+                if converted:
+                    self._find_converted_gradient(record)
+                    self._owner().after_conversion()
+        for key, record in known.items():
+            if self.records.get(key) is not record and record.part is not None:
+                record.part.is_stale = True
+        self._seen = seen
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks: later backward passes are not reduced."""
+        for record in chain(self._planned, self._unplanned()):
+            record.remove_hooks()
+
+    def _find_converted_gradient(self, record: Record) -> None:
+        """Find out whether the gradient of a converted parameter is reduced.
+
+        A conversion removes hooks and marks, so a pass may have added to a reduced gradient. Then
+        the mean over the ranks is still right, but their sum would count the reduced part once for
+        each rank.
+        """
+        gradient = record.parameter.grad
+        if gradient is None or record.local:
+            return
+        mean = self._reduction.average or self._collectives.single_rank
+        if self.left is Left.NOTHING or (mean and self._window.divisor == 1):
+            record.local = True
+            return
+        leave(gradient, version=0)
+        if is_changed(gradient):
+            self.mixed.append(record.name)
+
+    def plan_new(self, frozen: bool = False) -> Sequence[Record]:
+        """Make a part of the parameters without one; return their records.
+
+        Args:
+            frozen: include frozen parameters with a gradient, which the script has assigned. In a
+                round, the ranks have compared them (`signature`).
+        """
+        added = [
+            record
+            for record in self._unplanned()
+            if record.parameter.requires_grad or (frozen and record.parameter.grad is not None)
+        ]
+        if added or not self.parts:
+            self._plan(added)
+        return added
+
+    def _plan(self, records: Sequence[Record]) -> None:
+        self.parts.append(
+            Part(
+                records,
+                self._collectives,
+                self._reduction,
+                self._window,
+                self._consistency_lines(),
+                self._make_backend,
+            )
+        )
+
+    def _consistency_lines(self) -> list[str]:
+        """Return lines that must be the same on every rank."""
+        return [
+            f"optimizer: {self._settings.optimizer}",
+            *(
+                f"parameter {i} of the optimizer is {record.name!r}, "
+                f"{str(record.parameter.dtype).removeprefix('torch.')} "
+                f"{list(record.parameter.shape)}, requires_grad={record.parameter.requires_grad}"
+                for i, record in enumerate(self.records.values())
+            ),
+            f"the optimizer has {len(self.records)} parameters",
+            *self._settings.lines(),
+        ]
+
+    def _is_removed(self, record: Record) -> bool:
+        return self.records.get(id(record.parameter)) is not record
+
+    def plan_outdated(self) -> bool:
+        """Return whether parameters have another dtype, device or shape than the buckets.
+
+        Also true if the script has removed parameters from the optimizer.
+        """
+        return self._has_removed() or any(part.outdated for part in self.parts)
+
+    def _has_removed(self) -> bool:
+        # Do not refresh: a pass without hooks may have added to gradients of converted parameters.
+        present = list(map(id, self._owner().parameters()))
+        if present == list(self.records):
+            return any(part.is_stale for part in self.parts)
+        return not {id(record.parameter) for record in self._planned}.issubset(present)
+
+    def replan(self) -> None:
+        """Make new parts for the parameters as they are now. Not a collective.
+
+        Free the parameters that the script has removed from the optimizer, or replaced there. For
+        example, a pruned layer, or the points of a scene whose number has changed.
+        """
+        self.refresh()
+        kept = [[r for r in part.records if not self._is_removed(r)] for part in self.parts]
+        self.parts.clear()
+        for records in kept:
+            if records:
+                self._plan(records)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The largest size of a bucket with several gradients, in bytes."""
+        return self._reduction.bucket_bytes
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """The wire format."""
+        return self._reduction.format
+
+    def set_buckets(self, size: int, wire_format: WireFormat) -> None:
+        """Make new buckets of another size or format, before the next round. Not a collective.
+
+        Keep a restored state that no round has used yet.
+        """
+        self.forget_removed()
+        synchronizers = [part.synchronizer for part in self.parts]
+        restored = [None if each.planned else each.state for each in synchronizers]
+        self._reduction = replace(self._reduction, bucket_bytes=size, format=wire_format)
+        self.replan()
+        for part, state in zip(self.parts, restored, strict=True):
+            part.synchronizer.resume(state)
+
+    def forget_removed(self) -> None:
+        """Make new parts if the script has removed parameters. Not a collective."""
+        if self._has_removed():
+            self.replan()
+
+    def distinct_bucket_bytes(self, sizes: Sequence[int], wire_format: WireFormat) -> list[int]:
+        """Return `sizes` without those that make the same buckets as an earlier one."""
+        if wire_format.tensor_by_tensor:
+            return list(sizes[:1])
+        plans: dict[tuple[str, ...], int] = {}
+        for size in sizes:
+            key = tuple(
+                bucketing.plan(
+                    part.synchronizer.specs,
+                    size,
+                    groups=groups_of(part.records),
+                    kind=wire_format.kind,
+                ).digest
+                for part in self.parts
+            )
+            plans.setdefault(key, size)
+        return list(plans.values())
+
+    def reduction_lines(self) -> list[str]:
+        """Return lines that describe the gradients and the settings, without the bucket size."""
+        lines = replace(self._reduction, bucket_bytes=1).describe()
+        return lines + [
+            line for part in self.parts for line in bucketing.describe(part.synchronizer.specs)
+        ]
+
+    # --- in a backward pass ---------------------------------------------------------------------
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether there are buckets, or the ranks have not agreed on them. False on one rank."""
+        plans = [part.synchronizer.plan for part in self.parts]
+        return any(plan is None or plan.buckets for plan in plans)
+
+    @property
+    def _separates(self) -> bool:
+        """Whether the reduced part of a gradient must be known in the next round."""
+        if self._owner().wrapped_again:
+            return False  # the gradients belong to another optimizer
+        return bool(
+            not self._collectives.single_rank
+            or self._window.divisor != 1
+            or self.stages
+            or self._nonfinite is not None
+        )
+
+    def begin_pass(self, participated: bool) -> None:
+        """Set the reduced gradients aside before PyTorch adds to them.
+
+        Args:
+            participated: see `separate`.
+
+        Raises:
+            HvdkitError: the script has removed a gradient during an accumulation window.
+        """
+        if self._window.made:
+            for record in self._planned:
+                p = record.parameter
+                if record.local and p.grad is None and p.requires_grad:
+                    raise HvdkitError(self._removed_text(record))
+        self.separate(participated)
+
+    def separate(self, participated: bool) -> None:
+        """Set the reduced gradients aside: leave only what is not reduced in `p.grad`.
+
+        Args:
+            participated: whether there was a round in this step. What the script has assigned since
+                then counts as reduced.
+        """
+        if not self._separates:
+            return
+        for record in self._planned:
+            gradient = record.parameter.grad
+            if record.hooks_lost:
+                self._find_converted_gradient(record)
+            if record.local:
+                if record.base is not None:
+                    self._check_written(record, gradient)
+            elif gradient is not None:
+                if participated or is_left(gradient):
+                    record.base, record.parameter.grad = gradient, None
+                else:
+                    record.local = True
+
+    def _check_written(self, record: Record, gradient: torch.Tensor | None) -> None:
+        """Look at a local gradient that the script may have changed while it had a base.
+
+        If the script has removed it or set it to 0, it has done so with the base, too.
+        """
+        if gradient is None:
+            record.base = None
+        elif is_changed(gradient):
+            if _is_nonzero(gradient):
+                self.mixed.append(record.name)
+            record.base, record.parameter.grad, record.local = gradient, None, False
+
+    def rejoin(self) -> None:
+        """Make the bases the gradients again if nothing was added to them."""
+        for record in self._planned:
+            if record.base is not None and not record.local:
+                if record.parameter.grad is None:
+                    record.parameter.grad, record.base = record.base, None
+                else:
+                    record.local = True  # the parameter has lost its hooks
+
+    @torch.no_grad()
+    def make_written_local(self, count: int) -> None:
+        """Make those bases local that the script has written: they differ. A collective.
+
+        Args:
+            count: the number of ranks that have not joined.
+        """
+        records = [record for record in self._planned if record.base is not None]
+        own = [digest & 0xFFFFFF for digest in digests(self._bases())]
+        sums = self._collectives.sum([*own, *(n * n for n in own)], "hvdkit.rounds.written")
+        total, squares = sums[: len(own)], sums[len(own) :]
+        for record, n, n2 in zip(records, total, squares, strict=True):
+            if not all_equal(count, n, n2):
+                self._add_base(record)
+                record.local = True
+
+    def _removed_text(self, record: Record) -> str:
+        advice = (
+            "Inside a window, call optimizer.zero_grad(), which does nothing there, instead of "
+            "model.zero_grad()"
+            if self._window.mean
+            else "With backward_passes_per_step, remove gradients only after optimizer.step()"
+        )
+        return (
+            f"the gradient of {record.name!r} was removed after {self._window.begun} of "
+            f"{self._window.size} batches of an accumulation window. {advice}."
+        )
+
+    def accumulated(self, record: Record, ready: bool) -> None:
+        """Record that a pass has added to a gradient.
+
+        Args:
+            record: the parameter's record.
+            ready: whether the parameter's bucket may be sent when it is full.
+        """
+        self._settle()
+        self._latest = record
+        record.arrived += 1
+        if record.part is None:
+            return
+        record.local = True
+        if ready and not record.repeats:
+            try:
+                record.part.synchronizer.mark_ready(record.index)
+            except HvdkitError:
+                # The pass ends here, so it does not show which other gradients arrive again.
+                for each in self._planned:
+                    each.repeats = True
+                raise
+
+    def _settle(self) -> None:
+        """Look at the latest gradient, after later hooks of the script and before it is packed."""
+        record, self._latest = self._latest, None
+        if record is None:
+            return
+        gradient = record.parameter.grad
+        if gradient is None:
+            self.mixed.append(f"{record.name}: a hook has set p.grad to None")
+        elif self._nonfinite is not None:
+            self._nonfinite.add(record.name, gradient)
+
+    def end_pass(self, local: bool = False) -> bool:
+        """End a pass. Return whether it has accumulated any gradient.
+
+        If no round follows, restore the gradients that the pass has not reached. It has reached
+        none in `torch.autograd.grad`, which only calls the hook before the accumulation.
+
+        Args:
+            local: whether no round follows.
+        """
+        self._settle()
+        if any(part.synchronizer.is_changed for part in self.parts):
+            self.mixed.append("a hook has changed the gradient of another parameter")
+        any_arrived = False
+        for record in chain(self._planned, self._unplanned()):
+            if record.arrived:
+                any_arrived = True
+                record.repeats = record.repeats or record.arrived > 1
+                record.arrived = 0
+        if local or not any_arrived:
+            self.rejoin()
+        if local:
+            self._forget_nonfinite()  # the next round looks at all local gradients
+            for record in self._planned if self._separates else ():
+                if record.base is not None and record.parameter.grad is not None:
+                    leave(record.parameter.grad)
+        return any_arrived
+
+    # --- NaN and infinity -----------------------------------------------------------------------
+
+    def check_finite(self, reduced: bool) -> None:
+        """Look for NaN and infinity in gradients that the last pass has not computed.
+
+        Args:
+            reduced: whether the last round of this step has found some, so that the reduced
+                gradients contain them unless the script has removed them.
+        """
+        if self._nonfinite is None:
+            return
+        for record in self.records.values():
+            if record.base is not None and (reduced or is_changed(record.base)):
+                self._nonfinite.add(f"{record.name} (reduced)", record.base)
+            if record.local or (record.part is None and record.parameter.requires_grad):
+                gradient = record.parameter.grad
+                if gradient is not None and record.name not in self._nonfinite:
+                    self._nonfinite.add(record.name, gradient)
+
+    def _forget_nonfinite(self) -> None:
+        if self._nonfinite is not None:
+            self._nonfinite.clear()
+
+    def nonfinite(self) -> list[str]:
+        """Return the names of the unreduced gradients with NaN or infinity.
+
+        Empty without `on_nonfinite`. In the order in which the gradients were computed.
+        """
+        return [] if self._nonfinite is None else self._nonfinite.names()
+
+    # --- what other ranks must know -------------------------------------------------------------
+
+    def _bases(self) -> list[torch.Tensor]:
+        return [record.base for record in self._planned if record.base is not None]
+
+    def signature(self) -> Sequence[object]:
+        """Return values that must be equal on all ranks in a round, after `separate`.
+
+        They show which parameters need gradients, and which have reduced gradients.
+        """
+        # A frozen parameter gets a reduced gradient only on ranks where it has one already.
+        needs = bytes(
+            1 if record.parameter.requires_grad else 2 * record.has_gradient
+            for record in self.records.values()
+        )
+        return needs, [place for place, r in enumerate(self._planned) if r.base is not None]
+
+    def content(self) -> int:
+        """Return 24 bits of the reduced gradients, after `separate`; 0 if there are none."""
+        bases = self._bases()
+        return digest24(repr(digests(bases)).encode()) if bases else 0
+
+    def any_changed(self) -> bool:
+        """Return whether the script may have changed a reduced gradient since the last step."""
+        return any(map(is_changed, self._bases()))
+
+    def describe(self) -> str:
+        """Describe the signature for an error."""
+        everything = list(self.records.values())
+        needing = [record for record in everything if record.parameter.requires_grad]
+        frozen = [record for record in everything if not record.parameter.requires_grad]
+        reduced = [record for record in everything if record.base is not None]
+        others = [record for record in needing if record.base is None]
+        return (
+            f"{len(needing)} of {len(everything)} parameters need gradients{_except(frozen)}"
+            + (f", {len(reduced)} have a reduced gradient{_except(others)}" if reduced else "")
+            + (f" with the digest {self.content():06x}" if reduced else "")
+            + (f", {len(self.mixed)} were changed ({_first(self.mixed)})" if self.mixed else "")
+            + self._outdated_text()
+        )
+
+    def _outdated_text(self) -> str:
+        """Return a text about parameters that differ from the plan; "" if there are none."""
+        outdated = [
+            f"{record.name} is now {str(record.parameter.dtype).removeprefix('torch.')} "
+            f"{list(record.parameter.shape)} on {record.parameter.device}"
+            for part in self.parts
+            for record in part.changed_layouts()
+        ]
+        if not outdated:
+            return ""
+        return (
+            f", {len(outdated)} have another dtype, device or shape than before "
+            f"({_first(outdated)})"
+        )
+
+    def exist(self) -> bool:
+        """Return whether there is any gradient."""
+        return any(record.parameter.grad is not None for record in self._planned)
+
+    def any_nonzero(self) -> bool:
+        """Return whether any gradient has a value other than 0. It waits for the device."""
+        gradients = (record.parameter.grad for record in self._planned)
+        return any(gradient is not None and _is_nonzero(gradient) for gradient in gradients)
+
+    @property
+    def are_unused(self) -> bool:
+        """Whether the last round left gradients that no step has used, by what hvdkit has seen."""
+        return self.left in (Left.UNUSED, Left.UNSAVED)
+
+    def all_removed(self) -> bool:
+        """Return whether the last round left gradients, and the script has removed all of them."""
+        return self.are_unused and not self.exist()
+
+    def has_local(self) -> bool:
+        """Return whether passes of this rank have added something that is not reduced."""
+        return any(record.local for record in self._planned) or any(
+            record.parameter.grad is not None for record in self._new()
+        )
+
+    def has_new(self) -> bool:
+        """Return whether there are parameters that need a plan. The same on all ranks."""
+        return any(True for _ in self._new())
+
+    def _new(self) -> Iterator[Record]:
+        return (record for record in self._unplanned() if record.parameter.requires_grad)
+
+    def has_unreduced(self, participated: bool) -> bool:
+        """Return whether there is something to reduce; `participated`: see `separate`."""
+        return self.has_local() or (
+            not participated and any(r.parameter.grad is not None for r in self._unplanned())
+        )
+
+    def needs_sparse_bucket(self) -> bool:
+        """Return whether a sparse gradient has a dense bucket."""
+        return not self._reduction.sparse_as_dense and any(
+            part.needs_sparse_bucket() for part in self.parts
+        )
+
+    # --- in a round -----------------------------------------------------------------------------
+
+    def begin_round(self, participated: bool, nonfinite: bool) -> None:
+        """Begin a round without a pass of this rank; see `separate` and `check_finite`."""
+        self.refresh()
+        self.separate(participated)
+        self.check_finite(nonfinite)
+
+    def make_sparse(self) -> None:
+        """Make gradients that are sparse on some rank sparse on all ranks. A collective.
+
+        The next round reduces each of them in a sparse bucket.
+        """
+        for number, part in enumerate(self.parts):
+            part.make_sparse(f"hvdkit.sparse.{number}")
+
+    @torch.no_grad()
+    def _add_base(self, record: Record) -> None:
+        """Add the local part to the base, which becomes the gradient again.
+
+        So a gradient keeps its memory as in one process, where a pass adds to it in place.
+        """
+        p, base = record.parameter, record.base
+        assert base is not None
+        record.base = None
+        if p.grad is None:
+            p.grad = base
+        elif p.grad.is_sparse and not base.is_sparse:
+            p.grad = base + p.grad  # PyTorch cannot add in the other order
+        elif base.is_sparse or not is_writable(base) or not fits(p, base):
+            p.grad = p.grad + base
+        else:
+            p.grad = base.add_(p.grad)
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """Add the bases to the reduced gradients, and call the last stages."""
+        for stage in reversed(self.stages):
+            stage.undo(self._bases())
+        for record in self._planned:
+            if record.base is not None:
+                self._add_base(record)
+            record.local = False
+        if self._settings.keep_sparse:
+            for record in self._planned:
+                gradient = record.parameter.grad
+                if gradient is not None and not gradient.is_sparse:
+                    record.parameter.grad = gradient.to_sparse(1)
+        for stage in self.stages:
+            gradients = (record.parameter.grad for record in self._planned)
+            stage([gradient for gradient in gradients if gradient is not None])
+        self._forget_nonfinite()
+        if self.left is not Left.UNSAVED:
+            self.left = Left.UNUSED if self.exist() else Left.NOTHING
+
+    # --- the end of a step ----------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Mark all current gradients as reduced, because a step has used them."""
+        for record in self._planned if self._separates else ():
+            gradient = record.parameter.grad
+            if gradient is not None and not record.local:
+                leave(gradient)
+        self._forget_nonfinite()
+        self.left = Left.USED if self.exist() else Left.NOTHING
+        for stage in self.stages:
+            stage.forget()
+
+    def reset(self) -> None:
+        """Drop the bases and all records of passes and rounds."""
+        for record in chain(self._planned, self._unplanned()):
+            record.base, record.local, record.arrived = None, False, 0
+            if (gradient := record.parameter.grad) is not None:
+                forget(gradient)
+        for stage in self.stages:
+            stage.forget()
+        self.mixed.clear()
+        self._latest = None
+        self._forget_nonfinite()
+        self.left = Left.NOTHING
+
+    def invalidate(self, reason: str) -> None:
+        """Record why the gradients cannot be used, and begin the next window."""
+        self.invalid_reason = reason
+        self._window.close()
+        self.reset()
+
+    def remove_unreduced(self) -> None:
+        """Remove the gradients that are not reduced; all of them if they cannot be used."""
+        for record in self._planned:
+            if record.local or self.invalid_reason:
+                record.parameter.grad = None
+        for record in self._unplanned():
+            if record.parameter.requires_grad:
+                record.parameter.grad = None
+
+
+def _first(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
+
+
+def _except(records: Sequence[Record]) -> str:
+    return f" (not: {_first([record.name for record in records])})" if records else ""

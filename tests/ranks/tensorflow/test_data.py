@@ -1,0 +1,205 @@
+"""`hvd.shard` on several ranks: the shares of all ranks, and errors on every rank."""
+
+import os
+
+import numpy as np
+import pytest
+
+
+def numbered(count, start=0):
+    import tensorflow as tf
+
+    x = np.arange(start, start + count)
+    return tf.data.Dataset.from_tensor_slices((x.astype(np.float32), x))
+
+
+def of_all_ranks(hvd, values, name):
+    """Return the int64 values of all ranks, whose numbers may differ."""
+    import tensorflow as tf
+
+    return hvd.allgather(tf.constant(values, tf.int64), name=name).numpy().tolist()
+
+
+def steps_labels_and_weights(dataset):
+    batches = list(dataset.as_numpy_iterator())
+    labels = [y for batch in batches for y in batch[1].tolist()]
+    weights = [int(w) for batch in batches for w in batch[2].tolist()] if batches[0][2:] else []
+    return [len(batch[1]) for batch in batches], labels, weights
+
+
+@pytest.mark.parametrize("count", [8, 13])
+def test_pad_uses_every_element_once_in_equal_steps(hvd, count):
+    share = hvd.shard(numbered(count), batch_size=3, shuffle=True, tail="pad")
+    for epoch in range(2):
+        steps, labels, weights = steps_labels_and_weights(share)
+        rows = -(-count // hvd.size())
+        assert sum(steps) == rows
+        assert of_all_ranks(hvd, steps, f"steps {epoch}") == steps * hvd.size()
+        all_labels = of_all_ranks(hvd, labels, f"labels {epoch}")
+        all_weights = of_all_ranks(hvd, weights, f"weights {epoch}")
+        real = [y for y, w in zip(all_labels, all_weights, strict=True) if w]
+        assert sorted(real) == list(range(count))
+        assert set(all_weights) <= {0, 1}
+
+
+@pytest.mark.parametrize("count", [8, 13])
+def test_drop_uses_each_element_at_most_once_in_equal_steps(hvd, count):
+    share = hvd.shard(numbered(count), batch_size=3, shuffle=4)
+    steps, labels, weights = steps_labels_and_weights(share)
+    assert not weights
+    assert of_all_ranks(hvd, steps, "steps") == steps * hvd.size()
+    used = count - count % hvd.size()
+    assert sorted(of_all_ranks(hvd, labels, "labels")) == list(range(used))
+
+
+def test_a_shuffle_with_a_seed_before_shard(hvd):
+    import tensorflow as tf
+
+    # The order also depends on the global seed, which earlier tests may have set differently.
+    tf.random.set_seed(0)
+    share = hvd.shard(numbered(21).shuffle(21, seed=4), tail="pad").batch(2)
+    for epoch in range(3):
+        _, labels, weights = steps_labels_and_weights(share)
+        pairs = zip(of_all_ranks(hvd, labels, "y"), of_all_ranks(hvd, weights, "w"), strict=True)
+        assert sorted(y for y, w in pairs if w) == list(range(21)), epoch
+
+
+def test_a_dataset_of_unknown_size_is_counted(hvd):
+    share = hvd.shard(numbered(30).filter(lambda x, y: y % 2 == 1))
+    labels = [int(y) for _, y in share]
+    assert int(share.cardinality()) == len(labels) == 15 // hvd.size()
+    used = 15 - 15 % hvd.size()
+    assert sorted(of_all_ranks(hvd, labels, "labels")) == [2 * i + 1 for i in range(used)]
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_shares_of_files(hvd, tmp_path, tail):
+    import tensorflow as tf
+
+    counts = [5, 0, 9, 1, 3, 8]
+    begins = np.cumsum([0, *counts]).tolist()
+    names = [tmp_path / f"part-{i}" for i in range(len(counts))]
+    if hvd.rank() == 0:
+        for name, begin, count in zip(names, begins, counts, strict=False):
+            with tf.io.TFRecordWriter(str(name)) as writer:
+                for number in range(begin, begin + count):
+                    writer.write(str(number).encode())
+    of_all_ranks(hvd, [0], "written")
+
+    def reader(name):
+        records = tf.data.TFRecordDataset(name)
+        return records.map(lambda text: (text, tf.strings.to_number(text, tf.int64)))
+
+    # File systems list files in different orders.
+    np.random.default_rng(hvd.rank()).shuffle(names)
+    share = hvd.shard(names, batch_size=4, reader=reader, tail=tail)
+    steps, labels, weights = steps_labels_and_weights(share)
+    assert of_all_ranks(hvd, steps, "steps") == steps * hvd.size()
+    labels = [y for y, w in zip(labels, weights or [1] * len(labels), strict=True) if w]
+    used = 26 if tail == "pad" else 26 - 26 % hvd.size()
+    assert sorted(of_all_ranks(hvd, labels, "labels")) == list(range(used))
+
+
+def test_shard_in_a_process_set(hvd):
+    from hvdkit.errors import UsageError
+
+    members = hvd.add_process_set(list(range(1, hvd.size())))
+    try:
+        if members.included():
+            share = hvd.shard(numbered(7), process_set=members)
+            used = 7 - 7 % members.size()
+            expected = range(members.rank(), used, members.size())
+            assert [int(y) for _, y in share] == list(expected)
+        else:
+            with pytest.raises(UsageError, match="is not in the process set"):
+                hvd.shard(numbered(7), process_set=members)
+    finally:
+        hvd.remove_process_set(members)
+
+
+def different_shuffles(rank):
+    return {"dataset": numbered(20).shuffle(20, seed=rank)}
+
+
+def different_sizes(rank):
+    return {"dataset": numbered(20 + (rank == 1))}
+
+
+def different_elements(rank):
+    return {"dataset": numbered(20).map(lambda x, y: (x, x if rank == 1 else y))}
+
+
+def different_values(rank):
+    return {"dataset": numbered(20, start=int(rank == 1))}
+
+
+def different_tails(rank):
+    return {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"}
+
+
+def invalid_on_one(rank):
+    return {"dataset": numbered(20), "batch_size": 0 if rank == 1 else 4}
+
+
+def infinite_on_one(rank):
+    return {"dataset": numbered(20).repeat() if rank == 1 else numbered(20)}
+
+
+def unreadable_on_one(rank):
+    import tensorflow as tf
+
+    if rank == 1:
+        broken = numbered(20).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no"), y))
+        return {"dataset": broken}
+    return {"dataset": numbered(20)}
+
+
+def different_file_names(rank):
+    return {"dataset": [f"a{int(rank == 1)}"], "reader": lambda name: numbered(5)}
+
+
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        (different_shuffles, "rank 0: first elements.*the same order"),
+        (different_sizes, "20 elements; rank 1: 21 elements"),
+        (different_elements, "rank 1: .*float32.*float32"),
+        (different_values, "rank 1: first elements"),
+        (different_tails, "rank 1: batch_size=None, tail='pad'"),
+        (invalid_on_one, "no problem; rank 1: batch_size is 0"),
+        (infinite_on_one, "rank 1: the dataset is infinite"),
+        (unreadable_on_one, "rank 1: the dataset cannot be read"),
+        (different_file_names, "the files to shard.*rank 1: file a1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_differences_between_ranks_raise_on_every_rank(hvd, different, message):
+    from hvdkit.agreement.consistency import RankMismatchError
+
+    with pytest.raises(RankMismatchError, match=message):
+        hvd.shard(**different(hvd.rank()))
+
+
+def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):
+    from hvdkit.errors import UsageError
+
+    for tail in ("drop", "pad"):
+        message = f"{hvd.size() - 1} elements for {hvd.size()} ranks"
+        with pytest.raises(UsageError, match=message):
+            hvd.shard(numbered(hvd.size() - 1), tail=tail)
+
+
+def test_an_unreadable_file_raises_on_every_rank(hvd, tmp_path):
+    import tensorflow as tf
+
+    from hvdkit.errors import UsageError
+
+    names = [tmp_path / f"part-{i}" for i in range(hvd.size())]
+    if hvd.rank() == 0:
+        for name in names[:-1]:
+            tf.io.TFRecordWriter(str(name)).close()
+    of_all_ranks(hvd, [0], "written")
+    last = hvd.size() - 1
+    with pytest.raises(UsageError, match=f"rank {last} cannot count its files: .*part-{last}"):
+        hvd.shard(names, reader=tf.data.TFRecordDataset)
+    assert not os.path.exists(names[-1])

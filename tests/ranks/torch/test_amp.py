@@ -1,0 +1,320 @@
+"""Loss scaling on real ranks: all ranks make or skip the same step."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hvdkit.errors import UsageError
+from tests.ranks.torch.oracle import (
+    DEVICE,
+    adamw,
+    assert_close,
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    batch_of,
+    loss_of,
+    on_all_ranks,
+    relative_distance,
+    sgd,
+    small_model,
+    whole_batch,
+)
+
+if not hasattr(torch.amp, "GradScaler"):
+    pytest.skip("torch before 2.3 scales losses on GPUs only", allow_module_level=True)
+
+pytestmark = pytest.mark.device
+
+SETTINGS = {"init_scale": 2.0**10, "growth_interval": 3}
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+}
+
+OVERFLOWS = (2, 5)  # steps, or windows, in which one rank has no finite loss
+
+
+def overflowing(loss, number, passes=1):
+    return (
+        loss * math.inf if number in [step * passes + passes // 2 for step in OVERFLOWS] else loss
+    )
+
+
+def reference_with(make, steps, clip=None, passes=1, size=1, scaler_settings=SETTINGS):
+    """Train one process with torch's scaler; return the model and the scale after each step."""
+    model = small_model()
+    optimizer = make(list(model.parameters()))
+    scaler = torch.amp.GradScaler(DEVICE.type, **scaler_settings)
+    scales = []
+    for step in range(steps):
+        for number in range(passes * step, passes * (step + 1)):
+            x = torch.cat([batch_of(rank, number) for rank in range(size)])
+            loss = overflowing(loss_of(model, x), number, passes)
+            scaler.scale(loss / passes).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return model, scales
+
+
+def own_loss(hvd, model, number, passes=1):
+    """Return a loss whose gradient overflows on the last rank only."""
+    loss = loss_of(model, batch_of(hvd.rank(), number))
+    return overflowing(loss, number, passes) if hvd.rank() == hvd.size() - 1 else loss
+
+
+def hvds_scaler(hvd, optimizer, scaler, model, clip):
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        hvd.clip_grad_norm_(optimizer, clip)
+    scaler.step(optimizer)
+
+
+def torchs_clipping(hvd, optimizer, scaler, model, clip):
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    scaler.step(optimizer)
+
+
+def horovods_ceremony(hvd, optimizer, scaler, model, clip):
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+
+
+WAYS = {"hvd": hvds_scaler, "torch": torchs_clipping, "horovod": horovods_ceremony}
+
+
+#: All pairs of a way and the other arguments, except some with kinds of optimizers.
+CASES = [
+    ("adamw", "hvd", "hvd", 0.1, "none"),
+    ("adamw", "torch", "hvd", None, "none"),
+    ("adamw", "horovod", "torch", 0.1, "none"),
+    ("sgd fused", "hvd", "torch", None, "none"),
+    ("sgd fused", "torch", "torch", 0.1, "none"),
+    ("sgd fused", "horovod", "hvd", None, "none"),
+    ("sgd", "hvd", "torch", 0.1, "none"),
+    ("adamw fused", "hvd", "hvd", None, "none"),
+    ("sgd", "torch", "hvd", 1.0, "fp16"),
+    ("sgd", "torch", "torch", 1.0, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "scalers", "clip", "compression"), CASES)
+def test_all_ranks_skip_where_one_overflows(hvd, kind, scalers, way, clip, compression):
+    reference, expected = reference_with(OPTIMIZERS[kind], 10, clip, size=hvd.size())
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()),
+        model.named_parameters(),
+        bucket_bytes=400,
+        compression=compression,
+    )
+    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
+    for step in range(10):
+        before = copy.deepcopy(model)
+        scaler.scale(own_loss(hvd, model, step)).backward()
+        WAYS[way](hvd, optimizer, scaler, model, clip)
+        scaler.update()
+        assert not optimizer.gradients_wait()
+        optimizer.zero_grad()
+        if step in OVERFLOWS:
+            assert_close(model, before, 0)
+        assert optimizer.stepped == (step not in OVERFLOWS)
+        assert on_all_ranks(hvd, scaler.get_scale()) == [expected[step]] * hvd.size()
+    bound = {"none": 1e-11, "fp16": 2**-7, "bf16": 2**-4}[compression]
+    moved = relative_distance(small_model(), reference)
+    assert relative_distance(model, reference) < bound * moved
+    assert_same_on_all_ranks(hvd, model)
+
+
+@pytest.mark.parametrize(("kind", "clip"), [("adamw", 0.1), ("sgd fused", None)])
+def test_with_accumulation(hvd, kind, clip):
+    reference, expected = reference_with(OPTIMIZERS[kind], 8, clip, passes=3, size=hvd.size())
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), accumulation_steps=3, bucket_bytes=400
+    )
+    scaler = hvd.GradScaler(DEVICE.type, **SETTINGS)
+    stepped, scales = [], []
+    for number in range(24):
+        scaler.scale(own_loss(hvd, model, number, passes=3)).backward()
+        hvds_scaler(hvd, optimizer, scaler, model, clip)
+        scaler.update()
+        optimizer.zero_grad()
+        stepped.append(optimizer.stepped)
+        scales.append(scaler.get_scale())
+    assert stepped == [k % 3 == 2 and k // 3 not in OVERFLOWS for k in range(24)]
+    assert scales[2::3] == expected
+    # The scale is that of the whole window.
+    assert all(scales[k] == scales[k - 1] for k in range(24) if k % 3 != 2 and k)
+    assert_close(model, reference)
+    assert_same_on_all_ranks(hvd, model)
+
+
+def test_a_window_cut_short_that_overflows(hvd):
+    model = small_model()
+    before = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), accumulation_steps=3)
+    scaler = hvd.GradScaler(DEVICE.type, **SETTINGS)
+
+    def step():
+        scaler.step(optimizer)
+        scaler.update()
+
+    for k in range(2):
+        loss = loss_of(model, batch_of(hvd.rank(), k))
+        scaler.scale(loss * math.inf if hvd.rank() == hvd.size() - 1 else loss).backward()
+        step()
+    assert optimizer.flush(step)
+    assert not optimizer.stepped
+    optimizer.zero_grad()
+    assert scaler.get_scale() == SETTINGS["init_scale"] / 2
+    assert_close(model, before, 0)
+    # The next window is a whole one, and steps.
+    for k in range(3):
+        scaler.scale(loss_of(model, batch_of(hvd.rank(), k))).backward()
+        step()
+        assert optimizer.stepped == (k == 2)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("zeroes", ["model", "optimizer"])
+def test_after_a_skipped_step_of_torchs_scaler_a_new_window_begins(hvd, zeroes):
+    model, reference = small_model(), small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), backward_passes_per_step=2)
+    plain = sgd(reference.parameters())
+    scaler = torch.amp.GradScaler(DEVICE.type, **SETTINGS)
+    for step in range(4):
+        plain.zero_grad()
+        for batch in (2 * step, 2 * step + 1):
+            loss = loss_of(model, batch_of(hvd.rank(), batch))
+            overflows = step == 1 and hvd.rank() == 0
+            scaler.scale(loss * math.inf if overflows else loss).backward()
+            loss_of(reference, whole_batch(hvd, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        (model if zeroes == "model" else optimizer).zero_grad()
+        if step != 1:
+            plain.step()
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("scalers", ["hvd", "torch"])
+def test_two_optimizers_with_one_scaler(hvd, scalers):
+    models = [small_model(), small_model()]
+    references = [small_model(), small_model()]
+    optimizers = [
+        hvd.DistributedOptimizer(sgd(models[0].parameters())),
+        hvd.DistributedOptimizer(adamw(models[1].parameters())),
+    ]
+    plain = [sgd(references[0].parameters()), adamw(references[1].parameters())]
+    scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
+    taken = [0, 0]
+    for step in range(4):
+        for i, (m, o) in enumerate(zip(models, optimizers, strict=True)):
+            # The second one overflows once, and only it skips.
+            loss = loss_of(m, batch_of(hvd.rank(), step))
+            skip = i == 1 and step == 1
+            skip_here = skip and hvd.rank() == hvd.size() - 1
+            scaler.scale(loss * math.inf if skip_here else loss).backward()
+            scaler.step(o)
+            o.zero_grad()
+            if not skip:
+                taken[i] += 1
+                loss_of(references[i], whole_batch(hvd, step)).backward()
+                plain[i].step()
+                plain[i].zero_grad()
+        scaler.update()
+    assert taken == [4, 3]
+    for m, r in zip(models, references, strict=True):
+        assert_close(m, r)
+
+
+def test_a_scaler_that_is_disabled(hvd):
+    model, reference = small_model(), small_model()
+    optimizer, plain = (
+        hvd.DistributedOptimizer(sgd(model.parameters())),
+        sgd(reference.parameters()),
+    )
+    for scaler in (
+        hvd.GradScaler(DEVICE.type, enabled=False),
+        torch.amp.GradScaler(DEVICE.type, enabled=False),
+    ):
+        scaler.scale(loss_of(model, batch_of(hvd.rank(), 0))).backward()
+        scaler.unscale_(optimizer)
+        hvd.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        loss_of(reference, whole_batch(hvd, 0)).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        plain.step()
+        plain.zero_grad()
+    assert_close(model, reference)
+
+
+def test_scalers_work_with_plain_optimizers(hvd):
+    results = []
+    for scalers in (hvd, torch.amp):
+        scaler = scalers.GradScaler(DEVICE.type, **SETTINGS)
+        model = small_model()
+        optimizer = sgd(model.parameters())
+        for step in range(4):
+            loss = overflowing(loss_of(model, batch_of(0, step)), step)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((model, scaler.get_scale()))
+    assert results[0][1] == results[1][1] == SETTINGS["init_scale"] / 2
+    assert_close(results[0][0], results[1][0], 0)
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_torchs_scaler_does_not_go_with_accumulation(hvd, call):
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(adamw(model.parameters()), accumulation_steps=3)
+    scaler = torch.amp.GradScaler(DEVICE.type, **SETTINGS)
+    scaler.scale(loss_of(model, batch_of(hvd.rank(), 0))).backward()
+    with pytest.raises(UsageError, match=r"use hvd\.GradScaler") as caught:
+        getattr(scaler, call)(optimizer)
+    assert_raised_on_all_ranks(hvd, caught)
+
+
+# float16 is what GradScaler is for. On a CPU it has few kernels.
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])], ids=str
+)
+def test_with_autocast(hvd, dtype):
+    model = small_model(torch.float32)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), accumulation_steps=2, compression="bf16"
+    )
+    scaler = hvd.GradScaler(DEVICE.type)
+    losses = []
+    for _ in range(20):
+        with torch.autocast(DEVICE.type, dtype=dtype):
+            loss = loss_of(model, batch_of(hvd.rank(), 0, torch.float32))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+    assert losses[-1] < losses[0]
+    assert_same_on_all_ranks(hvd, model)

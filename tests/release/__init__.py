@@ -1,0 +1,1 @@
+"""What a release needs: the package, the images, the scripts, the examples, checks of a GPU."""

@@ -1,0 +1,1 @@
+"""Searches for defects: drawn jobs, faults, inputs and attackers."""

@@ -1,0 +1,1 @@
+"""Threads that stand for ranks."""

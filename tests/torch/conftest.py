@@ -1,8 +1,0 @@
-"""Tests of the PyTorch adapter in a job of one rank; see tests/parallel/rank_pool.py."""
-
-from tests.parallel.rank_pool import (  # noqa: F401
-    hvd,
-    pytest_generate_tests,
-    pytest_pyfunc_call,
-    rank_pool,
-)
