@@ -459,8 +459,8 @@ def test_a_pass_that_raises_after_a_reentrant_checkpoint(hvd):
 
 
 LACKING = {
-    "first bucket": ("backend.TorchMemory", "in_place", 0),
-    "bucket": ("backend.TorchMemory", "in_place", 1),
+    "first bucket": ("reduction.backend.TorchMemory", "in_place", 0),
+    "bucket": ("reduction.backend.TorchMemory", "in_place", 1),
 }
 
 
