@@ -18,8 +18,8 @@ from hvdkit.agreement.consistency import gather
 from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.fit.callback_kinds import HasLocalVariables
 from hvdkit.keras.fit.collective_callbacks import CollectiveCallback, ReducesMetrics
-from hvdkit.keras.fit.coordination import HasLocalVariables
 from hvdkit.keras.fit.metrics import additive, flatten, numbers_of
 from hvdkit.keras.functions import broadcast_model
 from hvdkit.keras.models import main_optimizer

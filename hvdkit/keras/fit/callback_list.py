@@ -16,7 +16,7 @@ coordination, Keras's own `fit` runs. `local_fit` omits the collective.
 A list of an uncompiled model belongs to a hand-written loop, maybe of one rank. It is coordinated
 only if a callback or an optimizer of this model needs it.
 
-A coordinated list does the following, in this order (see `hvdkit.keras.fit.coordination`):
+A coordinated list does the following, in this order (see `coordination` and `joint_fit`):
 
 - Raise an error if ranks have different numbers of steps or epochs, or different callbacks of
   hvdkit that need all ranks.
@@ -63,6 +63,7 @@ from hvdkit.keras.fit.collective_callbacks import (
 )
 from hvdkit.keras.fit.coordination import Coordination
 from hvdkit.keras.fit.executions import CountsBatches
+from hvdkit.keras.fit.joint_fit import JointFit
 from hvdkit.keras.fit.trial import TrialCallback
 from hvdkit.keras.fit.writers import with_files, without_files
 from hvdkit.keras.models import adapt, distributions_of
@@ -90,7 +91,8 @@ class _CoordinatedList(CountsBatches):
     _coordination: Coordination
     _own_class: type
     _restores = False
-    _in_fit = False
+    # None outside of `fit`.
+    _fit: JointFit | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self._coordination.enter(self.params or {}, self._restores):
@@ -102,11 +104,19 @@ class _CoordinatedList(CountsBatches):
             return
         self._drop_writers()
         super().on_train_begin(logs)  # type: ignore[misc]
-        self._coordination.begin(self.callbacks, self._restores)
-        self._coordination.compare_layers()
-        self._in_fit = True
+        self._fit = self._coordination.begin(self.callbacks, self._restores)
+        self._fit.comparisons.compare_layers()
         if not isinstance(self, _ListWithLastCallbacks):
             self._coordination.compare_initial_epochs()
+
+    @property
+    def _running(self) -> JointFit:
+        if self._fit is None:
+            raise UsageError(
+                "a loop of the script calls hooks of its CallbackList before on_train_begin: call "
+                "on_train_begin first, on every rank"
+            )
+        return self._fit
 
     def _drop_writers(self) -> None:
         """Drop callbacks that write files or a progress bar, except on the first rank."""
@@ -118,36 +128,36 @@ class _CoordinatedList(CountsBatches):
         self.callbacks = without_files(self.callbacks, warns)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._coordination.begin_batch()
+        self._running.begin_batch()
         super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        coordination = self._coordination
-        coordination.end_batch(self.executed(batch))
-        coordination.note_logs(logs)
+        fit, comparisons = self._running, self._running.comparisons
+        fit.end_batch(self.executed(batch))
+        comparisons.note_logs(logs)
         broken = False
-        if coordination.checks_loss:
-            logs, broken = coordination.check_loss(logs)
+        if fit.agreed.checks_loss:
+            logs, broken = fit.check_loss(logs)
         super().on_train_batch_end(batch, logs)  # type: ignore[misc]
-        coordination.compare_values(self.callbacks)
-        coordination.compare_replicas(len(self.executed(batch)))
-        if coordination.stops_at_batches or broken:
+        comparisons.compare_values(self.callbacks)
+        comparisons.compare_replicas(len(self.executed(batch)))
+        if fit.agreed.stops_at_batches or broken:
             if self._async_train:  # type: ignore[attr-defined]
                 self._flush_futures()  # type: ignore[attr-defined]
-            coordination.synchronize_stop()
+            fit.synchronize_stop()
         else:
-            coordination.defer_stop()
+            fit.defer_stop()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._in_fit:
-            self._coordination.end_training_batches()
+        if self._fit is not None:
+            self._fit.end_training_batches()
         super().on_test_begin(logs)  # type: ignore[misc]
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         # The logs change in place, because `evaluate` returns them.
         logs = {} if logs is None else logs
-        if self._in_fit:
-            self._coordination.end_validation(logs)
+        if self._fit is not None:
+            self._fit.end_validation(logs)
         elif any(isinstance(callback, ReducesMetrics) for callback in self.callbacks):
             self._coordination.reduce_evaluation(logs)
         super().on_test_end(logs)  # type: ignore[misc]
@@ -155,19 +165,20 @@ class _CoordinatedList(CountsBatches):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         # The logs change in place, because `fit` passes them to on_train_end.
         logs = {} if logs is None else logs
-        self._coordination.end_epoch(logs)
-        self._coordination.compare_unreduced(self.callbacks)
+        fit = self._running
+        fit.end_epoch(logs)
+        fit.comparisons.compare_unreduced(self.callbacks)
         super().on_epoch_end(epoch, logs)  # type: ignore[misc]
-        self._coordination.synchronize_stop()
+        fit.synchronize_stop()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._in_fit = False
-        self._coordination.end()
+        fit, self._fit = self._running, None
+        fit.end()
         # Before the hook of `BackupAndRestore`, which deletes its files.
-        self._coordination.compare_at_end()
+        fit.comparisons.compare_at_end()
         super().on_train_end(logs)  # type: ignore[misc]
-        if self._coordination.changes_at_end:
-            self._coordination.compare_at_end(self.callbacks)
+        if fit.agreed.changes_at_end:
+            fit.comparisons.compare_at_end(self.callbacks)
 
 
 class _LocalList:

@@ -49,7 +49,7 @@ def test_losses_that_are_not_compared(hvd, kind):
 def test_a_missing_line_is_named(hvd, missing):
     import keras
 
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
@@ -65,7 +65,7 @@ def test_a_missing_line_is_named(hvd, missing):
     y = x[:, :2] ** 2
     if missing != "shard":
         x, y = x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]
-    coordination._logged.clear()
+    comparisons.logged.clear()
     error = ""
     with recorded("hvdkit") as log:
         try:

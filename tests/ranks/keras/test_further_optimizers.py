@@ -152,11 +152,11 @@ def test_a_resumed_fit_is_bit_identical(hvd, make, options):
 def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
     import keras
 
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
     texts = []
     for generator in [hvd.DistributedOptimizer(keras.optimizers.Adam()), keras.optimizers.Adam()]:
-        coordination._logged.discard("unreduced")
+        comparisons.logged.discard("unreduced")
         model = gan(hvd, hvd.rank())
         model.others["g"] = generator
         with recorded("hvdkit.keras") as records:
@@ -173,7 +173,7 @@ def test_an_optimizer_that_is_not_an_attribute(hvd):
     """Its windows end with the epochs, and moving statistics are averaged, as for an attribute."""
     import keras
 
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
     class Model(keras.Model):
         def __init__(self):
@@ -192,7 +192,7 @@ def test_an_optimizer_that_is_not_an_attribute(hvd):
 
             return {"loss": update(optimizer, loss, self.net.trainable_weights)}
 
-    coordination._logged.discard("elsewhere")
+    comparisons.logged.discard("elsewhere")
     found = []
     for is_attribute in (True, False):
         keras.utils.set_random_seed(3)
@@ -221,9 +221,9 @@ def test_an_optimizer_that_is_not_an_attribute(hvd):
 def test_other_variables_beside_a_wrapped_optimizer_log_a_warning(hvd):
     import keras
 
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
-    coordination._logged.discard("unreduced")
+    comparisons.logged.discard("unreduced")
     model = gan(hvd)
     model.extra = keras.layers.Dense(1 + hvd.rank())
     model.extra.build((None, 3))

@@ -87,9 +87,9 @@ def plateaus(path):
 
 @pytest.mark.parametrize("kind", [Outer, Whole])
 def test_fit_is_distributed(hvd, kind):
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
-    coordination._logged.discard("separate")
+    comparisons.logged.discard("separate")
     validation = batches(hvd.rank(), hvd.size())
     model = compiled(kind(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))))
     with common_folder(hvd) as folder, recorded("hvdkit") as log:

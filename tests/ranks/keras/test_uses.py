@@ -254,7 +254,7 @@ def test_a_variable_that_a_layer_changes_in_call(hvd, kind):
     """Rank 0 warns after the first epoch if the variable differs between ranks."""
     import keras
 
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
     class Centered(keras.layers.Layer):
         def build(self, shape):
@@ -270,7 +270,7 @@ def test_a_variable_that_a_layer_changes_in_call(hvd, kind):
                 self.mean.assign(0.5 * self.mean + 0.5 * mean)
             return inputs - self.mean
 
-    coordination._logged.discard("changed")
+    comparisons.logged.discard("changed")
     keras.utils.set_random_seed(1)
     layer = Centered()
     model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
@@ -727,9 +727,9 @@ def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_plain_optimizer_logs_one_warning(hvd):
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
-    coordination._logged.discard("separate")
+    comparisons.logged.discard("separate")
     model = classifier("sgd")
     with recorded("hvdkit.keras") as records:
         for _ in range(2):
@@ -753,9 +753,9 @@ def test_a_callback_list_in_a_loop_without_compile(hvd, on_all_ranks):
     """It is not coordinated, because a script may make it on rank 0 only."""
     import keras
 
-    from hvdkit.keras.fit import coordination
+    from hvdkit.keras.fit import comparisons
 
-    coordination._logged.discard("separate")
+    comparisons.logged.discard("separate")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with recorded("hvdkit.keras") as records:
         if on_all_ranks or hvd.rank() == 0:
