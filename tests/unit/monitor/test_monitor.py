@@ -101,7 +101,7 @@ def test_the_slowest_rank_is_named_with_its_section():
         with monitor(collectives, kept, every=2) as own:
             slow = collectives.rank == 2
             for _ in range(2):
-                own._framework.spend(0.1, 0.5 if slow else 0.2, 0.0 if slow else 0.3, 0.1)
+                own._meter.framework.spend(0.1, 0.5 if slow else 0.2, 0.0 if slow else 0.3, 0.1)
                 own.step()
 
     run(3, rank)
@@ -125,7 +125,7 @@ def test_time_in_batches_and_pauses():
         began = time.perf_counter()
         with monitor(collectives, kept, every=2) as own:
             for _ in own.batches(slow()):
-                own._framework.spend(0.06, 0.0, 0.0, 0.0)
+                own._meter.framework.spend(0.06, 0.0, 0.0, 0.0)
                 with own.paused():
                     time.sleep(0.2)
                 own.step()
