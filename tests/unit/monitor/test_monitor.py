@@ -195,6 +195,30 @@ def test_a_new_generation_continues_at_the_highest_step():
     assert [record.step for record in kept.records] == [2, 4, 8, 10]
 
 
+def test_the_loggers_are_closed_before_another_rank_opens_them():
+    """In an elastic job, another rank may become the first. Both may need the same port."""
+
+    class Exclusive(Kept):
+        def open(self):
+            assert self.opened == self.closed
+            super().open()
+
+    kept = Exclusive()
+
+    def rank(collectives):
+        own = monitor(collectives, kept)
+        own.step({"loss": 1.0 + collectives.rank})
+        own.flush()
+        collectives.rank = 1 - collectives.rank
+        collectives.generation += 1
+        own.step({"loss": 3.0 + collectives.rank})
+        own.close()
+
+    run(2, rank)
+    assert kept.values("loss") == {1: 1.5, 2: 3.5}
+    assert (kept.opened, kept.closed) == (2, 2)
+
+
 def test_steps_continue_after_a_resume_and_a_step_back_begins_a_new_part():
     kept = Kept()
 
