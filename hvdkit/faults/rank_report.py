@@ -1,4 +1,4 @@
-"""The report that a rank leaves of its own end (`launch/hook/_hvdkit_self_report.py`)."""
+"""The report that a rank leaves of its own end (`hvdkit/launch/agent/hook/`)."""
 
 from __future__ import annotations
 
