@@ -19,7 +19,7 @@ from hvdkit.console.diagnostics import ERROR, OK, WARNING, Diagnostic
 from hvdkit.engine import cuda, describe, frameworks, mpi, script, toolchain
 from hvdkit.errors import HvdkitError
 from hvdkit.runtime import host_collectives
-from hvdkit.system.processes import python_command
+from hvdkit.system.processes import run_python
 
 #: The free bytes that /dev/shm should have. Open MPI and NCCL keep shared buffers there. A
 #: container has 64 MB by default.
@@ -235,9 +235,7 @@ def _extension(framework: frameworks.Framework, built_for: str) -> Diagnostic:
         "print(*(n for n in ('gloo', 'mpi', 'nccl', 'ccl') if getattr(hvd, n + '_built')()))"
     )
     try:
-        answer = subprocess.run(
-            python_command("-c", code), capture_output=True, text=True, timeout=180, check=False
-        )
+        answer = run_python("-c", code, seconds=180)
     except subprocess.TimeoutExpired:
         return Diagnostic(
             name, ERROR, "does not load within 180 s", "run `hvdkit build --no-cache`"

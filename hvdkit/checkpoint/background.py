@@ -228,7 +228,8 @@ class BackgroundWriter:
             self._writer.on_progress = on_stored
             entries = self._store.entries()
             self._writer.prune([e.name for e in entries if e.run > run or e.error is not None])
-        self.run = self._writer.run = run
+        self._writer.write_into(run)
+        self.run = run
         return self._writer
 
     def _expect_no_steps(self) -> None:

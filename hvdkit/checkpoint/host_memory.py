@@ -50,6 +50,8 @@ class HostMemory:
 
     Attributes:
         memory: the memory for the copy of the state.
+        others_write: whether ranks other than the first one write. Equal on all ranks after
+            `begin`.
 
     Raises:
         UsageError: `every_steps` is not valid.
@@ -75,6 +77,7 @@ class HostMemory:
         self._step = 0
         # On the ranks that write; empty on the other ranks. None before `_agree`.
         self._steps: Sequence[HostSteps] | None = None
+        self.others_write = False
         if every_steps and not self._folders and self._is_first:
             _log.warning(_NO_FOLDERS)
 
@@ -208,6 +211,7 @@ class HostMemory:
         own = [str(folder) for folder in self._folders]
         # An agent gives all ranks of its host the same folders, and no other ranks.
         writer = next(place for place, each in enumerate(told) if each["folders"] == own)
+        self.others_write = any(each["folders"] != told[0]["folders"] for each in told)
         name = f"steps-{digest([told[0]['location']]).hex()[:16]}"
         writes = self._collectives.ranks[writer] == self._collectives.rank
         self._steps = [HostSteps([folder / name for folder in self._folders])] if writes else []

@@ -330,7 +330,9 @@ class Manager:
             prepared = saving.prepare(int(step))
         except Exception as error:
             problem = error
-        content, ranks, note = saving.run_everywhere(prepared, problem, note)
+        content, ranks, note = saving.run_everywhere(
+            prepared, problem, note, self._host_memory.others_write
+        )
         if self._host_memory.writes:
             snapshot = self._snapshot(step, epoch, note["metrics"], content, ranks)
             self._host_memory.write(snapshot, note["run"])

@@ -14,6 +14,8 @@ from hvdkit.errors import UsageError
 
 #: The largest positions in the states of NumPy's generators MT19937 and Philox.
 _LAST = {"pos": 624, "buffer_pos": 4}
+# Of a Mersenne Twister.
+_WORDS = 624
 
 
 def save() -> Tree:
@@ -40,6 +42,7 @@ def check(tree: Tree) -> None:
     Raises:
         UsageError: it is of another kind, or `save` cannot have returned this state.
     """
+    check_twister(tree["python"][1])
     saved, own = tree["numpy"], _numpy_kind()
     if saved is not None and saved["kind"] != own:
         raise UsageError(
@@ -47,7 +50,7 @@ def check(tree: Tree) -> None:
             f"kind {own} here. Call np.random.set_bit_generator in both runs or in none, or "
             f"restore with strict=False"
         )
-    _check_positions(saved)
+    _check_numpy(saved)
 
 
 def restore(tree: Tree) -> None:
@@ -56,27 +59,56 @@ def restore(tree: Tree) -> None:
     legacy = tree["numpy"]
     # None: the user had replaced NumPy's generator by one of another kind.
     if legacy is not None and legacy["kind"] == _numpy_kind():
-        _check_positions(legacy)
+        _check_numpy(legacy)
         key = np.frombuffer(legacy["key"], np.uint32)
         np.random.set_state(
             (legacy["kind"], key, legacy["pos"], legacy["has_gauss"], legacy["gauss"])
         )
 
 
-def _check_positions(state: Any) -> None:
-    """Check the positions in the states of NumPy's generators.
+def _check_numpy(state: Any) -> None:
+    """Check the state of a NumPy generator, which NumPy does not check.
 
-    NumPy does not check them. With a position of a forged file, it reads other memory.
+    With a position of a forged file, NumPy reads other memory. With other forged values, all
+    numbers are the same, and a draw that discards this number never ends.
     """
     if not isinstance(state, dict):
         return
     for key, value in state.items():
         if key in _LAST and not (isinstance(value, int) and 0 <= value <= _LAST[key]):
-            raise UsageError(
-                f"the checkpoint has {key} {value!r:.40} in the state of a NumPy generator: "
-                f"expected 0 to {_LAST[key]}. Its file was changed: restore another step"
-            )
-        _check_positions(value)
+            raise _forged(f"{key} {value!r:.40}", f"0 to {_LAST[key]}")
+        # The increment of PCG64.
+        if key == "inc" and not (isinstance(value, int) and value % 2):
+            raise _forged(f"inc {value!r:.40}", "an odd number")
+        _check_numpy(value)
+    if {"pos", "key"} <= state.keys():
+        content = state["key"]
+        check_twister(content[1] if isinstance(content, tuple) else content)
+
+
+def check_twister(content: Any) -> None:
+    """Check the words of a state of the Mersenne Twister of Python, NumPy or torch.
+
+    Args:
+        content: the bytes of its words of 32 bits.
+
+    Raises:
+        UsageError: no bit is set that the generator uses. All its numbers are then 0.
+    """
+    try:
+        words = np.frombuffer(content, np.uint32, count=_WORDS)
+    except (TypeError, ValueError):
+        raise _forged("no words", f"{_WORDS} words", "a random generator") from None
+    # It does not use the lower 31 bits of the first word.
+    if not (int(words[0]) >> 31 or words[1:].any()):
+        raise _forged("only zeros", "other numbers", "a random generator")
+
+
+def _forged(found: str, expected: str, of: str = "a NumPy generator") -> UsageError:
+    return UsageError(
+        f"the checkpoint has {found} in the state of {of}: expected {expected}. Its file was "
+        f"changed: restore another step"
+    )
 
 
 def _numpy_kind() -> str:
@@ -92,6 +124,7 @@ def _python_state(generator: Any) -> Tree:
 
 def _set_python_state(generator: Any, state: Tree) -> None:
     version, internal, gauss = state
+    check_twister(internal)
     generator.setstate((version, tuple(np.frombuffer(internal, np.uint32).tolist()), gauss))
 
 
@@ -104,6 +137,7 @@ class Generators:
         kind_name: the name of `kind` in errors.
         get: returns the state of a generator of class `kind`, in bytes.
         put: restores a state that `get` returned.
+        check: raises UsageError if `get` cannot have returned a state.
 
     Raises:
         UsageError: one of the generators is of another class.
@@ -116,11 +150,12 @@ class Generators:
         kind_name: str,
         get: Callable[[Any], bytes],
         put: Callable[[Any, bytes], None],
+        check: Callable[[Tree], Any] = lambda _: None,
     ) -> None:
         if generators is not None and not isinstance(generators, Mapping):
             raise UsageError(f"generators is a {type(generators).__name__}: expected a dict")
         self._generators = dict(generators or {})
-        self._get, self._put = get, put
+        self._kind, self._get, self._put, self._check = kind, get, put, check
         for name, generator in self._generators.items():
             # `SystemRandom` is a subclass of `Random`, but has no state.
             of_python = isinstance(generator, random.Random)
@@ -160,7 +195,7 @@ class Generators:
         for name, saved_state in tree.items():
             generator = self._generators[name]
             if isinstance(generator, np.random.Generator):
-                _check_positions(saved_state)
+                _check_numpy(saved_state)
             saved, own = map(_kind, (saved_state, self._state(generator)))
             if saved != own:
                 raise UsageError(
@@ -177,7 +212,7 @@ class Generators:
             if isinstance(generator, random.Random):
                 _set_python_state(generator, saved["state"])
             elif isinstance(generator, np.random.Generator):
-                _check_positions(saved["state"])
+                _check_numpy(saved["state"])
                 generator.bit_generator.state = _with_arrays(saved["state"])
             else:
                 self._put(generator, saved)

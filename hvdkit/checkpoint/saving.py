@@ -1,6 +1,7 @@
 """Save the state of all ranks: compare it between the ranks, and collect it on the first rank."""
 
 import json
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,16 +146,22 @@ class Saving:
         return content, gather(self._collectives, own, "hvdkit.checkpoint.ranks")
 
     def run_everywhere(
-        self, prepared: Prepared | None, problem: Exception | None, note: Mapping[str, Any]
+        self,
+        prepared: Prepared | None,
+        problem: Exception | None,
+        note: Mapping[str, Any],
+        others_write: bool,
     ) -> tuple[dict[str, EncodedPart], list[bytes], Mapping[str, Any]]:
         """Compare the state between the ranks, and send each rank's own state to all. A collective.
 
-        The parts have no `ShardedItem`.
+        The parts have no `ShardedItem`. All ranks that write get the first rank's content of parts
+        that the ranks do not compare, such as metadata.
 
         Args:
             prepared: see `run`.
             problem: see `run`.
             note: JSON values of the first rank.
+            others_write: whether a rank other than the first one writes. Equal on all ranks.
 
         Returns:
             On the ranks that write, the parts; on all ranks, the own state of each rank, and the
@@ -164,6 +171,13 @@ class Saving:
             UsageError, CheckpointError: see `run`.
         """
         _, content, own, problem = self._collect(prepared, problem)
+        if others_write:
+            differing = [
+                name
+                for name, part in self._parts.items()
+                if name not in self._names_alike and not isinstance(part, ComparedItem)
+            ]
+            content |= parts_of_first(self._collectives, content, differing, problem) or {}
         message = {"own": own.decode(), "note": dict(note)}
         told = exchange(self._collectives, message, problem, self._consequence)
         return content, [each["own"].encode() for each in told], told[0]["note"]
@@ -267,6 +281,33 @@ class Saving:
         for check, described in zip(self._replicas(), zip(*gathered, strict=True), strict=True):
             if check is not None and all(described) and len({*described}) == 1:
                 check.compare(step, consequence=f"Step {step} was not saved.")
+
+
+def parts_of_first(
+    collectives: Collectives,
+    content: Mapping[str, EncodedPart],
+    names: Collection[str],
+    problem: Exception | None,
+) -> dict[str, EncodedPart] | None:
+    """Return the first rank's content of some parts. A collective.
+
+    The parts may differ between ranks. Any host may be the only one that keeps them.
+
+    Args:
+        collectives: the collectives of the job's ranks.
+        content: the content of the parts, on the first rank.
+        names: the names of the parts.
+        problem: the error of this rank.
+
+    Returns:
+        The content; None if the first rank has an error.
+    """
+    first = collectives.ranks[0]
+    sent = b""
+    if collectives.rank == first and problem is None:
+        sent = pickle.dumps({name: content[name] for name in names})
+    received = collectives.broadcast(sent, first, "hvdkit.checkpoint.values")
+    return pickle.loads(received) if received else None
 
 
 def check_arguments(step: Any, epoch: Any, metrics: Any) -> dict[str, float]:

@@ -211,6 +211,16 @@ class Writer:
             *(base.step, self._storage, len(older), sum(entry.size for entry in older) / 1e9),
         )
 
+    def write_into(self, run: int) -> None:
+        """Write into a run from now on. In another run, each number of a step may be progress.
+
+        Args:
+            run: the run.
+        """
+        if run != self.run:
+            self._highest = -1
+        self.run = run
+
     def receive(self, base: Manifest, contents: Iterable[tuple[str, Iterable[memoryview]]]) -> None:
         """Write a step of another storage, and read it back.
 

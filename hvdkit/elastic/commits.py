@@ -8,16 +8,17 @@ commit before stays until it is complete.
 from __future__ import annotations
 
 import logging
-import pickle
 import platform
 from collections.abc import Collection, Sequence
 
 import hvdkit
 from hvdkit.agreement.collectives import Collectives
-from hvdkit.agreement.rank_errors import attempt, raise_together
+from hvdkit.agreement.rank_errors import attempt, raise_on_all_ranks, raise_together
 from hvdkit.checkpoint.coordination import exchange
-from hvdkit.checkpoint.host_steps import HostSteps, content_of, key_of
+from hvdkit.checkpoint.errors import CheckpointError, Damaged
+from hvdkit.checkpoint.host_steps import HostSteps, Key, content_of, key_of
 from hvdkit.checkpoint.reading import OpenCheckpoint
+from hvdkit.checkpoint.saving import parts_of_first
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
 from hvdkit.elastic.parts import Parts, read
 from hvdkit.errors import HvdkitError
@@ -121,14 +122,17 @@ class Commits:
     def newest(self) -> tuple[int, Parts] | None:
         """Find the newest commit of all hosts, read it, and report it as progress if it is new.
 
+        If a host cannot read its commit, the newest commit of the other hosts counts.
+
         A commit with the content that was restored before is no progress: the script may fail after
         its training function, again and again, and must not restart forever.
 
         Returns:
-            A rank that has the commit, and on this rank the commit; None if no host has one.
+            A rank that has the commit, and on this rank the commit; None if no host has one, or all
+            are damaged.
 
         Raises:
-            CheckpointError: on all ranks: the commit cannot be read.
+            CheckpointError: on all ranks: see `_read`.
         """
         opened, problem = attempt(self._open)
         told = exchange(
@@ -146,27 +150,58 @@ class Commits:
         self._others_write = any(each["writes"] for each in told[1:])
         states = {state for each in told for state in each["states"]}
         self._is_earlier = max(states, default=self._key) > self._key
-        best = max(told, key=lambda each: each["id"])
-        if not best["id"]:
-            # If a host has a commit of another state, this state was never committed.
-            if self._start.committed and not states and self._is_first:
-                _log.warning(
-                    "every host that held a commit of the elastic state is lost or cannot take "
-                    "part, so the training starts from its beginning. To keep a state on disk, use "
-                    "hvd.Checkpointer"
-                )
-            return None
-        holder = self._collectives.ranks[told.index(best)]
-        own, problem = attempt(read, opened) if self._collectives.rank == holder else ({}, None)
+        found = self._read([each["id"] for each in told], opened)
         if opened is not None:
             opened.close()
-        exchange(self._collectives, {}, problem, "the newest commit cannot be read")
+        if found is None:
+            # If a host has a commit of another state, this state was never committed.
+            if self._start.committed and not states - {self._key} and self._is_first:
+                _log.warning(
+                    "every host that held a commit of the elastic state is lost or cannot take "
+                    "part, or its commit is damaged. So the training starts from its beginning. To "
+                    "keep a state on disk, use hvd.Checkpointer"
+                )
+            return None
+        place, own = found
+        holder, best = self._collectives.ranks[place], told[place]
         self._number = best["id"][1]
         if self._steps is not None:
             self._steps.note_restored([*best["id"], best["content"]])
         if self._is_first and all(best["content"] not in each["restored"] for each in told):
             report_saved()
         return holder, own
+
+    def _read(self, ids: Sequence[Key], opened: OpenCheckpoint | None) -> tuple[int, Parts] | None:
+        """Read the newest commit that its host can read. A collective.
+
+        Args:
+            ids: for each rank, the place of its commit in the order of commits; empty without one.
+            opened: the commit of this rank.
+
+        Returns:
+            The place of the rank that has read its commit, and on this rank the commit; None if
+            there is no commit, or all are damaged.
+
+        Raises:
+            CheckpointError: on all ranks: no host could read its commit, and not only because of
+                damage.
+        """
+        left = {place: id_ for place, id_ in enumerate(ids) if id_}
+        failure: Exception | None = None
+        while left:
+            place = max(left, key=left.__getitem__)
+            is_holder = self._collectives.ranks[place] == self._collectives.rank
+            own, problem = attempt(read, opened) if is_holder else ({}, None)
+            if not self._collectives.sum([int(problem is not None)], _COMMIT)[0]:
+                return place, own
+            if problem is not None:
+                _log.warning("the commit in the memory of this host cannot be read: %s", problem)
+                # A damaged commit is lost.
+                failure = None if isinstance(problem, Damaged) else problem
+            del left[place]
+        text = "the newest commit cannot be read"
+        raise_on_all_ranks(self._collectives, failure, text, _COMMIT, CheckpointError)
+        return None
 
     def _open(self) -> OpenCheckpoint | None:
         return self._steps.newest() if self._steps is not None else None
@@ -203,12 +238,7 @@ class Commits:
         self._number += 1
         of_first: Parts | None = {}
         if self._others_write:
-            content = b""
-            if self._is_first and problem is None:
-                content = pickle.dumps({name: parts[name] for name in differing})
-            first = self._collectives.ranks[0]
-            content = self._collectives.broadcast(content, first, "hvdkit.elastic.values")
-            of_first = pickle.loads(content) if content else None
+            of_first = parts_of_first(self._collectives, parts, differing, problem)
         # Not if the first rank has an error: the commit would have values of another rank.
         if problem is None and of_first is not None:
             _, problem = attempt(self._begin, {**parts, **of_first})

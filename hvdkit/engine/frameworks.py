@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.system.processes import python_command
+from hvdkit.system.processes import run_python
 
 #: Framework -> the oldest supported version.
 OLDEST = {"torch": "2.1", "tensorflow": "2.16"}
@@ -97,13 +97,7 @@ def find(names: Sequence[str] | None = None) -> tuple[Framework, ...]:
 
 def _probe(name: str) -> Framework:
     try:
-        answer = subprocess.run(
-            python_command("-c", _PROBES[name]),
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
+        answer = run_python("-c", _PROBES[name], seconds=_PROBE_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise HvdkitError(
             f"{name} did not import within {_PROBE_SECONDS} s; try `{sys.executable} -c "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError
-from hvdkit.system.processes import python_command
+from hvdkit.system.processes import run_python
 
 _SECONDS = 60
 
@@ -102,13 +102,7 @@ def mpi4py_mismatch(mpi: Mpi) -> str | None:
     Two MPI libraries in one process crash it, and `hvd.init(comm)` loads mpi4py.
     """
     try:
-        answer = subprocess.run(
-            python_command("-c", _MPI4PY),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        answer = run_python("-c", _MPI4PY, seconds=_SECONDS)
     except subprocess.TimeoutExpired:
         return f"mpi4py does not load its MPI within {_SECONDS} s"
     if answer.returncode != 0:

@@ -47,13 +47,16 @@ def run(
     environment = _environment(engine)
     for framework in frameworks:
         for controller in controllers:
+            # In `/`, as `run_python`.
             command = python_command("-m", "hvdkit.engine.smoke_test", framework)
             if controller == "mpi":
                 assert mpirun is not None
-                group = ranks.start_mpi(command, SIZE, mpirun=mpirun, env=environment)
+                group = ranks.start_mpi(command, SIZE, mpirun=mpirun, env=environment, cwd="/")
             else:
                 # An engine with few patches sends no key.
-                group = ranks.start_gloo(command, SIZE, env=environment, stores_without_key=True)
+                group = ranks.start_gloo(
+                    command, SIZE, env=environment, cwd="/", stores_without_key=True
+                )
             try:
                 results = group.wait(_SECONDS)
             except ranks.RanksFailed as error:

@@ -47,6 +47,7 @@ from hvdkit.keras.models import (
     reduced_over,
 )
 from hvdkit.keras.optimizer import distribution_of
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 from hvdkit.runtime.elastic_start import ElasticStart
 
 log = logging.getLogger("hvdkit.keras")
@@ -372,7 +373,7 @@ class Checkpoint(LastCallback):
             overwrite=self._overwrite,
             subjects=[
                 *model.weights,
-                *(v for each in fit_optimizers(model).values() for v in each.variables),
+                *(v for each in fit_optimizers(model).values() for v in optimizer_variables(each)),
             ],
             **self._settings,
         )

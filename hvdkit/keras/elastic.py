@@ -29,6 +29,7 @@ from hvdkit.keras.model_state import variables_of, weights_of
 from hvdkit.keras.models import is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras_variables.loss_scaling import check_compiled, outermost
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 
 __all__ = [
     "CommitStateCallback",
@@ -123,7 +124,7 @@ class KerasState(CommittedState, horovod_elastic.ObjectState):
         return reduced_over(self._named())
 
     def _originals(self) -> Iterable[Any]:
-        variables = [v for each in self._optimizers() for v in each.variables]
+        variables = [v for each in self._optimizers() for v in optimizer_variables(each)]
         kept = [self.model, *self.model.layers, *self._optimizers()]
         return [*super()._originals(), *kept, *variables_of(self.model), *variables]
 

@@ -13,6 +13,7 @@ from hvdkit.keras.further_optimizers import Trained, build, further_optimizers, 
 from hvdkit.keras.model_state import weights_of
 from hvdkit.keras.models import finalize
 from hvdkit.keras_variables.loss_scaling import outermost
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 
 hvd = backend.hvd
 
@@ -172,7 +173,7 @@ def broadcast_model(
             variable
             for name, each in own.items()
             if name in trained or name == "optimizer"
-            for variable in each.variables
+            for variable in optimizer_variables(each)
         ]
         local = {id(variable) for variable in local_variables}
         # The variables of an optimizer may include those of another one in it.

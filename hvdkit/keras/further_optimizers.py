@@ -18,6 +18,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras_variables.loss_scaling import inner_optimizers, innermost
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 
 #: Optimizer -> the indexes of its trained variables in `model.weights`; -1 for other variables.
 Trained = Mapping[str, Sequence[int]]
@@ -247,8 +248,44 @@ class FurtherOptimizers(OptimizerStates):
         return not further_optimizers(self._model, nested=False)
 
 
+class OptimizerVariables(Variables):
+    """A `StatefulItem`: the variables of an optimizer.
+
+    The path of a variable begins with the name scopes that are open when the optimizer is built. If
+    its first step builds it, for example in a `LossScaleOptimizer`, there are more scopes than if
+    hvdkit builds it before a restore. These scopes need not be equal.
+
+    Args:
+        optimizer: the optimizer.
+        subject: its name in errors.
+    """
+
+    def __init__(self, optimizer: Any, subject: str) -> None:
+        super().__init__(lambda: named(optimizer_variables(optimizer)), subject, backend.tensor_of)
+
+    def plan_restore(self, tree: Tree) -> Tree:
+        """Return the variables' own memory as destinations.
+
+        Raises:
+            UsageError: the variables differ from those that were saved.
+        """
+        own = self._variables()
+        if len(own) == len(tree):
+            own = {
+                _scoped_as(saved, name): own[name] for saved, name in zip(tree, own, strict=True)
+            }
+        return Variables(lambda: own, self._subject, self._tensor).plan_restore(tree)
+
+
+def _scoped_as(saved: str, name: str) -> str:
+    """Return the path `name` with as many name scopes at its beginning as the path `saved` has."""
+    scopes, parts = saved.split("/"), name.split("/")
+    more = len(scopes) - len(parts)
+    return "/".join([*scopes[:more], *parts] if more > 0 else parts[-more:])
+
+
 def _variables(name: str, optimizer: Any) -> Variables:
-    return Variables(lambda: named(optimizer.variables), f"the optimizer {name}", backend.tensor_of)
+    return OptimizerVariables(optimizer, f"the optimizer {name}")
 
 
 def _reduction_state(optimizer: Any) -> Tree:

@@ -21,13 +21,15 @@ from hvdkit.keras import backend
 from hvdkit.keras.fit.metrics import flat_metrics
 from hvdkit.keras.further_optimizers import (
     FurtherOptimizers,
+    OptimizerVariables,
     all_optimizers,
     built_optimizers,
     further_optimizers,
 )
 from hvdkit.keras.model_state import buffers_of, recurrent_states
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras_variables.optimizer_slots import slots_of
+from hvdkit.keras_variables.loss_scaling import inner_optimizers
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables, slots_of
 
 log = logging.getLogger("hvdkit.keras")
 
@@ -46,9 +48,7 @@ def items_of(model: Any) -> dict[str, StatefulItem]:
             lambda: named(buffers_of(model)), "the buffers of modules", backend.tensor_of
         )
     if optimizer is not None:
-        items["optimizer"] = Variables(
-            lambda: named(optimizer.variables), "the optimizer", backend.tensor_of
-        )
+        items["optimizer"] = OptimizerVariables(optimizer, "the optimizer")
     if further_optimizers(model):
         items[_FURTHER] = FurtherOptimizers(model)
     items[h5.PART] = Layout(model)
@@ -79,6 +79,8 @@ def rank_items_of(model: Any) -> dict[str, RankItem]:
         items["own_buffers"] = OwnVariables(lambda: _smallest(buffers_of(model)))
     if recurrent_states(model):
         items["recurrent"] = OwnVariables(lambda: recurrent_states(model))
+    if _of_losses_and_schedules(model):
+        items["losses"] = OwnVariables(lambda: _of_losses_and_schedules(model))
     return items | {
         # Last, because creating a seed draws from Python's random numbers.
         "random": backend.randomness(),
@@ -140,12 +142,12 @@ class Layout:
             id(variable): (part, name)
             for part, variables in (
                 ("model", self._model.weights),
-                ("optimizer", [] if optimizer is None else optimizer.variables),
+                ("optimizer", [] if optimizer is None else optimizer_variables(optimizer)),
             )
             for name, variable in named(variables).items()
         }
         for attribute, further in built_optimizers(self._model).items():
-            variables = named(further.variables)
+            variables = named(optimizer_variables(further))
             part = f"{attribute}.variables"
             known |= {id(v): (_FURTHER, f"{part}.{name}") for name, v in variables.items()}
         layout: list[Any] = []
@@ -248,6 +250,27 @@ class OwnVariables:
 
 def _line(variable: Any) -> str:
     return f"{plain(variable.name)} {variable.dtype} {list(variable.shape)}"
+
+
+def _of_losses_and_schedules(model: Any) -> list[Any]:
+    """Return the small variables that losses and learning rate schedules of a model have.
+
+    Keras does not count them: a loss may keep an average of the outputs, for example.
+    """
+    known = {id(variable) for variable in model.variables}
+    holders = [*keras.tree.flatten(getattr(model, "loss", None))]
+    for outer in all_optimizers(model):
+        for each in (outer, *inner_optimizers(outer).values()):
+            known |= {id(variable) for variable in optimizer_variables(each)}
+            holders.append(getattr(each, "_learning_rate", None))
+    found = [
+        value
+        for holder in holders
+        if isinstance(holder, keras.losses.Loss | keras.optimizers.schedules.LearningRateSchedule)
+        for value in keras.tree.flatten(list(vars(holder).values()))
+        if isinstance(value, keras.Variable) and id(value) not in known
+    ]
+    return _smallest(found)
 
 
 def metric_variables(model: Any) -> list[Any]:

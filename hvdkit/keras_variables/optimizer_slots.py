@@ -1,12 +1,37 @@
-"""The slots of a Keras optimizer: the variables that it keeps for one trained variable each.
+"""The variables of a Keras optimizer, and its slots.
 
-For example, Adam keeps a momentum and a velocity for each weight.
+Slots are the variables that it keeps for one trained variable each. For example, Adam keeps a
+momentum and a velocity for each weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdkit.keras_variables.loss_scaling import innermost
+from hvdkit.keras_variables.loss_scaling import inner_optimizers, innermost
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """Return the whole state of a Keras optimizer: also variables that Keras does not count.
+
+    A `LossScaleOptimizer` builds the optimizer in it without tracking attributes. So the variables
+    of both lack those that the inner optimizer creates without `add_variable`, such as the product
+    of momentum factors of Nadam. They follow the others.
+    """
+    found = {id(variable): variable for variable in optimizer.variables}
+    counted = set(found)
+    for each in (optimizer, *inner_optimizers(optimizer).values()):
+        if not {id(variable) for variable in each.variables} <= counted:
+            continue  # its state is not a part of the state of the outer optimizer
+        trained = {id(variable) for variable in getattr(each, "_trainable_variables", None) or ()}
+        for value in vars(each).values():
+            if isinstance(value, Mapping):
+                value = list(value.values())
+            for variable in value if isinstance(value, list | tuple) else [value]:
+                # This layer must not import Keras.
+                is_variable = hasattr(variable, "path") and hasattr(variable, "assign")
+                if is_variable and id(variable) not in trained:
+                    found.setdefault(id(variable), variable)
+    return list(found.values())
 
 
 def slots_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:

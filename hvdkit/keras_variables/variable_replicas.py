@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdkit.agreement.names import without_model_names
 from hvdkit.agreement.replicas import Access, Item, Replicas
-from hvdkit.keras_variables.optimizer_slots import slots_of
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables, slots_of
 
 # Keras numbers layers of the same class, also within the name of a slot:
 # `adam/sequential_1_dense_2_kernel_momentum`.
@@ -39,7 +39,10 @@ def variable_replicas(
         return Item(repr(name), line, value, trained)
 
     # Counters and learning rates come first: if they differ, trained variables differ, too.
-    scalars = [item(name, v, str) for name, v in state if not len(v.shape)]
+    # Their names may begin with the name scopes in which an optimizer was built.
+    scalars = [
+        item(name, v, lambda n: n.rsplit("/", 1)[-1]) for name, v in state if not len(v.shape)
+    ]
     parameters = [item(name, v, without_model_names, trains=True) for name, v in variables]
     # Such as `adam/sequential_dense_kernel_momentum`; the order says of which variable.
     slots = [item(name, v, lambda n: n.rsplit("_", 1)[-1]) for name, v in state if len(v.shape)]
@@ -55,4 +58,4 @@ def state_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """
     own = {id(variable) for variable in variables}
     excluded = {id(slot) for variable, slot in slots_of(optimizer) if id(variable) not in own}
-    return [variable for variable in optimizer.variables if id(variable) not in excluded]
+    return [v for v in optimizer_variables(optimizer) if id(v) not in excluded]

@@ -28,6 +28,7 @@ from hvdkit.profiling.events import OWN, Event
 from hvdkit.profiling.overlap import Span, contradictions
 from hvdkit.runtime import time_of_day
 from hvdkit.runtime.recorder import Recorder
+from hvdkit.system.whole_files import beside
 
 _Batch = TypeVar("_Batch")
 
@@ -411,7 +412,7 @@ class BaseProfile:
         self._offset = time_of_day.offset()
         if self._collectives.rank or os.environ.get(timeline.VARIABLE) != timeline.DYNAMIC:
             return
-        self._timeline = self._path.with_name(f".{self._path.name}.{os.getpid()}.timeline")
+        self._timeline = beside(self._path)
         self._control.start_timeline(str(self._timeline))
 
     def _stop_timeline(self) -> None:

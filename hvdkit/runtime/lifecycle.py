@@ -18,7 +18,9 @@ from typing import Any, NoReturn, Protocol
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.runtime import loaded_modules, record_files
 from hvdkit.runtime.departure import Departure
+from hvdkit.runtime.engine_files import EngineFiles
 from hvdkit.runtime.host_collectives import HostCollectives, check_choice
+from hvdkit.runtime.import_in_root import import_in_root
 from hvdkit.runtime.recorder import Recorder, stall_seconds, use_folder
 from hvdkit.runtime.shared_gpus import separate_for_nccl
 from hvdkit.runtime.standard_streams import write_whole_output
@@ -149,6 +151,7 @@ def loading(
         # work. `init` warns with a command that does.
         warnings.filterwarnings("ignore", message=r"Framework \w+ installed with version")
         try:
+            import_in_root(f"horovod.{framework}.mpi_ops")
             yield
         except errors as error:
             raise ImportError(
@@ -199,6 +202,7 @@ class Runtime:
         self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
         #: The engine's flight recorder.
         self.recorder = Recorder(horovod._basics.MPI_LIB_CTYPES)
+        self._files = EngineFiles(horovod._basics.MPI_LIB_CTYPES)
         libc = ctypes.CDLL(None)
         os.register_at_fork(after_in_child=lambda: self._after_fork(libc))
 
@@ -288,7 +292,10 @@ class Runtime:
         if whole_world:
             # Otherwise the launcher would wait for ranks that do not take part.
             self.recorder.note_init(record_files.ENTERED, self._starts + 1)
-        with one_rank_over_gloo(os.environ) if single else nullcontext():
+        with (
+            one_rank_over_gloo(os.environ) if single else nullcontext(),
+            self._files.given(os.environ),
+        ):
             horovod.init(*args, **kwargs)
         if whole_world and processes > 1 and horovod.size() == 1:
             horovod.shutdown()

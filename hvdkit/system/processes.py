@@ -76,6 +76,29 @@ def python_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", *arguments]
 
 
+def run_python(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run this Python in the folder `/`, and return its output.
+
+    For code that loads a framework or MPI. UCX, which Open MPI loads, reads a file `ucx.conf` in
+    the current folder. Such a file of another user could replace a file of this user by a log.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended within `seconds`.
+    """
+    environment = dict(os.environ)
+    if path := environment.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    return subprocess.run(
+        python_command(*arguments),
+        env=environment,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
 class ProcessGroup:
     """The processes of one job on this machine."""
 

@@ -21,6 +21,7 @@ from hvdkit.checkpoint.state import StatefulItem
 from hvdkit.checkpoint.step_boundary import window_boundary
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 from hvdkit.tensorflow import runtime
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import Randomness, Statistics, VariableTensor
@@ -214,6 +215,8 @@ def _named(given: Any) -> dict[str, Any]:
 def _variables(given: Any) -> Sequence[Any]:
     if isinstance(given, list | tuple):
         return given
+    if isinstance(given, keras.optimizers.Optimizer):
+        return optimizer_variables(given)
     # Without the states of random seeds, which differ between ranks.
     found = given.weights if isinstance(given, keras.layers.Layer) else None
     found = getattr(given, "variables", None) if found is None else found

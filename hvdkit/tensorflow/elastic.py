@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+import keras
 import tensorflow as tf
 from horovod.common import elastic as horovod_elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
@@ -20,6 +21,7 @@ from hvdkit.elastic.run import Adapter, elastic_function
 from hvdkit.elastic.state import CommittedState
 from hvdkit.errors import UsageError
 from hvdkit.keras_variables.loss_scaling import check_compiled, outermost
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 from hvdkit.tensorflow.checkpoint import tensor_of
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.functions import broadcast_object, is_seed
@@ -203,6 +205,8 @@ class TensorFlowKerasState(_VariablesState):
 
 
 def _variables_of(optimizer: Any) -> Sequence[Any]:
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return optimizer_variables(optimizer)
     variables = getattr(optimizer, "variables", ())
     # A method before Keras 3.
     return variables() if callable(variables) else variables

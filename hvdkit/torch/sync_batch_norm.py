@@ -50,7 +50,8 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
         process_set: mpi_ops.ProcessSet = mpi_ops.global_process_set,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        # Horovod's constructor lacks some of these arguments.
+        _BatchNorm.__init__(self, *args, **kwargs)
         self.process_set = process_set
 
     @property
@@ -279,9 +280,10 @@ class _Normalization(torch.autograd.Function):
             if weight is not None:
                 of_input *= weight.to(kind).view(shape)
             of_input = of_input.to(input.dtype)
-        if weight is None:
-            return of_input, None, None, None, None
-        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+        needed = ctx.needs_input_grad  # False also for a weight or a bias that does not exist
+        # PyTorch casts the gradients to the dtypes of the parameters.
+        of_parameters = (of_weight if needed[1] else None, of_bias if needed[2] else None)
+        return of_input, *of_parameters, None, None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

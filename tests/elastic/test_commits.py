@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hvdkit.checkpoint.errors import Damaged
 from hvdkit.checkpoint.host_steps import HostSteps, key_of
 from hvdkit.checkpoint.items import Plain
 from hvdkit.checkpoint.snapshot import SnapshotMemory
@@ -120,6 +121,17 @@ Ranks([pathlib.Path({str(world.folders[0])!r})]).store(0, 2, number=2)
     assert place_and_value(world.folders[0]) == ([1, 2], 3)
 
 
+def test_the_launcher_learns_of_commits_with_lower_numbers_than_those_of_an_earlier_start(
+    world, monkeypatch
+):
+    """A host that was left out of a start may have them. It has the newest commit nevertheless."""
+    told = []
+    monkeypatch.setattr("hvdkit.elastic.commits.report_committed", lambda: told.append(True))
+    world.store(0, 1, number=9)
+    world.store(0, 2, start=2, number=4)
+    assert len(told) == 2
+
+
 def test_the_rank_with_the_newest_commit_sends_it(world, monkeypatch):
     """A host that was left out of a start may have commits with higher numbers."""
     monkeypatch.setattr(parts, "_PIECE_BYTES", 1024)
@@ -136,6 +148,36 @@ def test_the_rank_with_the_newest_commit_sends_it(world, monkeypatch):
 
     assert world.run(work, start=2) == [(1, [2], rank == 1) for rank in range(3)]
     assert [place_and_value(folder) for folder in world.folders] == [([3, 4], 2)] * 3
+
+
+def test_another_host_sends_its_commit_if_the_newest_one_is_damaged(world, monkeypatch, caplog):
+    for rank, number in enumerate((2, 2, 1)):
+        world.store(rank, number, number=number)
+    damaged = []
+
+    def read(opened):
+        # As a chunk that is not read when the commit is opened.
+        if any(str(folder) in opened.location for folder in damaged):
+            raise Damaged("model.safetensors: its content is not what was written", "")
+        return parts.read(opened)
+
+    monkeypatch.setattr("hvdkit.elastic.commits.read", read)
+
+    def work(commits, rank):
+        found = commits.newest()
+        if found is None:
+            return None
+        holder, own = found
+        return holder, value_of(own) if own else None
+
+    for folder, expected in zip(
+        world.folders,
+        ([(1, None), (1, 2), (1, None)], [(2, None), (2, None), (2, 1)], [None] * 3),
+        strict=True,
+    ):
+        damaged.append(folder)
+        assert world.run(work, start=1, committed=True) == expected
+    assert "the training starts from its beginning" in caplog.records[-1].getMessage()
 
 
 def test_a_restored_commit_is_progress_if_its_content_is_new(world, monkeypatch, tmp_path):
@@ -242,7 +284,7 @@ def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
         return state.best
 
     assert world.run(work) == [f"of rank {rank}" for rank in range(3)]
-    more = [] if one_host else ["hvdkit.elastic.values"]
+    more = [] if one_host else ["hvdkit.checkpoint.values"]
     assert world.names == ["hvdkit.elastic.window", *more, "hvdkit.elastic.commit"]
     for rank, folder in enumerate(world.folders):
         if rank == 0 or not one_host:
@@ -255,7 +297,7 @@ def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("file", "rank 1: .*OSError.* newest commit cannot be read"),
+        ("file", "newest commit cannot be read .rank 1: OSError"),
         ("save", "commit 5 of the elastic state was not stored.*rank 0: MemoryError"),
         ("begin", "commit 4 of the elastic state was not stored.*rank 1: .*twice as much free"),
         ("write", "commit 5 of the elastic state was not stored.*rank 1: .*No space"),

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdkit.bench import results
 from hvdkit.bench.scale import fit
@@ -12,12 +13,16 @@ from hvdkit.bench.scale.prediction import Link
 from hvdkit.bench.step.variants import ALONE, FLAT, HVDKIT, SHARE_OF_FLOAT32, SINGLE
 from hvdkit.errors import UsageError
 from hvdkit.reduction import bucketing
+from hvdkit.system.plain_files import seconds, whole
 
 _FEWEST_SIZES = 2
 _NO_WIRE = "none"
 # Smaller buffers are not fitted: most gradients are in larger buckets, and a link may send small
 # buffers faster than its rate.
 _FITTED_BYTES = 4 * bucketing.MB
+_RANKS = ("ranks", "ranks_per_host")
+# The limits of numbers in a file: no benchmark measures others.
+_MOST_RANKS, _MOST_BYTES, _SHORTEST = 1_000_000, 10**15, 1e-12
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def read_allreduces(path: Path) -> Allreduces:
         for row in sums:
             if row["variant"] == chosen:
                 calls = [call for turn in row["turns"] for call in turn]
-                by_wire.setdefault(row["wire"], {})[int(row["bytes"])] = _median(calls)
+                by_wire.setdefault(row["wire"], {})[_size(row["bytes"])] = _median(calls)
         times = by_wire.pop(_NO_WIRE)
         ranks, ranks_per_host = _ranks(found, path, "--allreduce")
     if (large := sum(size >= _FITTED_BYTES for size in times)) < _FEWEST_SIZES:
@@ -171,7 +176,11 @@ def read_steps(path: Path, model: str | None) -> Steps:
         seconds = {variant: _median(row["turns"]) for variant, row in rows.items()}
         reduced = tuple(
             MeasuredStep(
-                variant, row["wire"], row["optimizer"] == FLAT, int(row["ranks"]), seconds[variant]
+                str(variant),
+                row["wire"],
+                row["optimizer"] == FLAT,
+                _size(row["ranks"], _MOST_RANKS),
+                seconds[variant],
             )
             for variant, row in rows.items()
             if row["optimizer"] in HVDKIT and row["wire"] in SHARE_OF_FLOAT32
@@ -179,7 +188,7 @@ def read_steps(path: Path, model: str | None) -> Steps:
         return Steps(
             source=str(path),
             model=str(name),
-            nbytes=int(rows[SINGLE]["bytes"]),
+            nbytes=_size(rows[SINGLE]["bytes"]),
             ranks_per_host=ranks_per_host,
             one_rank=seconds[SINGLE],
             alone=seconds.get(ALONE),
@@ -194,18 +203,30 @@ def _ranks(found: results.Results, path: Path, option: str) -> tuple[int, int]:
             f"{option} {path} does not say how many ranks a host had, because an older hvdkit "
             f"wrote it: measure again"
         )
-    ranks, ranks_per_host = found.conditions["ranks"], found.conditions["ranks_per_host"]
-    if not 0 < ranks_per_host <= ranks or ranks % ranks_per_host:
+    conditions = found.conditions
+    ranks, ranks_per_host = (_size(conditions[each], _MOST_RANKS) for each in _RANKS)
+    if ranks % ranks_per_host:
         raise UsageError(
             f"{option} {path} has {ranks} ranks, and {ranks_per_host} on the first host; expected "
             f"the same number of ranks on each host"
         )
-    return int(ranks), int(ranks_per_host)
+    return ranks, ranks_per_host
 
 
-def _median(seconds: Sequence[float]) -> float:
-    found = float(statistics.median(seconds))
-    if not 0 < found < float("inf"):
+def _size(number: Any, most: int = _MOST_BYTES) -> int:
+    """Return a number of bytes or ranks.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not 0 < (found := whole(number)) <= most:
+        raise ValueError(f"a number of bytes or ranks is {found}")
+    return found
+
+
+def _median(times: Sequence[float]) -> float:
+    found = statistics.median(map(seconds, times))
+    if not found > _SHORTEST:
         raise ValueError(f"a time is {found}")
     return found
 

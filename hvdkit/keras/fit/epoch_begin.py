@@ -17,6 +17,7 @@ from hvdkit.keras.fit.learning_rates import EpochRates, rate_variables
 from hvdkit.keras.further_optimizers import all_optimizers
 from hvdkit.keras.items import CallbackStates
 from hvdkit.keras.model_state import variables_of
+from hvdkit.keras_variables.optimizer_slots import optimizer_variables
 
 
 class Copies:
@@ -28,7 +29,10 @@ class Copies:
     def __init__(self, model: Any) -> None:
         built = (each for each in all_optimizers(model) if each.built)
         rates = {id(variable) for variable in rate_variables(model)}
-        variables = [*variables_of(model), *(v for each in built for v in each.variables)]
+        variables = [
+            *variables_of(model),
+            *(v for each in built for v in optimizer_variables(each)),
+        ]
         self._copies = [(v, backend.read(v).copy()) for v in variables if id(v) not in rates]
 
     def restore(self) -> None:

@@ -190,7 +190,7 @@ def reduce_logs(
     layout = _checked_layout(layout, group, everyone)
     if state is None:
         arrays = [array for entry in layout for array in _zeros(entry)]
-    sums_of_all = backend.sum_arrays(arrays, "hvdkit.keras.fit.metrics", group.process_set)
+    sums_of_all = backend.sum_arrays(arrays, "hvdkit.keras.metrics", group.process_set)
     reduced = _logs_of(model, layout, iter(sums_of_all))
     if group.rank == group.ranks[0]:
         _warn_of_arrays(logs.keys() - reduced.keys() - _unreduced, logs)
@@ -287,7 +287,7 @@ def _checked_layout(layout: _Layout, group: Any, everyone: bool) -> _Layout:
     if everyone:
         check_consistency(group, lines, _SUBJECT)
         return layout
-    gathered = group.allgather("\n".join(lines).encode(), "hvdkit.keras.fit.metrics.layout")
+    gathered = group.allgather("\n".join(lines).encode(), "hvdkit.keras.metrics.layout")
     theirs = {data for data in gathered if data}
     if len(theirs) > 1:
         raise RankMismatchError(

@@ -106,7 +106,7 @@ class StatisticsAverage:
         ]
         size = sum(value.size for value in values)
         ranks, total, squares = self._group.sum(
-            [1, size, size * size], "hvdkit.keras.fit.statistics.size"
+            [1, size, size * size], "hvdkit.keras.statistics.size"
         )
         if not all_equal(ranks, total, squares) or not size:
             return
@@ -114,7 +114,7 @@ class StatisticsAverage:
         own = [v if f else np.zeros_like(v) for v, f in zip(values, finite, strict=True)]
         *sums, counts, movements = backend.sum_arrays(
             [*own, np.array(finite), np.array(moved)],
-            "hvdkit.keras.fit.statistics",
+            "hvdkit.keras.statistics",
             self._group.process_set,
         )
         for variable, value, count, moves in zip(variables, sums, counts, movements, strict=True):

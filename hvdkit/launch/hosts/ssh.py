@@ -38,6 +38,9 @@ _NO_ANSWER = "not responding|timed out"
 _LOST = f"{_NO_ANSWER}|closed by remote host|Connection reset|Broken pipe"
 # Other messages of ssh at the end of a connection that was made.
 _FAILED_LATER = "ssh_dispatch_run_fatal|client_loop|packet_write|Bad packet|Corrupted MAC"
+# A server in ssh's messages. Before ssh has checked the host key, any machine on the network can
+# write into these messages, so other texts, such as `$(command)`, are not shown in advice.
+_SERVER = r"([A-Za-z0-9_:][A-Za-z0-9_.:%-]*)"
 #: A line in which ssh says that it has lost a host.
 LOST_LINE = re.compile(
     r"(Timeout, server|Connection to) \S+ (not responding|closed by remote host)"
@@ -230,9 +233,9 @@ class Ssh:
         ssh's configuration may set another name and port. ssh's messages show them.
         """
         for message in (
-            r"connect to (?:host|address) (\S+) port (\d+)",
-            r"host key is known for \[(\S+)\]:(\d+)",
-            r"-R [\"']?\[(\S+)\]:(\d+)",
+            rf"connect to (?:host|address) {_SERVER} port ([0-9]{{1,5}})\b",
+            rf"host key is known for \[{_SERVER}\]:([0-9]{{1,5}})\b",
+            rf"-R [\"']?\[{_SERVER}\]:([0-9]{{1,5}})\b",
         ):
             if found := re.search(message, stderr):
                 return found[1], int(found[2])

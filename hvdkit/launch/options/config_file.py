@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,12 @@ from hvdkit.system.plain_files import read_text
 from hvdkit.system.whole_files import create
 
 _COMMAND = "command"
-# The longest file, in bytes. Python needs 0.4 GB for a dotted key of this length (a.a.a...).
+# The longest file, in bytes.
 _LONGEST = 20_000
+# A dotted key (a.a.a...) of many parts. Python's memory for it grows with the square of their
+# number, to 0.4 GB in a file of this length.
+_PART = r"""(?:[\w-]{1,500}+|"(?:\\.|[^"\\\n]){0,500}+"|'[^'\n]{0,500}+')"""
+_DEEP_KEY = re.compile(rf"(?:{_PART}[ \t]*+\.[ \t]*+){{64}}", re.ASCII)
 # Options for the file itself, or for one start only.
 _NOT_IN_FILE = frozenset({"help", "config", "write-config", "dry-run"})
 
@@ -44,7 +49,10 @@ def parse_with(
         UsageError: the file does not exist or is not TOML, or a key or a value is not valid.
     """
     try:
-        found = tomllib.loads(read_text(path.resolve(), _LONGEST).removeprefix("\ufeff"))
+        text = read_text(path.resolve(), _LONGEST).removeprefix("\ufeff")
+        if _DEEP_KEY.search(text):
+            raise ValueError("a key has more than 64 parts")
+        found = tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from error
     # Numbers and levels that are too large for Python are other errors than those of TOML.

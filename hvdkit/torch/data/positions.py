@@ -16,7 +16,7 @@ from hvdkit.checkpoint.state import RankItem, StatefulItem, Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.data.sampling import ResumableSampler, sampler_of
 from hvdkit.torch.data.workers import shield_workers
-from hvdkit.torch.items.randomness import Randomness
+from hvdkit.torch.items.randomness import Randomness, checked
 from hvdkit.torch.items.trees import with_small_tensors, without_small_tensors
 
 # Bytes of JSON. The first rank has the states of all ranks in memory.
@@ -106,7 +106,8 @@ class DataState:
         self._call("load_state_dict", without_small_tensors(tree["state"]))
         if isinstance(self._stateful, DataLoader):
             if self._stateful.generator is not None and tree["generator"] is not None:
-                self._stateful.generator.set_state(without_small_tensors(tree["generator"]))
+                saved = without_small_tensors(tree["generator"])
+                self._stateful.generator.set_state(checked(saved))
             _keep_random_numbers(self._stateful)
 
     def _generator_state(self) -> Tree:

@@ -9,7 +9,7 @@ from hvdkit.checkpoint.items import does_not_fit
 from hvdkit.checkpoint.state import Discarded, TensorSpec, Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.items.model import ModelItem
-from hvdkit.torch.items.tensors import CPU, TorchTensor, empty
+from hvdkit.torch.items.tensors import CPU, TorchTensor, empty, memory
 from hvdkit.torch.items.trees import at, leaves, mapped, with_tensors, without_tensors
 from hvdkit.torch.reduction.memory_order import memory_order
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
@@ -61,6 +61,7 @@ class OptimizerItem:
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
             ],
             "orders": self._orders(state["state"]),
+            "tied": _tied(state["state"]),
             **self._window(),
         }
 
@@ -167,14 +168,29 @@ class OptimizerItem:
         device_of = self._devices(tree)
         # Steps of earlier versions have no orders.
         orders = {tuple(path): tuple(order) for path, order in tree.get("orders", [])}
+        # Nor do they tell which tensors are one tensor.
+        tied = {tuple(path): tuple(first) for path, first in tree.get("tied", [])}
+        destinations: dict[tuple[Any, ...], TorchTensor] = {}
+        # The memory of tensors that were separate stays separate.
+        taken = set()
 
         def convert(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
+            destination = destinations.get(tied.get(path, path)) or destination_of(leaf, path)
+            destinations[path] = destination
+            taken.add(memory(destination.tensor))
+            return destination
+
+        def destination_of(leaf: TensorSpec, path: tuple[Any, ...]) -> TorchTensor:
             held = own_leaves.get(path)
             device = device_of(path, held)
             order = orders.get(path) or _usual_order(leaf.shape, path, parameters)
-            if isinstance(held, torch.Tensor) and held.device == device:
+            if (
+                isinstance(held, torch.Tensor)
+                and held.device == device
+                and memory(held) not in taken
+            ):
                 kept = TorchTensor(held, at(f"{self._subject}['state']", path))
                 if kept.spec == leaf and memory_order(held) == order:
                     return kept
@@ -288,6 +304,21 @@ class OptimizerItem:
             optimizer.discard_accumulated()
             # Steps without an open window, and of earlier versions, have no position.
             optimizer.reducer.resume_window(*tree.get("window", (0, 1)))
+
+
+def _tied(state: Mapping[Any, Any]) -> list[list[list[Any]]]:
+    """Return, for each further path of a tensor that has several, this path and the first one.
+
+    Each path has its own copy in the step, so that earlier versions can restore it.
+    """
+    firsts: dict[Any, tuple[Any, ...]] = {}
+    found = []
+    for path, leaf in leaves(state):
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            first = firsts.setdefault(memory(leaf), path)
+            if first != path:
+                found.append([list(path), list(first)])
+    return found
 
 
 def _usual_order(

@@ -3,10 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdkit.checkpoint import randomness
 from hvdkit.checkpoint.state import Tree
+
+# The bytes of a state of the CPU: a seed and positions, and 624 words of 64 bits.
+_HEAD, _WORDS = 24, 624 * 8
 
 
 class Randomness:
@@ -23,6 +27,7 @@ class Randomness:
             "torch.Generator",
             lambda generator: generator.get_state().numpy().tobytes(),
             lambda generator, content: generator.set_state(_state(content)),
+            _state,
         )
 
     def save(self) -> Tree:
@@ -42,6 +47,7 @@ class Randomness:
             UsageError: names or kinds differ.
         """
         randomness.check(tree)
+        _state(tree["torch"])
         self._generators.check(tree["generators"])
 
     def restore(self, tree: Tree) -> None:
@@ -54,4 +60,17 @@ class Randomness:
 
 
 def _state(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return checked(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def checked(state: torch.Tensor) -> torch.Tensor:
+    """Return the state of a generator on the CPU or a GPU.
+
+    Raises:
+        UsageError: no generator has this state.
+    """
+    # A state of a GPU is shorter.
+    if state.dtype == torch.uint8 and state.numel() >= _HEAD + _WORDS:
+        words = state.numpy()[_HEAD : _HEAD + _WORDS].view(np.uint64)
+        randomness.check_twister(words.astype(np.uint32).tobytes())
+    return state

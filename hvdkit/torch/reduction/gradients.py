@@ -59,7 +59,8 @@ def _is_nonzero(gradient: torch.Tensor) -> bool:
     values = gradient._values() if gradient.is_sparse else gradient
     if not values.numel():
         return False
-    values = torch.view_as_real(values) if values.is_complex() else values
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     return bool(torch.stack(torch.aminmax(values)).any())  # faster than `any` of all elements
 
 

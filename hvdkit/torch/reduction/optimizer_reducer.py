@@ -645,22 +645,24 @@ class OptimizerReducer:
 def step_boundary(reducers: Callable[[], Sequence[OptimizerReducer]]) -> StepBoundary:
     """Return the places between the steps of the optimizers of reducers.
 
-    A rank is at a boundary if no window is open, and no pass has followed the last step or
-    `zero_grad()` of any optimizer of the process. Gradients that such a step has left to another
-    optimizer do not count: in a GAN, those of the discriminator are removed before its next pass.
-    Nor do those that the script has removed itself, as with `model.zero_grad()`.
+    A rank is at a boundary if no window is open, no pass runs, and no pass has followed the last
+    step or `zero_grad()` of any optimizer of the process. Hooks of gradients run in a pass.
+    Gradients that such a step has left to another optimizer do not count: in a GAN, those of the
+    discriminator are removed before its next pass. Nor do those that the script has removed itself,
+    as with `model.zero_grad()`.
     """
 
     def place() -> Place:
         own = reducers()
         for each in own:
             each.complete_earlier_passes()
-        passes = max((each.siblings.passes for each in own), default=0)
+        made = max((each.siblings.passes for each in own), default=0)
         windows = [each.window.begun for each in own]
-        waits = passes and any(
-            each.has_unused_gradients and each.gradients.any_nonzero() for each in own
+        waiting = (
+            each.has_unused_gradients and each.gradients.any_nonzero() for each in own if made
         )
-        return (passes, *windows) if waits or any(windows) else None
+        waits = own and (passes.in_backward() or any(waiting))
+        return (made, *windows) if waits or any(windows) else None
 
     def steps() -> int:
         optimizers = [each.optimizer() for each in reducers()]

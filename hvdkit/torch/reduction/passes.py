@@ -192,17 +192,18 @@ def _watch_outer_task(node: Any, task: GraphTask) -> None:
     """Watch the outer task after a re-entrant task, which has just ended inside `node`.
 
     A function that is queued here would belong to the inner task. The nodes after `node` run in the
-    outer task, so queue it there.
+    outer task, so queue it in the first one that runs. With `backward(inputs=...)`, some do not.
     """
+    handles: list[Any] = []
 
     def watch_again(_: Any) -> None:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         for reducer in task.reducers:
             watch(reducer)
 
     for following, _ in node.next_functions:
         if following is not None:
-            handle = following.register_prehook(watch_again)
-            for reducer in task.reducers:
-                reducer.graph_task = weakref.ref(watch_again)
-            return
+            handles.append(following.register_prehook(watch_again))
+    for reducer in task.reducers:
+        reducer.graph_task = weakref.ref(watch_again)

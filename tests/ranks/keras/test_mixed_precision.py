@@ -144,3 +144,17 @@ def test_scales_of_float8_are_those_of_one_process(hvd, passes):
             compared += 1
     assert compared == 8
     assert oracle.same_everywhere(hvd, model.get_weights())
+
+
+def test_a_broadcast_contains_what_a_loss_scale_optimizer_does_not_count(hvd):
+    """It builds Nadam untracked, so the optimizer's `variables` lack Nadam's product of factors."""
+    inner = keras.optimizers.Nadam(0.01)
+    model = oracle.dense_model()
+    model.compile(LossScaleOptimizer(inner, INITIAL), "mse")
+    if hvd.rank() == 0:
+        with hvd.local_fit():
+            inputs, targets = batches(hvd, poisoned=[])
+            fit(model, inputs, targets)
+    hvd.broadcast_model(model, root_rank=0)
+    assert float(inner._u_product) < 0.1
+    assert oracle.same_everywhere(hvd, [inner._u_product.numpy()])

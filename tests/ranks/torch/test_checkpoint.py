@@ -533,6 +533,16 @@ def adversarial_example(hvd, models, optimizers, ask):
     ask()
 
 
+def gradient_hook(hvd, models, optimizers, ask):
+    """Ask within a pass, before its gradients are there."""
+    discriminator, optimizer = models[1], optimizers[1]
+    optimizer.zero_grad()
+    outputs = discriminator(torch.ones(1, 3))
+    outputs.register_hook(lambda _: ask())
+    outputs.sum().backward()
+    optimizer.step()
+
+
 def dropped_pass(hvd, models, optimizers, ask):
     """Ask within a window in which one rank has dropped a pass."""
     discriminator, optimizer = models[1], optimizers[1]
@@ -566,7 +576,7 @@ def test_saves_after_a_step_do_not_wait_for_gradients_of_other_optimizers(hvd, u
     assert_saves(hvd, use, range(1, 5), warns)
 
 
-@pytest.mark.parametrize("use", [adversarial_example, dropped_pass])
+@pytest.mark.parametrize("use", [adversarial_example, dropped_pass, gradient_hook])
 def test_calls_that_are_never_after_a_step_are_an_error(hvd, use):
     with pytest.raises(UsageError, match=r"maybe_save\(2\) was called between a backward pass"):
         assert_saves(hvd, use, [], warns=False)

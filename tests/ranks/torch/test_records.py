@@ -100,7 +100,7 @@ def test_a_rank_with_many_threads_after_many_calls_without_a_name(tmp_path, thre
 @pytest.mark.parametrize("seconds", [7200.0, pytest.param(-7200.0, marks=pytest.mark.long)])
 def test_the_time_of_day_is_set_during_a_stall(tmp_path, seconds):
     library, offset = tmp_path / "clock.so", tmp_path / "offset"
-    source = REPOSITORY / "tests" / "chaos" / "clock.c"
+    source = REPOSITORY / "tests" / "search" / "chaos" / "clock.c"
     command = ["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
     subprocess.run(command, check=True, timeout=60)
     offset.write_bytes(struct.pack("d", 0.0))

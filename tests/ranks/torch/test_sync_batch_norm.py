@@ -1,6 +1,7 @@
 """`hvd.SyncBatchNorm` on CPUs, compared with `torch.nn.BatchNorm` in one process with all data."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -79,6 +80,17 @@ def test_it_is_that_of_one_process(hvd, shape):
 )
 def test_options(hvd, options):
     assert_as_one_process(hvd, batches_of(hvd, (4,), COUNTS), steps=3, **options)
+
+
+@pytest.mark.skipif(
+    "bias" not in inspect.signature(nn.BatchNorm1d).parameters, reason="PyTorch has no bias=False"
+)
+def test_without_a_bias(hvd):
+    batches = batches_of(hvd, (4,), COUNTS)
+    assert_as_one_process(hvd, batches, bias=False, device="cpu", dtype=torch.float64)
+    layer = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3, bias=False))
+    layer(batches[hvd.rank()].float()).sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
 
 
 def test_float32_keeps_its_digits_far_from_zero(hvd):

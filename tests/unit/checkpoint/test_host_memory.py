@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvdkit.checkpoint import host_memory
+from hvdkit.checkpoint.items import kept_in
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.posix import disk
 from hvdkit.checkpoint.sharding import Shard, ShardedItem
@@ -44,11 +45,12 @@ class World:
             host = hosts[collectives.rank]
             self.of_ranks.folders = self.folders[host] if host else []
             part, own = state(0), Own(None)
+            own.metadata = {}
             options = {"every_steps_in_memory": 1} | how
             with Manager(
                 Store(str(self.disk), keep_last=None),
                 collectives,
-                {"model": part},
+                {"model": part, "metadata": kept_in(own.metadata)},
                 rank_parts={"own": own},
                 **options,
             ) as manager:
@@ -134,6 +136,21 @@ def test_a_lost_host_gets_the_step_of_another_host(world, lost):
     assert (world.steps(lost) == [(1, 5)]) == (lost == "a")
     world.train(5, 7)
     assert world.steps("a") == world.steps("b") == [(1, 7)]
+
+
+def test_each_host_keeps_the_metadata_of_the_first_rank(world):
+    def train(manager, part, own, rank):
+        own.metadata |= {"history": [rank], "best": np.full(2, rank)}
+        manager.maybe_save(1)
+
+    world.run(train)
+    world.lose("a")
+
+    def check(manager, part, own, rank):
+        assert manager.restore().step == 1
+        return own.metadata["history"], own.metadata["best"].tolist()
+
+    assert world.run(check) == [([0], [0, 0])] * 3
 
 
 def test_without_any_step_in_memory_the_disk_counts(world):

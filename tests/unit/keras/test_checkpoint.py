@@ -766,3 +766,133 @@ def test_a_checkpoint_without_this_state_is_read(hvd, tmp_path, make):
         fit(hvd, saved, tmp_path)
     fit(hvd, model, tmp_path)
     assert arrays(model) == arrays(saved)
+
+
+def nadam():
+    import keras
+
+    return keras.optimizers.Nadam(0.01)
+
+
+def halving():
+    """Return an optimizer whose state Keras tracks only as attributes."""
+    import keras
+
+    class Halving(keras.optimizers.Optimizer):
+        def build(self, variables):
+            if not self.built:
+                super().build(variables)
+                self.factors = {"rate": keras.Variable(1.0, trainable=False)}
+
+        def _backend_update_step(self, grads, trainable_variables, learning_rate):
+            self.factors["rate"].assign(self.factors["rate"] / 2)
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign_sub(variable, gradient * self.factors["rate"] * learning_rate)
+
+    return Halving(0.1)
+
+
+@pytest.mark.parametrize("make", [nadam, halving])
+def test_state_that_a_loss_scale_optimizer_does_not_count_resumes(hvd, tmp_path, make):
+    """A `LossScaleOptimizer`, as of `mixed_float16`, builds the inner optimizer untracked."""
+    import keras
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise RuntimeError("deliberate")
+
+    def model():
+        # The random states at the beginning are the same in each call.
+        return compiled(keras.optimizers.LossScaleOptimizer(make()))
+
+    fit(hvd, whole := model(), tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="deliberate"):
+        fit(hvd, model(), tmp_path / "cut", every_steps=1, callbacks=[Stops()])
+    callback, _ = fit(hvd, second := model(), tmp_path / "cut", every_steps=1)
+    assert callback.step == 3
+    assert arrays(second) == arrays(whole)
+
+
+@pytest.mark.parametrize("holder", ["loss", "schedule"])
+def test_variables_of_losses_and_schedules_resume(hvd, tmp_path, holder):
+    """Keras counts them neither for the model nor for the optimizer."""
+    import keras
+
+    class Centered(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.center = keras.Variable(0.0, trainable=False)
+
+        def call(self, y_true, y_pred):
+            mean = keras.ops.stop_gradient(keras.ops.mean(y_pred))
+            self.center.assign(0.5 * self.center + 0.5 * mean)
+            return keras.ops.square(y_pred - self.center - keras.ops.cast(y_true, "float32"))
+
+    class Shrinking(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self):
+            self.rates = [keras.Variable(0.1, trainable=False)]
+
+        def __call__(self, step):
+            return self.rates[0] * 1.0
+
+        def get_config(self):
+            return {}
+
+    class Hooks(keras.callbacks.Callback):
+        def __init__(self, stops):
+            super().__init__()
+            self.stops = stops
+
+        def on_train_batch_end(self, batch, logs=None):
+            if holder == "schedule":
+                rate = self.model.optimizer._learning_rate.rates[0]
+                rate.assign(rate * 0.5)
+            if batch == 1 and self.stops:
+                raise RuntimeError("deliberate")
+
+    def trained(folder, stops=False):
+        rate = Shrinking() if holder == "schedule" else 0.1
+        model = compiled(keras.optimizers.SGD(rate))
+        if holder == "loss":
+            model.compile(model.optimizer, loss=Centered())
+        fit(hvd, model, folder, every_steps=1, callbacks=[Hooks(stops)])
+        return model
+
+    whole = trained(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="deliberate"):
+        trained(tmp_path / "cut", stops=True)
+    assert arrays(trained(tmp_path / "cut")) == arrays(whole)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_its_first_step_has_built_resumes(hvd, tmp_path, scaled):
+    """The paths of its variables have other name scopes than if hvdkit builds it."""
+    import keras
+
+    from hvdkit.errors import UsageError
+    from hvdkit.keras.further_optimizers import OptimizerStates
+
+    def made():
+        keras.utils.set_random_seed(2)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.Nadam(0.1)
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+        return model, optimizer, OptimizerStates(model, lambda: {"own": optimizer})
+
+    model, optimizer, states = made()
+    optimizer.apply([keras.ops.ones(v.shape) for v in model.trainable_variables], model.weights)
+    other, restored, own = made()
+    saved = states.save()
+    tensors = saved["own"]["variables"]
+    saved["own"]["variables"] = {name: tensor.spec for name, tensor in tensors.items()}
+    own.plan_restore(saved)
+    assert restored.built
+    assert list(own.save()["own"]["variables"]) != list(tensors)
+
+    # Another class of optimizer has other variables.
+    another = OptimizerStates(other, lambda: {"own": keras.optimizers.AdamW()})
+    with pytest.raises(UsageError, match="does not fit the optimizer own"):
+        another.plan_restore(saved)

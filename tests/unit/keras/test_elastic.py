@@ -132,6 +132,22 @@ def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd, tmp_path):
     assert float(model.optimizer.dynamic_scale) == 8.0
 
 
+def test_a_state_contains_what_a_loss_scale_optimizer_does_not_count(hvd, tmp_path):
+    import keras
+
+    model = small_model()
+    inner = keras.optimizers.Nadam(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
+    state = hvd.elastic.KerasState(model)
+    inner._u_product.assign(0.25)
+    state.save()
+    write_commit(state, tmp_path / "commit")
+    inner._u_product.assign(0.5)
+    read_commit(state, tmp_path / "commit")
+    state.restore()
+    assert float(inner._u_product) == 0.25
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_model_that_is_compiled_after_the_state_was_made(hvd, before):
     """The state of the new optimizer would be in no commit."""

@@ -79,6 +79,9 @@ def test_the_command_line_wins(tmp_path):
         ("[run]\nnum-proc = 2", "run is not an option"),
         ("num-proc: 2", "it is not TOML"),
         ("#" * 20_001, "more than 20,000 bytes"),
+        # Python needs 0.4 GB for such a key.
+        ("a." * 9_000 + "a = 1", "a key has more than 64 parts"),
+        ("a = {" + '\'a\' .\t"\\"b".' * 100 + "a = 1}", "a key has more than 64 parts"),
     ],
 )
 def test_an_invalid_file(tmp_path, text, words):

@@ -111,7 +111,9 @@ def test_a_diagnostic(diagnostic, status, found):
 
 READ_ONLY = """
 mount -t tmpfs -o size=4g tmpfs /dev/shm && mount -o remount,ro /dev/shm
-exec "$0" -c "from hvdkit import doctor; from hvdkit.launch import inspection, preflight
+exec "$0" -c "from hvdkit import doctor
+from hvdkit.launch.agent import inspection
+from hvdkit.launch.control import preflight
 from hvdkit.launch.hosts.hosts import Host
 print(preflight._shared_memory({Host('a', 1): inspection.examine('/')}))
 print(doctor._shared_memory())"

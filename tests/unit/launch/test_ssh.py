@@ -67,6 +67,22 @@ def test_advice_has_the_name_and_port_of_sshs_configuration(said, expected):
     assert expected in Ssh().explain(Host("h", 1), 255, said, "/py")
 
 
+@pytest.mark.parametrize("name", ["$(id)", "x';id;'", "`id`", "-f/etc/passwd", "a;id"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ssh: connect to host {} port 22: Connection refused",
+        "No ED25519 host key is known for [{}]:22 and you have requested strict checking.",
+        "REMOTE HOST IDENTIFICATION HAS CHANGED! ssh-keygen -R '[{}]:22'",
+    ],
+)
+def test_advice_has_no_commands_of_a_server_without_a_known_key(said, name):
+    # ssh shows the text with which a server disconnects, also before it knows the server.
+    text = f"Received disconnect from 10.0.0.7 port 22:2: {said.format(name)}"
+    advice, _, _ = Ssh().explain(Host("h", 1), 255, text, "/py").rpartition(" (")
+    assert name not in advice
+
+
 def test_commands_for_the_user_have_addresses_and_arguments_that_the_programs_accept():
     ssh = Ssh(arguments=["-J", "gateway", "-vA", "-oUser=me"])
     host = Host("me@[fd00::1]", 1)

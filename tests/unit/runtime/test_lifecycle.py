@@ -26,7 +26,9 @@ class SimulatedHorovod:
     """A simulated mpi_ops that records its calls and the environment variables at each call."""
 
     #: The extension of an engine without shared memory.
-    _basics = SimpleNamespace(MPI_LIB_CTYPES=SimpleNamespace(), init=lambda: None)
+    _basics = SimpleNamespace(
+        MPI_LIB_CTYPES=SimpleNamespace(horovod_start_timeline=None), init=lambda: None
+    )
 
     def __init__(self, size=1, rank=0, mpi=True, gloo=True, local=(0, 1)):
         self._local = local

@@ -76,6 +76,26 @@ def test_a_state_contains_the_loss_scale_of_mixed_precision(hvd):
     assert float(model.optimizer.dynamic_scale) == 8.0
 
 
+@pytest.mark.parametrize("keeps", ["a model", "variables"])
+def test_a_state_contains_what_a_loss_scale_optimizer_does_not_count(hvd, keeps):
+    """It builds the inner optimizer without tracking, so `variables` lacks a part of the state."""
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    inner = keras.optimizers.Nadam(0.1)
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    scaled.build(model.trainable_variables)
+    if keeps == "a model":
+        state = hvd.elastic.TensorFlowKerasState(model, scaled)
+    else:
+        state = hvd.elastic.TensorFlowState(optimizer=scaled)
+    inner._u_product.assign(0.25)
+    state.save()
+    inner._u_product.assign(0.5)
+    state.restore()
+    assert float(inner._u_product) == 0.25
+
+
 def test_a_model_that_is_compiled_after_the_state_was_made(hvd):
     import keras
 

@@ -1,5 +1,6 @@
 """Values of all kinds in a checkpoint of a job of one rank."""
 
+import base64
 import inspect
 import json
 import logging.handlers
@@ -238,6 +239,46 @@ def test_a_forged_position_of_a_generator_of_numpy(hvd, tmp_path, kind, key, str
     forge(step, {RANKS: ranks})
     with pytest.raises(UsageError, match=f"the checkpoint has {key} -5"):
         restore_once(hvd, tmp_path, strict=strict, **items)
+
+
+def stuck(tree):
+    """Return the state of a generator with which it always draws the same number."""
+    if isinstance(tree, list):
+        return [stuck(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$bytes" not in tree:
+        return {key: 2 if key == "inc" else stuck(value) for key, value in tree.items()}
+    content = base64.b64decode(tree["$bytes"])
+    # The words of torch have 64 bits.
+    begin, size = (24, 8) if len(content) > 5000 else (0, 4)
+    content = content[:begin] + bytes(624 * size) + content[begin + 624 * size :]
+    return {"$bytes": base64.b64encode(content).decode()}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("python", "numpy", "torch", "own python", "own torch"),
+        *("own MT19937", "own pcg64", "own PCG64DXSM"),
+    ],
+)
+def test_a_forged_generator_that_always_draws_the_same_number(hvd, tmp_path, kind, strict):
+    """Some functions discard this number, and would never return."""
+    name, _, own = kind.rpartition(" ")
+    generators = {"own": GENERATORS[own](1)} if name else {}
+    items = {"model": torch.nn.Linear(1, 1), "generators": generators}
+    save_once(hvd, tmp_path, **items)
+    step = step_folder(Store(tmp_path), 1)
+    line = json.loads((step / RANKS).read_text())
+    changed = "generators" if name else kind
+    line["random"][changed] = stuck(line["random"][changed])
+    forge(step, {RANKS: json.dumps(line).encode() + b"\n"})
+    before = torch.get_rng_state()
+    with pytest.raises(UsageError, match=r"in the state of a .*generator: expected"):
+        restore_once(hvd, tmp_path, strict=strict, **items)
+    assert not strict or torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("names", [("noise", "new"), ("renamed",), ()])

@@ -122,6 +122,18 @@ def test_gradients_of_no_sync_on_one_rank(hvd):
     assert state.step == 0
 
 
+def test_a_commit_while_a_conjugated_gradient_waits(hvd):
+    """PyTorch conjugates the gradient lazily."""
+    model = nn.ParameterList([torch.ones(2, dtype=torch.complex64)])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+    (model[0].conj() * torch.ones(2)).sum().abs().backward()
+    assert model[0].grad.is_conj()
+    state.commit()
+    optimizer.step()
+    torch.testing.assert_close(model[0].detach(), torch.full((2,), 0.9 + 0j))
+
+
 def test_state_loaded_before_wrapping_is_kept(hvd):
     model = nn.Linear(3, 2)
     plain = sgd(model)

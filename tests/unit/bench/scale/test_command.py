@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 
@@ -213,6 +214,20 @@ TWO = {"ranks": 2, "ranks_per_host": 1}
             "--allreduce",
             result("allreduce", {"ranks": 1, "ranks_per_host": 1}, FASTER),
             "has one rank; expected at least 2",
+        ),
+        *(
+            (option, result(option[2:], TWO | changed, rows), "is damaged (ValueError")
+            for option, changed, rows in [
+                ("--allreduce", {"ranks_per_host": 0.5}, FASTER),
+                ("--allreduce", {"ranks": 10**30}, FASTER),
+                ("--allreduce", {}, [allreduce_row(math.inf, 1e-3)]),
+                ("--allreduce", {}, [allreduce_row(1024, 1e300)]),
+            ]
+        ),
+        (
+            "--step",
+            result("step", TWO, [step_row("single", 1, 1, "single", "", bytes=math.inf)]),
+            "is damaged (ValueError",
         ),
     ],
 )

@@ -88,3 +88,34 @@ def test_state_keeps_its_memory_order(hvd):
         for found, basis in zip(state["bases"], bases, strict=True):
             assert torch.equal(found, basis)
             assert found.stride() == basis.stride()
+
+
+def test_tensors_that_are_one_tensor_stay_one(hvd):
+    """As with `torch.save`: a step may change a counter that all parameters share in place."""
+    import torch
+
+    def optimizer_of(*counters):
+        weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        for weight, counter in zip(weights, counters, strict=False):
+            optimizer.state[weight] = {"count": counter, "flat": torch.ones(0)}
+        return optimizer
+
+    def counters_of(optimizer):
+        return [state["count"] for state in optimizer.state.values()]
+
+    def separate():
+        return torch.tensor(1.0), torch.tensor(2.0)
+
+    one = torch.tensor(3.0)
+    for before in ((), separate(), (torch.tensor(0.0),) * 2):
+        restored = optimizer_of(*before)
+        there_and_back(optimizer_of(one, one), restored)
+        first, second = counters_of(restored)
+        first += 1
+        assert float(second) == 4
+        restored = optimizer_of(*before)
+        there_and_back(optimizer_of(*separate()), restored)
+        first, second = counters_of(restored)
+        first += 1
+        assert [float(first), float(second)] == [2, 2]
