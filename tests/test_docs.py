@@ -19,6 +19,7 @@ GUIDES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "docker" / "README.md",
+    ROOT / "tests" / "README.md",
     *PAGES,
 ]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
@@ -90,6 +91,30 @@ def test_links_lead_to_files_and_headings(guide):
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(target)
     assert not broken
+
+
+def test_files_that_texts_name_by_their_paths_from_the_root_exist():
+    path = re.compile(r"(?<![\w/.-])(?:hvdkit|tests|scripts|docs)/[a-z0-9_/.-]*[a-z0-9_]\b")
+    folders = [ROOT / name for name in ("hvdkit", "tests", "scripts")]
+    broken = [
+        f"{named(file)}: {name}"
+        for file in [*GUIDES, *(file for folder in folders for file in folder.rglob("*.py"))]
+        for name in path.findall(file.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
+    assert not broken
+
+
+@pytest.mark.parametrize("guide", [DOCS / "architecture.md", ROOT / "tests/README.md"], ids=named)
+def test_files_that_a_page_about_the_code_names_exist(guide):
+    """These pages shorten paths, such as `control/job.py`."""
+    folders = [ROOT / name for name in ("hvdkit", "tests")]
+    files = [f"/{named(file)}" for folder in folders for file in (folder, *folder.rglob("*"))]
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", prose(guide))
+    assert names
+    assert not [
+        name for name in names if not any(f.endswith(f"/{name.rstrip('/')}") for f in files)
+    ]
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=named)

@@ -1,4 +1,4 @@
-"""The architecture (see CONTRIBUTING): what each package may import. No import makes a circle."""
+"""What each package may import (docs/architecture.md). No import makes a circle."""
 
 import ast
 import graphlib

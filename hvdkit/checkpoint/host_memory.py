@@ -130,15 +130,18 @@ class HostMemory:
         return {"folders": folders, "location": self._location} if folders else None
 
     def search(
-        self, disk: Search | None, described: Sequence[Mapping[str, Any] | None]
+        self, disk: Search | None, described: Sequence[Mapping[str, Any] | None], *, whole: bool
     ) -> StepSearch | None:
         """Return a search for the newest step, on disk and in memory. A collective.
 
-        If only another host has it in its memory, the host of the first rank gets a copy.
+        If only another host has it in its memory, the host of the first rank gets a copy. A host
+        whose step is damaged does not have it. So with several hosts, each host reads its step
+        here. The step of a single host is verified while it is restored.
 
         Args:
             disk: on the first rank, the search on disk.
             described: what `described` has returned on each rank.
+            whole: the `whole` of `open_next` in the search that follows.
 
         Raises:
             CheckpointError: on all ranks: the folder on disk cannot be read.
@@ -150,7 +153,7 @@ class HostMemory:
         message: dict[str, Any] = {}
         problem: Exception | None = None
         try:
-            kept = self._newest()
+            kept = self._newest(whole=whole or self.others_write)
             message = {
                 "kept": key_of(kept.manifest) if kept else [],
                 "restored": next((each.restored() for each in self._steps or ()), []),
@@ -241,11 +244,12 @@ class HostMemory:
         if self._is_first:
             if kept is not None:
                 kept.close()
-            kept = self._newest()
+            # The copy was read back.
+            kept = self._newest(whole=False)
         return kept
 
-    def _newest(self) -> OpenCheckpoint | None:
-        return next((each.newest() for each in self._steps or ()), None)
+    def _newest(self, *, whole: bool) -> OpenCheckpoint | None:
+        return next((each.newest(whole=whole) for each in self._steps or ()), None)
 
     def _of(self, holder: int, kept: OpenCheckpoint | None) -> bytes:
         """Return the manifest of the step of a rank. A collective."""

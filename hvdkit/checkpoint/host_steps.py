@@ -136,13 +136,17 @@ class HostSteps:
         self._folder = folder
         return self._writers[folder].open_at(run, self._on_stored)
 
-    def newest(self) -> OpenCheckpoint | None:
-        """Open the newest step; None without one. A read of its tensors verifies them."""
+    def newest(self, *, whole: bool = False) -> OpenCheckpoint | None:
+        """Open the newest step; None without one.
+
+        Args:
+            whole: as for `Search.open_next`.
+        """
         self.wait()
         found: list[OpenCheckpoint] = []
         for folder in self._writers:
             try:
-                opened = Store(folder).search(quarantine=False).open_next(whole=False)
+                opened = Store(folder).search(quarantine=False).open_next(whole=whole)
             except Exception as error:
                 # Another step may be good, and the other ranks do not have this error.
                 _log.warning("%s", error)

@@ -548,6 +548,7 @@ class Manager:
             search: StepSearch | None = self._host_memory.search(
                 self._store.search(step, run) if self._first else None,
                 [each["memory"] for each in asked],
+                whole=not strict,
             )
             found = restoring.run(search)
         finally:

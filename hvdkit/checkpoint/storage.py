@@ -2,6 +2,11 @@
 
 A `Storage` lists and opens steps. `open_for_writing` makes one process at a time the writer. The
 writer writes the files of a step as a `Draft`; `StorageWriter.commit` makes the step visible.
+
+To add a storage, implement the protocols in a package beside `posix/`. Return it from
+`open_storage` (`places.py`), and add it to the fixture `place` of
+`tests/unit/checkpoint/conftest.py`. Also test that each of its calls fails, and that the writer is
+killed at each call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report that a rank leaves of its own end (`launch/hook/_hvdkit_self_report.py`)."""
+"""The report that a rank leaves of its own end (`hvdkit/launch/agent/hook/`)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RankReport:
             Python, and the report before does not count).
         error: the class and the first line of the exception; "" for none. After `sys.exit`: of the
             exception that the script was handling.
-        kind: "own", "peer", "start", "refused" or "connection", as `_hvdkit_self_report` says; ""
-            without an error.
+        kind: `reported` of a `hvdkit.launch.ending.failure.Kind`, as `_hvdkit_self_report` chooses
+            it; "" without an error.
         chained: whether another exception has led to it.
         traceback: its lines; none after `sys.exit`.
         status: the exit status with which the script makes an orderly end, although the process may

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -420,11 +420,16 @@ class Checkpoint(LastCallback):
         # `fit` reads `_initial_epoch` after `on_train_begin`.
         begin = epochs if progress.stopped else progress.epoch
         self.model._initial_epoch = max(begin - self._earlier_epochs, 0)
+        read = progress.read if self._data is None else None
         if not in_epoch or progress.stopped:
             self._begin.epoch_ends(self.model, progress.callbacks)
+            if read is not None and begin < epochs:
+                self._resumed = ResumedEpoch(
+                    *(0, read), prepare=lambda _: None, before=lambda: None, keep=self._keep_own
+                )
             return
         self._begin.resume(self.model, progress.callbacks)
-        own = {name: item.save() for name, item in self._rank_items.items()}
+        own = self._keep_own()
         metrics, began = self._metrics.restored, progress.epoch_began
 
         def prepare(epoch: Any) -> None:
@@ -437,15 +442,23 @@ class Checkpoint(LastCallback):
             if self._data is None and began is not None:
                 self._rank_items["random"].restore(began)
 
-        def after() -> None:
-            # Creating an iterator draws random numbers, which the interrupted run drew before its
-            # save. The saved states are therefore restored after the iterator exists.
+        # The interrupted run has created its iterator before its save.
+        self._resumed = ResumedEpoch(
+            progress.batches, read, prepare=prepare, before=before, keep=lambda: own
+        )
+
+    def _keep_own(self) -> Callable[[], None]:
+        """Return a function that restores the state of this rank as it is now.
+
+        Creating an iterator draws random numbers, and so may reading batches.
+        """
+        own = {name: item.save() for name, item in self._rank_items.items()}
+
+        def restore() -> None:
             for name, content in own.items():
                 self._rank_items[name].restore(content)
 
-        self._resumed = ResumedEpoch(
-            progress.batches, self._data is None, prepare=prepare, before=before, after=after
-        )
+        return restore
 
     @property
     def _epochs(self) -> int:
@@ -462,7 +475,7 @@ class Checkpoint(LastCallback):
             set_next_epoch(resumed)
         progress = self._progress
         self._begin.epoch_begins(self.model, progress.callbacks)
-        if resumed is None:
+        if resumed is None or not resumed.batches:
             progress.epoch, progress.batches = self._earlier_epochs + epoch, 0
             if self._data is None:
                 # `fit` shuffles arrays with these states.
@@ -612,6 +625,12 @@ class _Progress:
         self.stopped = tree["stopped"]
         # Checkpoints of earlier versions lack the number of ranks.
         self.saved_size = EpochSize(tree["epoch_steps"], tree.get("ranks", backend.hvd.size()))
+
+    @property
+    def read(self) -> int:
+        """The number of batches that have been read, in batches of the current number of ranks."""
+        ranks = backend.hvd.size()
+        return self.step * (self.saved_size.ranks if self.saved_size else ranks) // ranks
 
     def rescale(self) -> None:
         """Keep the same fraction of the epoch if the size of an epoch has changed."""

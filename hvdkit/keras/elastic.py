@@ -25,7 +25,7 @@ from hvdkit.keras.further_optimizers import (
     build_for_training,
     further_optimizers,
 )
-from hvdkit.keras.model_state import variables_of, weights_of
+from hvdkit.keras.model_state import loss_variables, variables_of, weights_of
 from hvdkit.keras.models import is_built, reduced_over
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.keras_variables.loss_scaling import check_compiled, outermost
@@ -134,7 +134,8 @@ class KerasState(CommittedState, horovod_elastic.ObjectState):
     def _model_items(self) -> Mapping[str, StatefulItem]:
         return {
             "model": Variables(
-                lambda: named(weights_of(self.model)), "the model", backend.tensor_of
+                lambda: named([*weights_of(self.model), *loss_variables(self.model)]),
+                *("the model", backend.tensor_of),
             ),
             "optimizers": OptimizerStates(self.model, self._named),
             **backend.tape_items(),
@@ -317,7 +318,7 @@ class UpdateBatchStateCallback(_UpdateCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         if self._resumes:
             batches = self.state.batch
-            set_next_epoch(ResumedEpoch(batches, True, self._undo, _nothing, _nothing))
+            set_next_epoch(ResumedEpoch(batches, batches, self._undo, _nothing, lambda: _nothing))
         self._resumes = False
 
     def _rescale(self) -> None:

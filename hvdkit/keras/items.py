@@ -26,9 +26,8 @@ from hvdkit.keras.further_optimizers import (
     built_optimizers,
     further_optimizers,
 )
-from hvdkit.keras.model_state import buffers_of, recurrent_states
+from hvdkit.keras.model_state import buffers_of, loss_variables, recurrent_states
 from hvdkit.keras.optimizer import distribution_of
-from hvdkit.keras_variables.loss_scaling import inner_optimizers
 from hvdkit.keras_variables.optimizer_slots import optimizer_variables, slots_of
 
 log = logging.getLogger("hvdkit.keras")
@@ -79,8 +78,8 @@ def rank_items_of(model: Any) -> dict[str, RankItem]:
         items["own_buffers"] = OwnVariables(lambda: _smallest(buffers_of(model)))
     if recurrent_states(model):
         items["recurrent"] = OwnVariables(lambda: recurrent_states(model))
-    if _of_losses_and_schedules(model):
-        items["losses"] = OwnVariables(lambda: _of_losses_and_schedules(model))
+    if loss_variables(model):
+        items["losses"] = OwnVariables(lambda: _smallest(loss_variables(model)))
     return items | {
         # Last, because creating a seed draws from Python's random numbers.
         "random": backend.randomness(),
@@ -250,27 +249,6 @@ class OwnVariables:
 
 def _line(variable: Any) -> str:
     return f"{plain(variable.name)} {variable.dtype} {list(variable.shape)}"
-
-
-def _of_losses_and_schedules(model: Any) -> list[Any]:
-    """Return the small variables that losses and learning rate schedules of a model have.
-
-    Keras does not count them: a loss may keep an average of the outputs, for example.
-    """
-    known = {id(variable) for variable in model.variables}
-    holders = [*keras.tree.flatten(getattr(model, "loss", None))]
-    for outer in all_optimizers(model):
-        for each in (outer, *inner_optimizers(outer).values()):
-            known |= {id(variable) for variable in optimizer_variables(each)}
-            holders.append(getattr(each, "_learning_rate", None))
-    found = [
-        value
-        for holder in holders
-        if isinstance(holder, keras.losses.Loss | keras.optimizers.schedules.LearningRateSchedule)
-        for value in keras.tree.flatten(list(vars(holder).values()))
-        if isinstance(value, keras.Variable) and id(value) not in known
-    ]
-    return _smallest(found)
 
 
 def metric_variables(model: Any) -> list[Any]:

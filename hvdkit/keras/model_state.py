@@ -122,6 +122,27 @@ def recurrent_states(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def loss_variables(model: Any) -> list[Any]:
+    """Return the variables that are attributes of a model's losses, such as an average of outputs.
+
+    Keras does not count them among the variables of the model.
+    """
+    known = {id(variable) for variable in model.variables}
+    found = {
+        id(value): value
+        for loss in keras.tree.flatten(getattr(model, "loss", None))
+        if isinstance(loss, keras.losses.Loss)
+        for value in keras.tree.flatten(list(vars(loss).values()))
+        if isinstance(value, keras.Variable) and id(value) not in known
+    }
+    return list(found.values())
+
+
 def variables_of(model: Any) -> list[Any]:
-    """Return the whole state of a model: also random seeds and the states of RNN layers."""
-    return [*model.variables, *buffers_of(model), *recurrent_states(model)]
+    """Return the whole state of a model: also random seeds, and states of RNN layers and losses."""
+    return [
+        *model.variables,
+        *buffers_of(model),
+        *recurrent_states(model),
+        *loss_variables(model),
+    ]

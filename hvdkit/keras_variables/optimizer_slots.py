@@ -13,9 +13,10 @@ from hvdkit.keras_variables.loss_scaling import inner_optimizers, innermost
 def optimizer_variables(optimizer: Any) -> list[Any]:
     """Return the whole state of a Keras optimizer: also variables that Keras does not count.
 
-    A `LossScaleOptimizer` builds the optimizer in it without tracking attributes. So the variables
-    of both lack those that the inner optimizer creates without `add_variable`, such as the product
-    of momentum factors of Nadam. They follow the others.
+    Keras never counts the variables of a learning rate schedule. A `LossScaleOptimizer` builds the
+    optimizer in it without tracking attributes. So the variables of both lack those that the inner
+    optimizer creates without `add_variable`, such as the product of momentum factors of Nadam. All
+    of them follow the others.
     """
     found = {id(variable): variable for variable in optimizer.variables}
     counted = set(found)
@@ -23,15 +24,20 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
         if not {id(variable) for variable in each.variables} <= counted:
             continue  # its state is not a part of the state of the outer optimizer
         trained = {id(variable) for variable in getattr(each, "_trainable_variables", None) or ()}
-        for value in vars(each).values():
+        schedule = getattr(each, "_learning_rate", None)
+        of_schedule = {} if _is_variable(schedule) else getattr(schedule, "__dict__", {})
+        for value in [*vars(each).values(), *of_schedule.values()]:
             if isinstance(value, Mapping):
                 value = list(value.values())
             for variable in value if isinstance(value, list | tuple) else [value]:
-                # This layer must not import Keras.
-                is_variable = hasattr(variable, "path") and hasattr(variable, "assign")
-                if is_variable and id(variable) not in trained:
+                if _is_variable(variable) and id(variable) not in trained:
                     found.setdefault(id(variable), variable)
     return list(found.values())
+
+
+def _is_variable(value: Any) -> bool:
+    # This layer must not import Keras.
+    return hasattr(value, "path") and hasattr(value, "assign")
 
 
 def slots_of(optimizer: Any) -> Iterator[tuple[Any, Any]]:

@@ -1,4 +1,10 @@
-"""The form of a rule: a function that finds lines, and requests edits or gives advice."""
+"""The form of a rule: a function that finds lines, and requests edits or gives advice.
+
+To add a rule, write a function with the decorator `rule` in a module of `hvdkit/migrate/rules/` or
+`hvdkit/migrate/ddp/`, and add it to `RULES` there. It calls `Script.edit` or `Script.advise`, and
+changes only code that it understands. Then run `scripts/migration_rules`, which
+writes docs/migration-rules.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,11 @@
 
 A wire format calls `BucketMemory` to pack and unpack the gradients of a bucket. The synchronizer
 calls `Backend` to run the collectives that the wire format requests.
+
+To add an adapter, write a package beside `hvdkit/torch/` that implements these protocols and
+`hvdkit/agreement/collectives.py`. Decide when the synchronizer has a round, as
+`hvdkit/torch/reduction/reducer.py` does. If the framework traces graphs, trace the wire formats
+once, as `hvdkit/tensorflow/reduction/reducer.py` does. Run `tests/ranks/` with the adapter.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """The wire formats that a user selects with `compression=`: none, fp16, bf16 and int8.
 
-The adapters call `resolve` with the argument of a `DistributedOptimizer` or gradient tape.
+The adapters call `resolve` with the argument of a `DistributedOptimizer` or gradient tape. To add a
+name, add its class to `FORMATS`, and the name to `Compression` in `compression.py` of the adapters.
 """
 
 import functools

@@ -1,4 +1,10 @@
-"""The sections about metrics in the report of one run."""
+"""The sections about metrics in the report of one run.
+
+To add a section, write a function that returns a `Section`, or None without data. Add it to
+`document` of `single.py`, and its metrics to `comparison.py`. Test it with known records
+(`tests/unit/report/runs.py`), missing data, NaN and one rank. To see the pages, run
+`HVDKIT_KEEP_PICTURES=DIR pytest --long tests/unit/report/test_browser.py` (needs Chromium).
+"""
 
 from __future__ import annotations
 

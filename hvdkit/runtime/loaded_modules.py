@@ -1,7 +1,7 @@
 """Report the large modules that this rank has loaded, for the spare interpreters of its agent.
 
-A spare (`hvdkit/launch/spares/`) imports the same modules before a rank is restarted. The report is
-a file in the folder of HVDKIT_RECORD_DIR. The report also has the environment variables that such
+A spare (`hvdkit/launch/agent/spares/`) imports the same modules before a rank is restarted. The
+report is a file in the folder of HVDKIT_RECORD_DIR. It also has the environment variables that such
 modules read while they are imported, because the script may have changed these variables. A script
 may change a variable before some imports and after others. So the report is a list of groups: the
 modules that were loaded between two notes, and the variables at the second note. The first note is

@@ -4,15 +4,19 @@ A GradScaler skips a step if gradients are not finite. If a gradient is not fini
 reduced gradient is not finite on any rank, so all ranks skip the step. Gradients are reduced when
 `backward()` returns. A rank that made no backward pass takes part in the reduction before its
 GradScaler checks the gradients.
+
+Gradients are reduced before they are unscaled, so all ranks need the same scale. A rank in
+`hvd.join()` does not update its scale, so the ranks compare the states of their scalers after it.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from hvdkit.agreement.consistency import check_consistency
 from hvdkit.errors import UsageError
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -34,8 +38,27 @@ else:
 
     _TorchGradScaler = _CudaGradScaler
 
-# Optimizer -> the scaler that has unscaled its gradients.
-_scalers: "weakref.WeakKeyDictionary[WrappedOptimizer, weakref.ref[Any]]" = (
+_SCALE_ADVICE = (
+    "Gradients are reduced before they are unscaled, so all ranks need the same scale. After "
+    "hvd.join(), copy the state of the last rank: scaler.load_state_dict(hvd.broadcast_object("
+    "scaler.state_dict(), root_rank=last)). Make the scaler with the same arguments on all ranks."
+)
+
+
+class _Comparison(NamedTuple):
+    """The last comparison of the ranks' scalers for an optimizer.
+
+    Attributes:
+        scaler: the scaler that has unscaled the gradients of the optimizer.
+        generation: the generation of the collectives.
+    """
+
+    scaler: "weakref.ref[Any]"
+    generation: int
+
+
+# Optimizer -> the last comparison.
+_comparisons: "weakref.WeakKeyDictionary[WrappedOptimizer, _Comparison]" = (
     weakref.WeakKeyDictionary()
 )
 
@@ -45,7 +68,7 @@ def loss_scale(optimizers: Iterable[WrappedOptimizer]) -> float | None:
 
     It waits for the device. None unless there is exactly one such scaler.
     """
-    known = (_scalers[each]() for each in optimizers if each in _scalers)
+    known = (_comparisons[each].scaler() for each in optimizers if each in _comparisons)
     found = {scaler for scaler in known if scaler is not None}
     return float(found.pop().get_scale()) if len(found) == 1 else None
 
@@ -126,10 +149,28 @@ def _reduce_before_unscaling(unscale: Callable[..., Any]) -> Callable[..., Any]:
                 )
             # The scaler may skip the step without calling the optimizer.
             optimizer.reset_stepped()
-            _scalers[optimizer] = weakref.ref(self)
+            _compare_scalers(self, optimizer)
         return unscale(self, optimizer, *args, **kwargs)
 
     return reduced
+
+
+def _compare_scalers(scaler: Any, optimizer: WrappedOptimizer) -> None:
+    """Compare the scales and how they change, unless the ranks are known to have the same.
+
+    A collective when the scaler unscales these gradients for the first time, or for the first time
+    after `hvd.init()` or `hvd.join()`. Later, all ranks update their scales alike.
+
+    Raises:
+        RankMismatchError: on every rank, if the ranks differ.
+    """
+    collectives = optimizer.reducer.collectives
+    own = _Comparison(weakref.ref(scaler), collectives.generation)
+    if _comparisons.get(optimizer) != own:
+        state = scaler.state_dict()
+        lines = [f"{key} is {state[key]}" for key in state if isinstance(state[key], int | float)]
+        check_consistency(collectives, lines, "the state of a GradScaler", _SCALE_ADVICE)
+        _comparisons[optimizer] = own
 
 
 def _note_skipped_step(maybe_step: Callable[..., Any]) -> Callable[..., Any]:

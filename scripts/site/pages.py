@@ -10,6 +10,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "docker/README.md": "docker.md",
+    "tests/README.md": "tests.md",
 } | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in ROOT.glob("examples/*.py")}
 
 

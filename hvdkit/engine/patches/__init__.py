@@ -11,6 +11,11 @@ full hash of each file before and after. `git apply` accepts it, too.
     Adds          a new file = its source in `hvdkit/engine/sources/`
 
 The minimal patches are the first ones of the series. Horovod is Apache-2.0.
+
+To add a patch, apply all patches to Horovod's source distribution with `git apply`, and commit the
+result. Change the sources, and write `git diff --full-index > NN-NAME.patch` with the next free
+number. Put the fields and the line `---` at its top, new files into `hvdkit/engine/sources/`, and
+increase `REVISION`. `tests/unit/engine/test_stock.py --long` runs the patch's test without it.
 """
 
 from __future__ import annotations

@@ -63,39 +63,56 @@ class ResumedEpoch:
 
     Attributes:
         batches: batches of the epoch that are done.
-        skips: whether the data begin at the start of the epoch, so that the done batches must be
-            read and discarded. Otherwise the data begin at the next batch.
+        read: batches that `fit` has read since it first began. The data begin at their first batch,
+            so that the batches before the next one must be read and discarded. None: the data begin
+            at the next batch.
         prepare: called first, with the `EpochIterator`.
-        before: called before the `on_epoch_begin` of the data, and before the first batch is read.
-        after: called before the first batch that will be trained is read.
+        before: called before the `on_epoch_begin` of the data.
+        keep: called before the first batch is read. Returns a function that is called before the
+            first batch that will be trained is read.
     """
 
     batches: int
-    skips: bool
+    read: int | None
     prepare: Callable[[Any], None]
     before: Callable[[], None]
-    after: Callable[[], None]
+    keep: Callable[[], Callable[[], None]]
+
+    def skipped(self, epoch: Any) -> int:
+        """Return how many batches to read and discard.
+
+        With `steps_per_epoch`, an epoch of Keras continues in the data where the last epoch ended.
+        """
+        if self.read is None:
+            return 0
+        if epoch.steps_per_epoch and epoch._num_batches:
+            return int(self.read % epoch._num_batches)
+        return self.batches
 
     def steps(self, epoch: Any) -> Iterator[tuple[int, int, Any]]:
         """Yield like `EpochIterator._enumerate_iterator`, from batch `batches` on."""
+        skipped = self.skipped(epoch)
         self.prepare(epoch)
         self.before()
         # This may shuffle: in a hook of the user's `PyDataset`, or in a thread of Keras.
         epoch.data_adapter.on_epoch_begin()
+        restore = self.keep()
         steps = epoch.steps_per_execution
         total = epoch.steps_per_epoch or epoch._num_batches
         data = epoch._get_iterator()
-        if not self.skips and total is not None and hasattr(data, "take"):
+        if self.read is None and total is not None and hasattr(data, "take"):
             # The `tf.data.Dataset` of a sampler asserts the number of batches of a whole epoch. An
             # execution of several steps reads until the end of the data, where this would raise.
             data = data.take(total - self.batches)
         epoch._current_iterator = iter(data)
-        if self.skips:
-            for _ in itertools.islice(epoch._current_iterator, self.batches):
-                pass
-        self.after()
-        step = epoch._steps_seen = self.batches
+        for _ in itertools.islice(epoch._current_iterator, skipped):
+            pass
+        restore()
+        step = self.batches
+        epoch._steps_seen = step if self.read is None else skipped
         while total is None or step < total:
+            if epoch._num_batches and epoch._steps_seen >= epoch._num_batches:
+                break
             epoch._steps_seen += steps
             yield step, step + steps - 1, epoch._current_iterator
             step += steps
@@ -135,6 +152,8 @@ def wrap_epochs() -> None:
         if _next is None or getattr(self, _NUMBER) > _next[1]:
             return enumerate_iterator(self)
         (resumed, _), _next = _next, None
+        if not resumed.batches and not resumed.skipped(self):
+            return enumerate_iterator(self)
         return resumed.steps(self)
 
     EpochIterator.__init__ = __init__

@@ -133,8 +133,11 @@ class Supervisor(ABC):
         if number is None:
             return None
         status = status_before_start(number)
-        resume = ": start the job again to resume it" if status == RESUMABLE else ""
-        self.say(f"no restart after {number.name}. The job ends with status {status}{resume}")
+        text = f"no restart after {number.name}. The job ends with status {status}"
+        if status == RESUMABLE:
+            # The job has failed, and maybe saved nothing. Commits end with it.
+            text += ". If you start the job again, it can resume from its last checkpoint on disk"
+        self.say(text)
         return replace(outcome, status=status, restartable=False)
 
     def _begin(self, plan: Plan) -> Outcome:

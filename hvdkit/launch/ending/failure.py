@@ -44,6 +44,10 @@ _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 class Kind(Enum):
     """The kind of a failure, from probable causes to probable consequences.
 
+    A new kind is needed only for another place in this order, another wait, or another rule about
+    suspects: `_hvdkit_self_report` chooses it. An error that only needs other words is OWN, and
+    `Failure` describes it. `tests/unit/launch/test_outcome.py` draws stories with each cause.
+
     Attributes:
         reported: its name in the report of a rank.
         wait: the seconds for other ranks to fail by themselves.

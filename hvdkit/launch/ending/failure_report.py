@@ -100,7 +100,7 @@ def _causes(
     if before and not finished and not stopped:
         return before.replace("\n", " ")
     reports = {r: facts.reports[r].report for r in finished if r in facts.reports}
-    raised = {rank: each.error for rank, each in reports.items() if each.kind == "own"}
+    raised = {rank: each.error for rank, each in reports.items() if each.kind == Kind.OWN.reported}
     return _without_cause(facts, finished, raised, stopped, remarks, first.awaited)
 
 

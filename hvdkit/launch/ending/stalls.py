@@ -23,6 +23,7 @@ from hvdkit.launch.control.start_watch import LateStart, late_start
 from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.ending import events as e
 from hvdkit.launch.ending.facts import Facts
+from hvdkit.launch.ending.failure import Kind
 from hvdkit.launch.ending.journal import Journal
 from hvdkit.runtime.record_files import FOLDER, RAISED, RECORD, SILENT, STATES
 from hvdkit.system.whole_files import replacing
@@ -167,7 +168,7 @@ class Stalls:
         return {
             rank: each
             for rank, each in facts.raised.items()
-            if each.report.kind != "peer"
+            if each.report.kind != Kind.PEER.reported
             and (rank not in facts.ends or facts.ends[rank].at > facts.end_began)
         }
 

@@ -10,6 +10,11 @@
 Slurm has an agent for each rank, because Slurm binds CPUs and GPUs to its tasks, and accounts for
 them. In one task for each node, all ranks of the node would share these. MPI needs a task for each
 rank, too.
+
+To add a launcher, derive a class from `Launcher`, as `slurm.py` does: how agents are started, how
+ranks find each other, and which options it refuses. Return it from `_launcher` in
+`hvdkit/launch/options/command.py`, and add it to `tests/hosts/test_launchers.py`. For each further
+failure, test the message, the exit status, and that no process is left.
 """
 
 from __future__ import annotations

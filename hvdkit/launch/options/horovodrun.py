@@ -307,7 +307,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
-    text = describe(option).replace("`", "").replace("%", "%%")
+    text = describe(option).replace("%", "%%")
     names = option.names.split()
     if option.kind is None:
         group.add_argument(*names, action="store_const", const=True, dest=option.key, help=text)

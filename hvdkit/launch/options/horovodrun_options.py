@@ -1,7 +1,7 @@
 """The options of `horovodrun` in Horovod 0.28.1, and their values.
 
 `OPTIONS` has a row for each option: the argument of `hvdkit run` or the variable of the ranks that
-it becomes. docs/migrating.md shows the rows.
+it becomes. `horovodrun --help` shows the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Option:
         kind: the type of its value; None for a flag.
         becomes: an argument of `hvdkit run`, or a variable of the ranks, with the same value; empty
             if `horovodrun.translate` makes more of it.
-        effect: the effect as a text for docs/migrating.md; empty for `becomes`.
+        effect: the effect as a text for `--help`; empty for `becomes`.
         off: the names of the opposite flag, separated by spaces.
         words: the number of its values, if not 1.
         yaml: its place in a file of `--config-file`.
@@ -75,7 +75,7 @@ _TABLE = """
 --start-timeout  int  --start-timeout  default=HOROVOD_START_TIMEOUT
 --disable-cache  flag  no effect: hvdkit makes all its checks at each start
 --config-file  text  reads these options from Horovod's YAML file
---verbose  flag  prints the command line of `hvdkit run`
+--verbose  flag  prints the command line of hvdkit run
 [hosts]
 -H --hosts  text  -H
 -hostfile --hostfile  text  --hostfile
@@ -83,20 +83,20 @@ _TABLE = """
 -p --ssh-port  int  --ssh-port
 -i --ssh-identity-file  text  --ssh-identity
 --network-interface --network-interfaces  text
-    the first one: `--network`; all: `NCCL_SOCKET_IFNAME`
+    the first one: --network; all: NCCL_SOCKET_IFNAME
 [launcher]
---gloo  flag  `--launcher gloo`
---mpi  flag  `--launcher mpi`
---jsrun  flag  starts Horovod's own launcher, which runs `jsrun`
+--gloo  flag  --launcher gloo
+--mpi  flag  --launcher mpi
+--jsrun  flag  starts Horovod's own launcher, which runs jsrun
 --mpi-args  text  --mpi-args  needs=mpi
 --binding-args  text  --mpi-args  needs=mpi
 --mpi-threads-disable  flag  HOROVOD_MPI_THREADS_DISABLE
     off=--no-mpi-threads-disable  yaml=library_options.mpi_threads_disable
 --tcp  flag  NCCL_IB_DISABLE
 [output]
---output-filename  text  writes `rank.N/stdout` and `rank.N/stderr`
+--output-filename  text  writes rank.N/stdout and rank.N/stderr
 -prefix-timestamp --prefix-output-with-timestamp  flag
-    prefix `Sun Nov 29 12:00:00 2026[0]<stdout>:`
+    prefix Sun Nov 29 12:00:00 2026[0]<stdout>:
 --log-level  text  HOROVOD_LOG_LEVEL  yaml=logging.level
     values=TRACE,DEBUG,INFO,WARNING,ERROR,FATAL
 --no-log-hide-timestamp --log-with-timestamp  flag  HOROVOD_LOG_HIDE_TIME  inverse=1
@@ -223,15 +223,15 @@ def checked(option: Option, value: Any, source: str) -> Any:
 
 
 def describe(option: Option) -> str:
-    """Return the effect of an option as Markdown."""
+    """Return the effect of an option."""
     elastic = "--elastic " if option.key in ("host_discovery_script", "min_num_proc") else ""
-    text = option.effect or f"`{elastic}{option.becomes}`"
+    text = option.effect or f"{elastic}{option.becomes}"
     if option.times > 1:
         text += ", in bytes"
     if option.needs:
         needs = option.needs
-        needed = f"`{BY_KEY[needs].flag}`" if needs in BY_KEY else f"{needs} jobs"
+        needed = BY_KEY[needs].flag if needs in BY_KEY else f"{needs} jobs"
         text += f" (with {needed})" if needs != "mpi" else " (over MPI)"
     if option.default:
-        text += f". Its default is `{option.default}`"
+        text += f". Its default is {option.default}"
     return text

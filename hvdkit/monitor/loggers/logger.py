@@ -1,4 +1,10 @@
-"""The interface of loggers, which write the records of a `Monitor` somewhere."""
+"""The interface of loggers, which write the records of a `Monitor` somewhere.
+
+To add a logger, derive a class from `Logger`, as `tensorboard.py` does. Import its package with
+`require`, and add an extra `monitor-NAME` to `pyproject.toml`. Export the class in
+`hvdkit/monitor/__init__.py`, and add it to docs/monitoring.md and to
+`tests/unit/monitor/test_machine.py`. Test it with the program that reads its output.
+"""
 
 import importlib
 from typing import Any

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.ranks.torch.oracle import (
     DEVICE,
@@ -243,6 +244,42 @@ def test_two_optimizers_with_one_scaler(hvd, scalers):
     assert taken == [4, 3]
     for m, r in zip(models, references, strict=True):
         assert_close(m, r)
+
+
+def test_after_join_all_ranks_need_the_state_of_one_scaler(hvd):
+    # A rank with fewer batches updates its scale less often:
+    # https://github.com/pytorch/pytorch/issues/90057
+    batches = [3 + 2 * rank for rank in range(hvd.size())]
+    reference = small_model()
+    plain = sgd(reference.parameters())
+    model = small_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=4)
+
+    def train(epoch, number):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch_of(hvd.rank(), 100 * epoch + number))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for epoch in range(3):
+        for number in range(batches[hvd.rank()]):
+            train(epoch, number)
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        for number in range(max(batches)):
+            plain.zero_grad()
+            present = [rank for rank in range(hvd.size()) if number < batches[rank]]
+            losses = [loss_of(reference, batch_of(rank, 100 * epoch + number)) for rank in present]
+            (sum(losses) / hvd.size()).backward()
+            plain.step()
+        assert_close(model, reference)
+        with pytest.raises(RankMismatchError, match="the state of a GradScaler") as caught:
+            train(epoch, 0)
+        assert_raised_on_all_ranks(hvd, caught)
+        assert_close(model, reference)
+        scaler.load_state_dict(hvd.broadcast_object(scaler.state_dict(), root_rank=last))
 
 
 def test_a_scaler_that_is_disabled(hvd):

@@ -1,4 +1,4 @@
-"""The code in docs/migrating.md, run from the guide, and compared with DDP or with one process."""
+"""The code of docs/migrating.md and of sections that it links, compared with DDP or one process."""
 
 import copy
 import functools
@@ -29,13 +29,13 @@ from tests.ranks.torch.oracle import (
 
 
 @functools.cache
-def guide():
-    return (REPOSITORY / "docs" / "migrating.md").read_text(encoding="utf-8")
+def guide(page="migrating.md"):
+    return (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
 
 
-def code(name):
-    """Return the guide's Python block that begins with the comment `name`."""
-    (block,) = re.findall(rf"```python\n# {re.escape(name)}\n(.*?)```", guide(), re.S)
+def code(name, page="migrating.md"):
+    """Return the Python block of a guide that begins with the comment `name`."""
+    (block,) = re.findall(rf"```python\n# {re.escape(name)}\n(.*?)```", guide(page), re.S)
     return block
 
 
@@ -222,7 +222,7 @@ def train_in_one_process(hvd, steps, make=sgd):
 
 @pytest.mark.parametrize("reductions", [1, 2])
 def test_several_passes(hvd, reductions):
-    script = code("several passes, one reduction")
+    script = code("several passes, one reduction", "synchronizer.md")
     assert "with hvd.no_sync(optimizer):" in script
     if reductions == 2:
         script = script.replace("with hvd.no_sync(optimizer):", "if True:")
@@ -244,7 +244,9 @@ def test_uneven_data(hvd):
     model = small_model()
     optimizer = wrapped(hvd, model, adamw)
     batches = [batch_of(hvd.rank(), step) for step in range(2 + hvd.rank())]
-    exec(code("uneven data"), {**globals(), **locals()})
+    script, _, _ = code("join", "recipes.md").partition("print(")
+    script = script.replace("model(inputs).square().mean()", "loss_of(model, inputs)")
+    exec(script, {**globals(), **locals()})
     steps = [
         [lambda m, r=r, k=k: loss_of(m, batch_of(r, k)) / n for r in range(n) if k < 2 + r]
         for k in range(1 + n)
@@ -253,20 +255,7 @@ def test_uneven_data(hvd):
     assert_same_on_all_ranks(hvd, model)
 
 
-def test_metrics(hvd):
-    rank = hvd.rank()
-    names = {
-        "hvd": hvd,
-        "torch": torch,
-        "loss_sum": 2.0 * rank,
-        "correct": rank,
-        "count": 10 + rank,
-    }
-    exec(code("metrics"), names)
-    ranks = sum(range(hvd.size()))
-    count = 10 * hvd.size() + ranks
-    assert names["loss"] == pytest.approx(2.0 * ranks / count)
-    assert names["accuracy"] == pytest.approx(ranks / count)
+def test_a_sum_in_place(hvd):
     totals = torch.ones(3)
     assert hvd.allreduce_(totals, op=hvd.Sum, name="in place") is totals
     assert totals.tolist() == [hvd.size()] * 3

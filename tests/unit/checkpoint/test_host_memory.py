@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdkit.checkpoint import host_memory
+from hvdkit.checkpoint import chunks, host_memory
 from hvdkit.checkpoint.items import kept_in
 from hvdkit.checkpoint.manager import Manager
 from hvdkit.checkpoint.posix import disk
@@ -18,7 +18,7 @@ from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from hvdkit.runtime import progress, record_files
 from tests.unit.checkpoint.simulated_state import ArrayTensor, Own
-from tests.unit.checkpoint.test_manager import failing, on_ranks, same, state
+from tests.unit.checkpoint.test_manager import Arrays, failing, on_ranks, same, state
 
 #: The hosts of the ranks.
 HOSTS = ("a", "a", "b")
@@ -169,6 +169,41 @@ def test_damaged_steps(world, caplog):
     world.train(3, 5)
     assert world.steps("a") == world.steps("b") == [(1, 5)]
     assert "model.safetensors: its content is not what was written" in caplog.text
+
+
+@pytest.fixture
+def many_chunks(monkeypatch):
+    """A tensor has many chunks. When a step is opened, only the first ones are read."""
+
+    def larger(value):
+        return Arrays(
+            value,
+            weights=np.full((100_000, 3), value, np.float32),
+            steps=np.full((), value, np.int64),
+        )
+
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64_000)
+    monkeypatch.setitem(globals(), "state", larger)
+
+
+@pytest.mark.usefixtures("many_chunks")
+def test_a_damaged_tensor_of_the_first_host_is_not_needed(world):
+    world.train(0, 5, disk_every=3)
+    world.damage("a")
+    world.train(5, 6)
+    assert world.steps("a") == world.steps("b") == [(1, 6)]
+
+
+@pytest.mark.usefixtures("many_chunks")
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_damaged_tensor_of_the_only_host(world, strict):
+    world.train(0, 5, disk_every=3, hosts=("a", "a"))
+    world.damage("a")
+
+    def check(manager, part, own, rank):
+        return manager.restore(strict=strict).step, same(part, 3), own.value
+
+    assert world.run(check, ("a", "a")) == [(3, True, [0, 3]), (3, True, [1, 3])]
 
 
 @pytest.mark.parametrize("hosts", [("a",), ("c", "b"), ("a", "a", "b", "b", "c")])

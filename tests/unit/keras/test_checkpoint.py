@@ -816,8 +816,8 @@ def test_state_that_a_loss_scale_optimizer_does_not_count_resumes(hvd, tmp_path,
     assert arrays(second) == arrays(whole)
 
 
-@pytest.mark.parametrize("holder", ["loss", "schedule"])
-def test_variables_of_losses_and_schedules_resume(hvd, tmp_path, holder):
+@pytest.mark.parametrize("changed", ["in the loss", "after a batch", "before an epoch"])
+def test_variables_of_losses_and_schedules_resume(hvd, tmp_path, changed):
     """Keras counts them neither for the model nor for the optimizer."""
     import keras
 
@@ -846,17 +846,24 @@ def test_variables_of_losses_and_schedules_resume(hvd, tmp_path, holder):
             super().__init__()
             self.stops = stops
 
+        def halve(self):
+            rate = self.model.optimizer._learning_rate.rates[0]
+            rate.assign(rate * 0.5)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if changed == "before an epoch":
+                self.halve()
+
         def on_train_batch_end(self, batch, logs=None):
-            if holder == "schedule":
-                rate = self.model.optimizer._learning_rate.rates[0]
-                rate.assign(rate * 0.5)
+            if changed == "after a batch":
+                self.halve()
             if batch == 1 and self.stops:
                 raise RuntimeError("deliberate")
 
     def trained(folder, stops=False):
-        rate = Shrinking() if holder == "schedule" else 0.1
+        rate = 0.1 if changed == "in the loss" else Shrinking()
         model = compiled(keras.optimizers.SGD(rate))
-        if holder == "loss":
+        if changed == "in the loss":
             model.compile(model.optimizer, loss=Centered())
         fit(hvd, model, folder, every_steps=1, callbacks=[Hooks(stops)])
         return model
@@ -896,3 +903,57 @@ def test_an_optimizer_that_its_first_step_has_built_resumes(hvd, tmp_path, scale
     another = OptimizerStates(other, lambda: {"own": keras.optimizers.AdamW()})
     with pytest.raises(UsageError, match="does not fit the optimizer own"):
         another.plan_restore(saved)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "batches"])
+# An epoch of 4 batches ends with the data, of which 2 batches are left in every other epoch.
+@pytest.mark.parametrize("steps", [2, 4])
+# At the end of an epoch, and within an epoch.
+@pytest.mark.parametrize("after", [4, 5])
+def test_an_epoch_of_a_part_of_the_data_continues_where_the_last_ended(
+    hvd, tmp_path, kind, steps, after
+):
+    """With `steps_per_epoch`, Keras begins the data again only at their end."""
+    import keras
+
+    rows = np.arange(6, dtype="float32")[:, None]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return (rows[index : index + 1],) * 2
+
+    class Recorder(keras.Sequential):
+        def train_step(self, data):
+            seen.append(int(data[0][0, 0]))
+            return super().train_step(data)
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if len(seen) == after:
+                raise RuntimeError("deliberate")
+
+    def trained(folder, *callbacks):
+        seen.clear()
+        model = Recorder([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-6), loss="mse", run_eagerly=True)
+        checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
+        model.fit(
+            *((rows, rows) if kind == "arrays" else (Batches(),)),
+            batch_size=1 if kind == "arrays" else None,
+            epochs=5,
+            steps_per_epoch=steps,
+            shuffle=False,
+            verbose=0,
+            callbacks=[checkpoint, *callbacks],
+        )
+        return list(seen)
+
+    seen = []
+    whole = trained(tmp_path / "whole")
+    assert whole[:6] == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(RuntimeError, match="deliberate"):
+        trained(tmp_path / "cut", Stops())
+    assert trained(tmp_path / "cut") == whole[after:]

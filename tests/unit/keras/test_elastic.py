@@ -148,6 +148,39 @@ def test_a_state_contains_what_a_loss_scale_optimizer_does_not_count(hvd, tmp_pa
     assert float(inner._u_product) == 0.25
 
 
+@pytest.mark.parametrize("holder", ["loss", "schedule"])
+def test_a_state_contains_the_variables_of_losses_and_schedules(hvd, tmp_path, holder):
+    """Keras counts them neither for the model nor for the optimizer."""
+    import keras
+
+    class Centered(keras.losses.MeanSquaredError):
+        def __init__(self):
+            super().__init__()
+            self.kept = keras.Variable(1.0, trainable=False)
+
+    class Shrinking(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self):
+            self.kept = keras.Variable(1.0, trainable=False)
+
+        def __call__(self, step):
+            return self.kept * 0.1
+
+        def get_config(self):
+            return {}
+
+    model, loss, schedule = small_model(), Centered(), Shrinking()
+    model.compile(keras.optimizers.SGD(schedule), loss=loss)
+    kept = loss.kept if holder == "loss" else schedule.kept
+    state = hvd.elastic.KerasState(model)
+    kept.assign(0.25)
+    state.save()
+    write_commit(state, tmp_path / "commit")
+    kept.assign(0.5)
+    read_commit(state, tmp_path / "commit")
+    state.restore()
+    assert float(kept) == 0.25
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_model_that_is_compiled_after_the_state_was_made(hvd, before):
     """The state of the new optimizer would be in no commit."""

@@ -185,6 +185,8 @@ def test_a_stop_signal_that_prevents_a_restart(number, status):
     outcome, _, texts, pauses = supervise([FAILED, stopped])
     assert (outcome.status, outcome.restartable) == (status, False)
     assert texts[-1].startswith(f"no restart after {number.name}. The job ends with status")
+    # Nothing may have been saved, and the commits of an elastic job end with it.
+    assert texts[-1].endswith("from its last checkpoint on disk") == (status == 75)
     assert pauses == []
     # Without the signal, the job would have ended, too.
     assert supervise([FAILED, FAILED, stopped])[0].status == 1

@@ -96,6 +96,32 @@ def test_a_state_contains_what_a_loss_scale_optimizer_does_not_count(hvd, keeps)
     assert float(inner._u_product) == 0.25
 
 
+@pytest.mark.parametrize("keeps", ["a model", "variables"])
+def test_a_state_contains_the_variables_of_a_schedule(hvd, keeps):
+    import keras
+
+    class Shrinking(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self):
+            self.rate = keras.Variable(1.0, trainable=False)
+
+        def __call__(self, step):
+            return self.rate * 1.0
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    schedule = Shrinking()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(schedule))
+    optimizer.build(model.trainable_variables)
+    if keeps == "a model":
+        state = hvd.elastic.TensorFlowKerasState(model, optimizer)
+    else:
+        state = hvd.elastic.TensorFlowState(optimizer=optimizer)
+    schedule.rate.assign(0.25)
+    state.save()
+    schedule.rate.assign(0.5)
+    state.restore()
+    assert float(schedule.rate) == 0.25
+
+
 def test_a_model_that_is_compiled_after_the_state_was_made(hvd):
     import keras
 

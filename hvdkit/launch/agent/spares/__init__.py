@@ -2,5 +2,5 @@
 
 After a failure, a restarted rank spends most of its time with imports. So the agent of a host keeps
 a spare for each of its ranks (`pool`). A spare is started with the command of the rank (`command`),
-and waits in `launch/hook/sitecustomize.py`, before Python runs the script.
+and waits in `agent/hook/sitecustomize.py`, before Python runs the script.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 # The options of Python that a spare may have: without an argument, and with one. -E, -I and -S are
-# missing, because with them Python ignores `launch/hook/sitecustomize.py`, where the spare waits.
+# missing, because with them Python ignores `agent/hook/sitecustomize.py`, where the spare waits.
 _FLAGS = re.compile(r"-[bBdOPqsu]+")
 _WITH_ARGUMENT = re.compile(r"-[WX]")
 # With this variable, Python does not add the folder of the script to the module path.
