@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import hvdkit
-from hvdkit.console.flags import TYPES, add_options
+from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.system.plain_files import printable
 from hvdkit.system.signals import (
@@ -198,77 +198,15 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-_BUILD = """
---frameworks NAMES        torch, tensorflow or both, separated by a comma (default: those
-                          importable)
---controllers NAMES       gloo, mpi or both (default: gloo, and mpi when mpicxx is found)
---gpu auto|nccl|none      nccl: GPU operations with NCCL; none: no GPU operations; auto (default):
-                          nccl if the frameworks are CUDA builds, and nvcc and NCCL are found
---patches --fixes all|minimal  the patches to apply; minimal: only those that the build needs
-                          (default: all)
---jobs N                  compilers to run at once (default: one per core); never more than
-                          RAM / 2 GB
---sdist FILE              Horovod's sdist, to build without a network
---wheel-dir DIR           also copy the wheel into DIR
---target DIR              install into DIR, not into this environment
---no-cache                build even if the cache has this wheel
---dry-run                 print the plan, and change nothing
---list-patches --list-fixes  list the patches to Horovod
-"""
-
-
 def _add_build(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verb = _add_verb(
-        verbs,
-        "build",
-        "build, test and install Horovod for the installed frameworks",
-        "  hvdkit build\n"
-        "  hvdkit build --frameworks torch --controllers gloo,mpi --wheel-dir wheels/\n"
-        "  hvdkit build --patches minimal --target stock/  # almost stock, for comparisons",
-    )
-    types = {**TYPES, "NAMES": _names}
-    add_options(verb, _BUILD, types, gpu="auto", patches="all")
+    from hvdkit.engine import command
+
+    verb = _add_verb(verbs, "build", command.HELP, command.EXAMPLE)
+    command.add_arguments(verb)
     verb.set_defaults(
-        run=_build,
+        run=command.run,
         when_ended="the build was interrupted; the cache and the installed packages are complete.",
     )
-
-
-def _build(options: argparse.Namespace) -> int:
-    from hvdkit.console.tables import Console
-    from hvdkit.engine import build, plan, report
-
-    console = Console(soft_wrap=True)
-    if options.list_patches:
-        report.list_patches(console)
-        return EXIT_OK
-    made = plan.make_plan(
-        plan.Request(
-            frameworks=options.frameworks,
-            controllers=options.controllers,
-            gpu=options.gpu,
-            patches=options.patches,
-            jobs=options.jobs,
-        )
-    )
-    report.show_plan(made, console, details=options.dry_run)
-    if options.dry_run:
-        return EXIT_OK
-    build.build(
-        made,
-        build.Options(
-            sdist=options.sdist,
-            wheel_dir=options.wheel_dir,
-            target=options.target,
-            use_cache=not options.no_cache,
-        ),
-        console,
-    )
-    return EXIT_OK
 
 
 def _add_doctor(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

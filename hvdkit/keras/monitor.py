@@ -152,7 +152,7 @@ def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _Keras:
-    """`hvdkit.monitor.monitor.Framework` for Keras.
+    """`hvdkit.monitor.framework.Framework` for Keras.
 
     Args:
         model: the model.

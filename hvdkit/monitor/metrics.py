@@ -4,7 +4,7 @@ Names with a slash follow Composer's SpeedMonitor (`time/…`, `throughput/…`,
 `grad_norm` are those of torchtitan.
 
 To add a metric, add a row here and to docs/monitoring.md. Its value comes from `Framework` of
-`monitor.py`, which each adapter implements, or from `machine.py`.
+`framework.py`, which each adapter implements, or from `machine.py`.
 """
 
 from dataclasses import dataclass

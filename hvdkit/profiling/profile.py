@@ -22,13 +22,12 @@ from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.consistency import check_consistency, grouped
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.faults.records import parse
-from hvdkit.profiling import clocks, events, timeline, trace_file
+from hvdkit.profiling import clocks, events, trace_file
 from hvdkit.profiling.clocks import Round
 from hvdkit.profiling.events import OWN, Event
 from hvdkit.profiling.overlap import Span, contradictions
-from hvdkit.runtime import time_of_day
+from hvdkit.profiling.timeline import Control, Timeline
 from hvdkit.runtime.recorder import Recorder
-from hvdkit.system.whole_files import beside
 
 _Batch = TypeVar("_Batch")
 
@@ -62,18 +61,6 @@ class Framework(Protocol):
         Raises:
             HvdkitError: the events cannot be read.
         """
-        ...
-
-
-class Control(Protocol):
-    """The functions of Horovod that start and stop its timeline."""
-
-    def start_timeline(self, file_path: str) -> None:
-        """Begin to write the timeline."""
-        ...
-
-    def stop_timeline(self) -> None:
-        """Close the timeline."""
         ...
 
 
@@ -133,17 +120,14 @@ class BaseProfile:
         self._collectives = collectives
         self._framework = framework
         self._recorder = recorder
-        self._control = control
         self._path = Path(path)
+        self._timeline = Timeline(control, self._path, collectives.rank)
         self._steps, self._wait = steps, wait
         self._settings = settings
         self._seen = 0
         self._entered = self._open = False
         self._generation = 0
         self._recording: _Recording | None = None
-        self._timeline = Path()
-        # The time of day minus this rank's clock, in nanoseconds, when the timeline was started.
-        self._offset = 0
 
     # --- for scripts ----------------------------------------------------------------------------
 
@@ -231,7 +215,7 @@ class BaseProfile:
         with suppress(Exception):
             self._framework.stop()
         with suppress(Exception):
-            self._stop_timeline()
+            self._timeline.stop()
 
     # --- recording ------------------------------------------------------------------------------
 
@@ -244,7 +228,7 @@ class BaseProfile:
         problem = ""
         try:
             self._framework.start()
-            self._start_timeline()
+            self._timeline.start()
         except Exception as error:
             problem = f"the profiler could not start: {error}"
         self._raise_if_any(problem, "start")
@@ -332,7 +316,7 @@ class BaseProfile:
         except HvdkitError as error:
             notes.append(f"no operations: {error}.")
         try:
-            found += self._timeline_events(recording.began, ended)
+            found += self._timeline.events(recording.began, ended)
         except HvdkitError as error:
             notes.append(f"no timeline of Horovod: {error}.")
         calls = []
@@ -405,33 +389,6 @@ class BaseProfile:
             )
         notes = grouped({of_rank["rank"]: " ".join(of_rank["notes"]) for of_rank in facts})
         return " ".join([*sentences, *(note for note in notes if not note.endswith(": "))])
-
-    # --- Horovod's timeline, which only rank 0 writes -------------------------------------------
-
-    def _start_timeline(self) -> None:
-        self._offset = time_of_day.offset()
-        if self._collectives.rank or os.environ.get(timeline.VARIABLE) != timeline.DYNAMIC:
-            return
-        self._timeline = beside(self._path)
-        self._control.start_timeline(str(self._timeline))
-
-    def _stop_timeline(self) -> None:
-        if self._timeline.name:
-            self._control.stop_timeline()
-            self._timeline.unlink(missing_ok=True)
-            self._timeline = Path()
-
-    def _timeline_events(self, began: int, ended: int) -> list[Event]:
-        value = os.environ.get(timeline.VARIABLE)
-        if self._collectives.rank or not value:
-            return []
-        if not self._timeline.name:
-            return timeline.read(Path(value), 0, began, ended, self._offset)
-        try:
-            self._control.stop_timeline()  # writes all that is in memory
-            return timeline.read(self._timeline, 0, began, ended, self._offset)
-        finally:
-            self._stop_timeline()
 
     # --- exchange -------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Read the timeline that Horovod writes on rank 0: the phases of each collective.
+"""The timeline that Horovod writes on rank 0: the phases of each collective.
 
 HOROVOD_TIMELINE turns the timeline on. The file has Chrome's trace event format, with one process
 for each tensor. Times are microseconds since the start time, which the first event contains.
@@ -6,9 +6,10 @@ for each tensor. Times are microseconds since the start time, which the first ev
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdkit.errors import HvdkitError
 from hvdkit.profiling.events import (
@@ -20,11 +21,77 @@ from hvdkit.profiling.events import (
     name_thread,
     process_number,
 )
+from hvdkit.runtime import time_of_day
 from hvdkit.system.plain_files import json_items, open_regular, whole
+from hvdkit.system.whole_files import beside
 
-#: The variable that names the file. With the value `DYNAMIC`, `hvd.start_timeline` names the file.
-VARIABLE = "HOROVOD_TIMELINE"
-DYNAMIC = "DYNAMIC"
+# The variable that names the file. With the value `DYNAMIC`, `hvd.start_timeline` names the file.
+_VARIABLE = "HOROVOD_TIMELINE"
+_DYNAMIC = "DYNAMIC"
+
+
+class Control(Protocol):
+    """The functions of Horovod that start and stop its timeline."""
+
+    def start_timeline(self, file_path: str) -> None:
+        """Begin to write the timeline."""
+        ...
+
+    def stop_timeline(self) -> None:
+        """Close the timeline."""
+        ...
+
+
+class Timeline:
+    """Horovod's timeline while a profile is recorded.
+
+    If HOROVOD_TIMELINE names a file, the profile reads this file. If the variable is `DYNAMIC`, the
+    profile starts a timeline of its own, and deletes its file at the end.
+
+    Args:
+        control: starts and stops the timeline.
+        path: the file of the profile.
+        rank: this rank.
+    """
+
+    def __init__(self, control: Control, path: Path, rank: int) -> None:
+        self._control = control
+        self._path = path
+        self._is_written = rank == 0
+        # The time of day minus this rank's clock, in nanoseconds, when the recording began.
+        self._offset = 0
+        self._file: Path | None = None
+
+    def start(self) -> None:
+        """Begin the recording."""
+        self._offset = time_of_day.offset()
+        if self._is_written and os.environ.get(_VARIABLE) == _DYNAMIC:
+            self._file = beside(self._path)
+            self._control.start_timeline(str(self._file))
+
+    def stop(self) -> None:
+        """Stop the profile's own timeline, if it was started, and delete its file."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._control.stop_timeline()
+            file.unlink(missing_ok=True)
+
+    def events(self, began: int, ended: int) -> list[Event]:
+        """Stop the recording, and return its events between two times; empty on other ranks.
+
+        Raises:
+            HvdkitError: see `read`.
+        """
+        value = os.environ.get(_VARIABLE)
+        if not (self._is_written and value):
+            return []
+        if self._file is None:
+            return read(Path(value), 0, began, ended, self._offset)
+        try:
+            self._control.stop_timeline()  # writes all that is in memory
+            return read(self._file, 0, began, ended, self._offset)
+        finally:
+            self.stop()
 
 
 def read(path: Path, rank: int, begin: int, end: int, offset: int) -> list[Event]:

@@ -27,7 +27,8 @@ from socketserver import TCPServer
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
-from hvdkit.rendezvous.mesh import GLOBAL_SCOPE, IncompleteMesh, Meshes, MeshMember
+from hvdkit.rendezvous.mesh import IncompleteMesh, Meshes, MeshMember
+from hvdkit.rendezvous.store import Store
 
 #: The environment variable with the job's key.
 KEY = "HVDKIT_RENDEZVOUS_KEY"
@@ -39,10 +40,6 @@ _MESH_PREFIX = "/mesh/"
 
 #: The limit of one value, in bytes. A rank sends about 150 bytes for every other rank.
 _LARGEST_VALUE = 64_000_000
-#: The limit of all values together that are stored without the key, in bytes.
-_LARGEST_STORE = 1_000_000_000
-#: The memory of an entry in bytes, in addition to its path and its value.
-_ENTRY_BYTES = 500
 #: The limit of all headers of a request together, in bytes.
 _LARGEST_HEAD = 32_768
 #: The longest duration of a request, in seconds, if it does not wait for other ranks.
@@ -74,8 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._is_of_mesh():
             self._get_of_mesh()
             return
-        with self.server.lock:
-            value = self.server.values.get(self.path)
+        value = self.server.store.get(self.path)
         self._answer(HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b"")
 
     def do_PUT(self) -> None:
@@ -102,21 +98,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._discard()
             self._answer(HTTPStatus.OK)
             return
-        needed = _memory(self.path, length)
-        if not self.server.reserve(needed):
+        if not self.server.store.reserve(self.path, length):
             self._answer(HTTPStatus.INSUFFICIENT_STORAGE)
             return
         value = self.rfile.read(length)
         if len(value) < length:
-            self.server.release(needed)
+            self.server.store.release(self.path, length)
             return
-        self.server.store(self.path, value)
+        self.server.store.put(self.path, value)
         self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
         # A rank deletes its key after all have connected. Otherwise a later init on the same server
         # would read old addresses.
-        self.server.remove(self.path)
+        self.server.store.remove(self.path)
         self._answer(HTTPStatus.OK)
 
     def _is_of_mesh(self) -> bool:
@@ -205,11 +200,6 @@ class _Head:
         return line
 
 
-def _memory(path: str, length: int) -> int:
-    """Return the memory of a stored value, in bytes."""
-    return _ENTRY_BYTES + len(path) + length
-
-
 def _is_number(text: str, digits: int = 9) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= digits
 
@@ -230,15 +220,12 @@ class _Server(ThreadingHTTPServer):
     def __init__(
         self, address: str, port: int, key: str | None, size: int, stores_without_key: bool
     ) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.stores_without_key = stores_without_key
         self._most = _OTHER_CONNECTIONS + 2 * size
-        self._stored = 0
         self.key = key
         self.meshes = Meshes()
-        self.values: dict[str, bytes] = {}
-        # The ranks that have stored a value without the key.
-        self.seen: set[int] = set()
+        self.store = Store()
         # The deadline of each open connection.
         self._open: dict[Any, float] = {}
         # The threads of connections, including those that were closed a moment ago.
@@ -251,7 +238,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self.lock:
+        with self._lock:
             full = self._running >= _THREADS_PER_CONNECTION * self._most
             if not full:
                 self._running += 1
@@ -268,7 +255,7 @@ class _Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self.lock:
+        with self._lock:
             self._open.pop(request, None)
             self._running -= 1
         super().shutdown_request(request)
@@ -276,7 +263,7 @@ class _Server(ThreadingHTTPServer):
     def service_actions(self) -> None:
         """Close connections after their deadline, also those that send a byte now and then."""
         now = time.monotonic()
-        with self.lock:
+        with self._lock:
             late = [request for request, end in self._open.items() if end < now]
         _shut_down(late)
         self.meshes.forget()
@@ -285,7 +272,7 @@ class _Server(ThreadingHTTPServer):
         """Close all connections, and wait a moment for their threads."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         while time.monotonic() < deadline:
-            with self.lock:
+            with self._lock:
                 left = list(self._open)
             if not left:
                 return
@@ -294,38 +281,9 @@ class _Server(ThreadingHTTPServer):
 
     def allow(self, request: Any, seconds: float) -> None:
         """Set a connection's deadline to `seconds` from now."""
-        with self.lock:
+        with self._lock:
             if request in self._open:
                 self._open[request] = time.monotonic() + seconds
-
-    def reserve(self, length: int) -> bool:
-        """Reserve memory for a value and its path; return whether there is enough."""
-        with self.lock:
-            fits = self._stored + length <= _LARGEST_STORE
-            if fits:
-                self._stored += length
-        return fits
-
-    def release(self, length: int) -> None:
-        """Free reserved memory."""
-        with self.lock:
-            self._stored -= length
-
-    def store(self, path: str, value: bytes) -> None:
-        """Store a value for which memory was reserved."""
-        self.remove(path)
-        rank = path.removeprefix(f"/{GLOBAL_SCOPE}/")
-        with self.lock:
-            self.values[path] = value
-            if _is_number(rank, 6):
-                self.seen.add(int(rank))
-
-    def remove(self, path: str) -> None:
-        """Delete a value."""
-        with self.lock:
-            value = self.values.pop(path, None)
-            if value is not None:
-                self._stored -= _memory(path, len(value))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: a client may disconnect at any time."""
@@ -380,8 +338,7 @@ class RendezvousServer:
 
     def without_key(self) -> set[int]:
         """Return the ranks that have registered without the key. They may be strangers."""
-        with self._server.lock:
-            return set(self._server.seen)
+        return self._server.store.ranks
 
     def close(self) -> None:
         """Stop serving and free the port. May be called again."""

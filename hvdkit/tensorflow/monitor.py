@@ -9,7 +9,8 @@ from horovod.tensorflow import mpi_ops
 from hvdkit.agreement.collectives import check_member, check_process_set
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
-from hvdkit.monitor.monitor import BaseMonitor, as_float
+from hvdkit.monitor.framework import as_float
+from hvdkit.monitor.monitor import BaseMonitor
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.reduction_items import distribution_of
 from hvdkit.tensorflow.step_times import payload_bytes
@@ -70,7 +71,7 @@ class Monitor(BaseMonitor):
 
 
 class _TensorFlow:
-    """`hvdkit.monitor.monitor.Framework` for TensorFlow.
+    """`hvdkit.monitor.framework.Framework` for TensorFlow.
 
     Args:
         times: the `GraphTimes` of the reductions.

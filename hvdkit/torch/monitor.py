@@ -11,7 +11,8 @@ from horovod.torch import mpi_ops
 from hvdkit.agreement.collectives import check_member, check_process_set
 from hvdkit.errors import UsageError
 from hvdkit.monitor import Logger, metrics
-from hvdkit.monitor.monitor import BaseMonitor, as_float
+from hvdkit.monitor.framework import as_float
+from hvdkit.monitor.monitor import BaseMonitor
 from hvdkit.runtime.counters import counters
 from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.collectives import TorchCollectives
@@ -92,7 +93,7 @@ def _compute_norm(
 
 
 class _Torch:
-    """`hvdkit.monitor.monitor.Framework` for PyTorch."""
+    """`hvdkit.monitor.framework.Framework` for PyTorch."""
 
     name = f"torch {torch.__version__}"
 

@@ -19,8 +19,9 @@ from typing import Self
 
 import hvdkit
 from hvdkit.launch.control import messages
-from hvdkit.launch.control.connection import Connection, Event, Events, ProcessConnection
+from hvdkit.launch.control.connection import Connection, Event, Events
 from hvdkit.launch.control.messages import Message
+from hvdkit.launch.control.process_connection import ProcessConnection
 from hvdkit.launch.control.start_error import StartError
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.hosts.ssh import Ssh

@@ -1,41 +1,22 @@
-"""The launcher's connection to an agent: a process started here or over ssh, or a socket."""
+"""The launcher's connection to an agent, and the times in which the agent was silent."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
-import os
 import queue
-import re
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from hvdkit.errors import HvdkitError
 from hvdkit.launch.control import messages
 from hvdkit.launch.control.messages import Message
 from hvdkit.launch.hosts.hosts import Host
-from hvdkit.launch.hosts.ssh import FAILED, NO_ANSWER, Ssh
-from hvdkit.system.processes import exit_text, kill_group, wait_for_end, wait_for_killed
-from hvdkit.system.sealed import BrokenSeal, SealedConnection
 
-_AGENT = ["-P", "-m", "hvdkit.launch.agent.main"]
-_STDERR_LINES = 50
-# The errors of a connection to a host that does not answer.
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 # Seconds after which the missing answer to a heartbeat counts as a silence.
 _SILENCE_SECONDS = 1.0
 # The most bytes of a line that an error shows.
 _SHOWN_BYTES = 80
-#: The search paths of Python modules and of libraries.
-_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
@@ -269,199 +250,6 @@ class Connection:
             self._events.put(Event(self, message, counted=counted))
 
 
-class ProcessConnection(Connection):
-    """A connection to an agent that this process starts, here or over ssh.
-
-    Args:
-        host: the agent's host.
-        local: whether the host is this machine.
-        ssh: how to reach other hosts.
-        python: the Python of an agent on another host.
-        events: the queue for the agent's messages.
-        terminal: whether the agent gets this process's standard streams, for a rank.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        local: bool,
-        ssh: Ssh,
-        python: str,
-        events: Events,
-        terminal: bool = False,
-    ) -> None:
-        self._local = local
-        self._ssh = ssh
-        self._python = python
-        self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
-        command = agent_command(host, local, ssh, python)
-        streams = [os.dup(stream) for stream in range(3)] if terminal else []
-        shared = {messages.TERMINAL_VARIABLE: ",".join(map(str, streams))} if terminal else {}
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=os.environ | shared,
-                pass_fds=streams,
-                # The agent must not import modules from the current directory.
-                cwd="/",
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # The terminal sends its Ctrl-C to the launcher only.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise HvdkitError(f"cannot start {command[0]!r}: {error.strerror}") from error
-        finally:
-            for stream in streams:
-                os.close(stream)
-        assert self._process.stdin
-        assert self._process.stdout
-        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
-        self._stderr_reader.start()
-        sent = io.FileIO(self._process.stdin.fileno(), "wb", closefd=False)
-        super().__init__(host, sent, self._process.stdout, events)
-
-    def _status_and_stderr(self) -> tuple[int | None, str]:
-        """Wait a moment for the process to end; return its status and its last errors."""
-        status = wait_for_end(self._process, 1)
-        self._stderr_reader.join(timeout=1)
-        return status, "\n".join(self._stderr)
-
-    def explain(self) -> str:
-        status, stderr = self._status_and_stderr()
-        if not (self._local or self.greeted):
-            # The reader has the last line on standard output.
-            self._reader.join(timeout=0 if status is None else 1)
-            return self._ssh.explain(self.host, status, stderr, self._python, self._said)
-        last = self._stderr[-1] if self._stderr else "it wrote nothing"
-        if status is None:
-            return f"its agent has not ended; check whether the process is stopped ({last})"
-        if not self._local and (status < 0 or status == FAILED):
-            return self._ssh.explain_end(status, stderr)
-        if status < 0:
-            return f"its agent was {exit_text(status)}: {last}"
-        return f"its agent ended with status {status}: {last}"
-
-    def lost_host(self) -> bool:
-        return not self._local and self._ssh.lost_connection(*self._status_and_stderr())
-
-    def failed_transiently(self) -> bool:
-        if self._local or self.greeted:
-            return False
-        status, stderr = self._status_and_stderr()
-        return self._ssh.failed_transiently(status, stderr)
-
-    def restart(self) -> Connection:
-        self.close(timeout=1)
-        return ProcessConnection(self.host, self._local, self._ssh, self._python, self._events)
-
-    def cut(self) -> None:
-        # The whole group, because a ProxyCommand may not notice the end of ssh.
-        kill_group(self._process)
-
-    def close(self, timeout: float) -> None:
-        self.disconnect()
-        if wait_for_end(self._process, timeout) is None:
-            self.cut()
-        wait_for_killed(self._process)
-        self._writer.join(timeout=1)
-        pipes = (self._process.stdout, self._process.stderr)
-        for thread, pipe in zip((self._reader, self._stderr_reader), pipes, strict=True):
-            thread.join(timeout=1)
-            # Another process may hold the other end: closing a pipe that is being read would block.
-            if pipe is not None and not thread.is_alive():
-                pipe.close()
-
-    def disconnect(self) -> None:
-        super().disconnect()
-        if not self.greeted:
-            # There is no agent yet, only an ssh that tries to connect.
-            self.cut()
-
-    def _close_input(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-
-    def _read_stderr(self) -> None:
-        assert self._process.stderr
-        for line in self._process.stderr:
-            self._stderr.append(line.decode(errors="replace").rstrip())
-
-
-class SocketConnection(Connection):
-    """A connection that an agent opened, because mpirun, srun or a user started the agent.
-
-    Args:
-        host: the agent's host.
-        accepted: the connection.
-        events: the queue for the agent's messages.
-        started_by: mpirun or srun; empty if a user started the agent.
-        lost_line: returns the line in which mpirun's ssh says that it has lost a host; "" for none.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        accepted: SealedConnection,
-        events: Events,
-        started_by: str = "",
-        lost_line: Callable[[], str] = str,
-    ) -> None:
-        self._socket = accepted.socket
-        self._started_by = started_by
-        self._lost_line = lost_line
-        # An error: the connection was reset. The reader reports it as lost.
-        with contextlib.suppress(OSError):
-            peer = str(self._socket.getpeername()[0]).removeprefix("::ffff:")
-            # Ranks communicate over IPv4.
-            self.peer = None if ":" in peer else peer
-        super().__init__(host, accepted, io.BufferedReader(accepted), events)
-
-    def explain(self) -> str:
-        if isinstance(self._error, BrokenSeal):
-            return str(self._error)
-        line = self._lost_line()
-        shown = f" ({line})" if line else ""
-        if self.lost_host():
-            return f"{NO_ANSWER}{shown}"
-        if line:
-            return (
-                f"{self._started_by} has lost a host, and has ended its agents; check the network "
-                f"of the hosts, and whether one was shut down{shown}"
-            )
-        process = f"the process or {self._started_by}" if self._started_by else "the process"
-        return (
-            f"the connection to its agent has ended; check whether {process} was killed, or the "
-            f"host was shut down"
-        )
-
-    def lost_host(self) -> bool:
-        # If only the process has ended, its host closes the connection, which gives another error.
-        if self._error is not None and self._error.errno in _SILENT:
-            return True
-        # The name is that of ssh, as in `Timeout, server host1 not responding.`
-        name = re.escape(self.host.address)
-        return re.search(rf"(?<![\w.-]){name}(?![\w-]|\.\w)", self._lost_line()) is not None
-
-    def cut(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader
-
-    def close(self, timeout: float) -> None:
-        self.disconnect()
-        self._reader.join(timeout)
-        self.cut()
-        self._reader.join(timeout=1)
-        self._writer.join(timeout=1)
-        self._received.close()
-        self._socket.close()
-
-    def _close_input(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
-
 def _decoded(line: bytes) -> Message:
     try:
         return messages.decode(line)
@@ -472,32 +260,3 @@ def _decoded(line: bytes) -> Message:
             "shell's start-up files"
         )
         return {"kind": "failed", "reason": reason}
-
-
-def agent_command(host: Host, local: bool, ssh: Ssh, python: str) -> list[str]:
-    """Return the command that starts the agent on `host`.
-
-    Args:
-        host: the agent's host.
-        local: whether the host is this machine. The agent then runs with this process's Python.
-        ssh: how to reach other hosts.
-        python: the Python of an agent on another host. It gets this process's PYTHONPATH and
-            LD_LIBRARY_PATH.
-    """
-    if local:
-        return local_agent_command()
-    paths = [f"{name}={os.environ[name]}" for name in agent_variables()]
-    return ssh.command(host, [*(["env", *paths] if paths else []), python, *_AGENT])
-
-
-def agent_variables() -> list[str]:
-    """Return the names of this process's variables that an agent on another host needs.
-
-    Environment modules set them.
-    """
-    return [name for name in _PATHS if os.environ.get(name)]
-
-
-def local_agent_command() -> list[str]:
-    """Return the command that starts an agent with this process's Python."""
-    return [sys.executable, *_AGENT]

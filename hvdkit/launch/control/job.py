@@ -15,12 +15,12 @@ from hvdkit.launch.control import readers
 from hvdkit.launch.control.agent_pool import AgentPool
 from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.controller import Controller
+from hvdkit.launch.control.late_ranks import explain_late_start, explain_late_stop
 from hvdkit.launch.control.messages import Message, as_bytes
 from hvdkit.launch.control.output import Output
 from hvdkit.launch.control.pauses import Pauses
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.silent_hosts import describe_silent_hosts
-from hvdkit.launch.control.start_watch import LateStart
 from hvdkit.launch.control.timeouts import Timeouts
 from hvdkit.launch.ending import events as e
 from hvdkit.launch.ending.events import EVENTS, JobPlan
@@ -281,7 +281,8 @@ class Job:
         if not self._ends_ranks:
             facts = self._facts
             if facts.running and read_until > facts.stop_due:
-                self._journal.add(e.LateStop(now, self._explain_late_stop()))
+                text = explain_late_stop(self._plan, facts, self._timeouts.stop)
+                self._journal.add(e.LateStop(now, text))
             is_due = facts.running and read_until > facts.end_due
             if is_due or self._facts.problem_at < float("inf"):
                 self._end(self._timeouts.end)
@@ -298,7 +299,12 @@ class Job:
             for rank in sorted(self._registered() - begun):
                 self._journal.add(e.InHorovod(now, rank, 1, connected=True))
         if (late := self._watch.stalls.late) is not None and self._watch.stalls.is_late(now):
-            self._on_late_start(late, now)
+            stopped = self._watch.stalls.stopped
+            text, shown = explain_late_start(
+                self._plan, self._facts, late, stopped, self._timeouts.start
+            )
+            last_lines = tail_of(shown, self._output.tail(shown))
+            self._journal.add(e.LateStart(now, f"{text}\n{last_lines}"))
 
     def _check_silence(self, now: float) -> None:
         """Give up agents that do not answer heartbeats, for example because they are stopped."""
@@ -338,62 +344,6 @@ class Job:
     def _ask_for_records(self) -> None:
         for connection in self._agents.connections:
             connection.send("record")
-
-    def _explain_late_stop(self) -> str:
-        """Return why the launcher ends the ranks that run after the time for an orderly stop."""
-        facts, seconds = self._facts, self._timeouts.stop
-        ended = [rank for rank in facts.running if rank in facts.scripts]
-        late = [rank for rank in facts.running if rank not in facts.scripts]
-        within = f"within {seconds:g} s (--stop-grace)"
-        causes = []
-        if late:
-            causes.append(
-                f"{self._plan.describe(late)} did not stop {within}. Give a longer time if saving "
-                f"needs it"
-            )
-        if ended:
-            one = len(ended) == 1
-            process, it = ("its process", "it") if one else ("their processes", "them")
-            causes.append(
-                f"{self._plan.describe(ended)} had reached the end of the script, but {process} "
-                f"did not end {within}, so the launcher ended {it}. Python waits for threads that "
-                f"are not daemons, and for processes of multiprocessing. End these before the "
-                f"script ends, or start them with daemon=True"
-            )
-        return "\n".join(causes)
-
-    def _on_late_start(self, late: LateStart, now: float) -> None:
-        """Note that ranks are late in `hvd.init()`, which ends the job."""
-        statuses = self._facts.statuses
-        ended = [rank for rank in late.ranks if rank in statuses]
-        silent = [rank for rank in late.ranks if rank not in statuses]
-        within = f"within {self._timeouts.start:g} s"
-        if late.registered:
-            parts = []
-            if silent:
-                parts.append(f"MPI did not connect {self._plan.describe(silent)}")
-            if ended:
-                parts.append(f"{self._plan.describe(ended)} ended in hvd.init()")
-            text = (
-                f"all ranks have called hvd.init(), but {' and '.join(parts)} {within} "
-                f"(--start-timeout)."
-            )
-            advice = "Check the network of the hosts (`hvdkit doctor --hosts`)."
-        else:
-            parts = []
-            if silent:
-                parts.append(f"{self._plan.describe(silent)} did not register")
-            if ended:
-                parts.append(f"{self._plan.describe(ended)} ended without registering")
-            text = f"{' and '.join(parts)} {within} of the first rank (--start-timeout)."
-            advice = "Ranks register in hvd.init(): check that the script calls it on every rank."
-        stopped = [rank for rank in self._facts.running if rank in self._watch.stalls.stopped]
-        if stopped:
-            named, verb = self._plan.describe(stopped), "are" if len(stopped) > 1 else "is"
-            advice = f"R{named[1:]} {verb} stopped (SIGSTOP). SIGCONT continues a process."
-        shown = (stopped or late.ranks)[0]
-        last_lines = tail_of(shown, self._output.tail(shown))
-        self._journal.add(e.LateStart(now, f"{text} {advice}\n{last_lines}"))
 
     # Signals
 

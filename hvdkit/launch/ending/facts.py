@@ -6,49 +6,20 @@ No fact depends on the order in which the events have arrived.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
 from hvdkit.errors import RESUMABLE
-from hvdkit.exit_statuses import CRASHES, signal_of
+from hvdkit.exit_statuses import signal_of
 from hvdkit.launch.agent.hook._hvdkit_self_report import LOST_PEER
 from hvdkit.launch.ending import events as e
 from hvdkit.launch.ending.events import Event, JobPlan
 from hvdkit.launch.ending.failure import Failure, Kind
-from hvdkit.system.signals import STOP_SIGNALS
+from hvdkit.launch.ending.rank_ends import ENDING_SIGNALS, RankEnd, orderly_scripts, rank_ends
 
 _E = TypeVar("_E")
 _NEVER = float("inf")
-# Signals with which the launcher, the user or a batch system ends a process.
-_ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class RankEnd:
-    """The end of a rank.
-
-    Attributes:
-        rank: the rank.
-        status: the status that counts: that of the process, or of the script if a signal has ended
-            the process after an orderly end of the script.
-        at: when the process has ended.
-        tail: its last lines of output.
-        hint: as for `Failure`.
-        stack: as for `Failure`.
-        script: the orderly end of its script, if it counts.
-        crash: the signal of a crash after it; 0 for none.
-    """
-
-    rank: int
-    status: int
-    at: float
-    tail: Sequence[str] = ()
-    hint: str = ""
-    stack: Sequence[str] = ()
-    script: e.Reported | None = None
-    crash: int = 0
 
 
 class Facts:
@@ -110,46 +81,13 @@ class Facts:
     @cached_property
     def scripts(self) -> Mapping[int, e.Reported]:
         """Rank -> the first report of the orderly end of its script. The process may still run."""
-        found: dict[int, e.Reported] = {}
-        for each in self._all(e.Reported):
-            if each.report.status in self.plan.orderly:
-                found.setdefault(each.rank, each)
-            else:
-                found.pop(each.rank, None)  # the command has started another Python
-        return found
+        return orderly_scripts(self._all(e.Reported), self.plan.orderly)
 
     @cached_property
     def ends(self) -> Mapping[int, RankEnd]:
         """Rank -> its end. If its agent was lost, its output may be incomplete."""
-        exits = {each.rank: each for each in self._all(e.Exited)}
-        found: dict[int, RankEnd] = {}
-        for end in self._all(e.Ended):
-            at = min(end.at, exits[end.rank].at) if end.rank in exits else end.at
-            found[end.rank] = self._end(end.rank, end.status, at, end.tail, end.hint, end.stack)
-        lost = self._all(e.AgentLost)
-        for rank, each in exits.items():
-            # The other agents will send the output of their ranks, which may be the reason for
-            # their ends. If Slurm ends all agents, a killed rank is the cause.
-            is_lost = any(rank in loss.ranks for loss in lost)
-            if rank not in found and (is_lost or (lost and each.status == -signal.SIGKILL)):
-                found[rank] = self._end(rank, each.status, each.at)
-        return found
-
-    def _end(
-        self,
-        rank: int,
-        status: int,
-        at: float,
-        tail: Sequence[str] = (),
-        hint: str = "",
-        stack: Sequence[str] = (),
-    ) -> RankEnd:
-        script, number = self.scripts.get(rank), signal_of(status)
-        if script is None or number not in (*_ENDING_SIGNALS, *CRASHES):
-            return RankEnd(rank, status, at, tail, hint, stack)
-        assert script.report.status is not None
-        crash = number if number in CRASHES else 0
-        return RankEnd(rank, script.report.status, at, tail, hint, stack, script, crash)
+        ends, exits, lost = self._all(e.Ended), self._all(e.Exited), self._all(e.AgentLost)
+        return rank_ends(ends, exits, lost, self.scripts)
 
     @cached_property
     def statuses(self) -> Mapping[int, int]:
@@ -221,7 +159,7 @@ class Facts:
             elif (by_launcher and raised_at < self.end_began) or (
                 self.stop is not None
                 and raised_at < self.stop.at < end.at
-                and signal_of(end.status) in _ENDING_SIGNALS
+                and signal_of(end.status) in ENDING_SIGNALS
             ):
                 found.append(self._failure(end, by_launcher=True))
             elif not by_launcher and end.status != 0:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.control.agent_pool import AgentPool
-from hvdkit.launch.control.connection import SocketConnection
 from hvdkit.launch.control.listener import AgentListener
 from hvdkit.launch.control.plan import Plan
+from hvdkit.launch.control.socket_connection import SocketConnection
 from hvdkit.launch.control.start_error import StartError
 from hvdkit.launch.launchers.external_command import ExternalLauncher, cannot_accept
 

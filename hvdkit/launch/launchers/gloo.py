@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.control import environment, network, prepare
+from hvdkit.launch.control.agent_command import agent_command
 from hvdkit.launch.control.agent_pool import AgentPool
-from hvdkit.launch.control.connection import agent_command
 from hvdkit.launch.control.controller import Controller, over_gloo, place_variables
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.reachability import broken_connections

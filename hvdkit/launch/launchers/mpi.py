@@ -18,8 +18,8 @@ from typing import ClassVar
 from hvdkit.engine.toolchain import which
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.control import environment, network, prepare
+from hvdkit.launch.control.agent_command import agent_variables, local_agent_command
 from hvdkit.launch.control.agent_pool import AgentPool
-from hvdkit.launch.control.connection import agent_variables, local_agent_command
 from hvdkit.launch.control.controller import MPI_VARIABLES, Controller, over_mpi
 from hvdkit.launch.control.listener import AgentListener
 from hvdkit.launch.control.network import Interface

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from hvdkit.errors import HvdkitError
 from hvdkit.launch.control import environment, messages, network, prepare
-from hvdkit.launch.control.connection import local_agent_command
+from hvdkit.launch.control.agent_command import local_agent_command
 from hvdkit.launch.control.controller import MPI_VARIABLES, Controller, over_gloo, over_mpi
 from hvdkit.launch.control.listener import AgentListener
 from hvdkit.launch.control.messages import Message

@@ -8,9 +8,8 @@ Names follow https://prometheus.io/docs/practices/naming/: a prefix, base units 
 
 import errno
 import os
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdkit.errors import HvdkitError
@@ -30,6 +29,27 @@ COUNTERS = {
     metrics.OVERFLOWS: ("hvdkit_overflows", "Sums in float16 that were repeated in float32."),
     metrics.SKIPPED: ("hvdkit_skipped_steps", "Steps that an optimizer skipped."),
 }
+
+
+@dataclass(frozen=True)
+class _Served:
+    """The values of a scrape.
+
+    Attributes:
+        run: the last beginning of a part of the run.
+        last: the last record, with the metrics of the steps before a validation.
+        steps: steps since the start of the process.
+        samples: samples of all ranks since then.
+        records: records since then.
+        counted: metric of `COUNTERS` -> its sum since then.
+    """
+
+    run: Run | None = None
+    last: Record | None = None
+    steps: int = 0
+    samples: int = 0
+    records: int = 0
+    counted: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
 
 
 class PrometheusLogger(Logger):
@@ -59,14 +79,12 @@ class PrometheusLogger(Logger):
         self._port = port
         self._address = address
         self._server: MetricsServer | None = None
-        self._registry: Any = None
+        self._registry = self._client.CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collector(self.families))
         # The last text of each type, and what it shows.
-        self._texts: dict[str, tuple[object, bytes, str]] = {}
-        self._last: Record | None = None
-        self._run: Run | None = None
-        self._steps = self._samples = self._records = 0
-        self._counted = dict.fromkeys(COUNTERS, 0.0)
-        self._lock = threading.Lock()
+        self._texts: dict[str, tuple[_Served, bytes, str]] = {}
+        # The thread of the loggers replaces it, and the server's thread reads it.
+        self._served = _Served()
 
     @property
     def port(self) -> int:
@@ -80,8 +98,6 @@ class PrometheusLogger(Logger):
             HvdkitError: the port is in use.
             OSError: this host does not have the address.
         """
-        self._registry = self._client.CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(self.families))
         try:
             with process_limit.explained():
                 self._server = MetricsServer(self._address, self._port, self._render)
@@ -96,29 +112,32 @@ class PrometheusLogger(Logger):
 
     def begin(self, run: Run) -> None:
         """Serve the number of ranks from now on."""
-        with self._lock:
-            self._run = run
+        self._served = replace(self._served, run=run)
 
     def log(self, record: Record) -> None:
         """Serve this record from now on."""
-        with self._lock:
-            merged = record
-            if not record.steps and self._last is not None:
-                # Values of a validation do not replace those of the steps.
-                merged = replace(
-                    record,
-                    metrics={**self._last.metrics, **record.metrics},
-                    slowest=self._last.slowest,
-                )
-            self._last = merged
-            self._records += 1
-            self._steps += record.steps
-            self._samples += record.samples
-            for name in COUNTERS:
-                statistic = record.metrics.get(name)
-                per_step = record.steps if name == metrics.PAYLOAD else 1
-                if record.steps and statistic is not None and statistic.mean is not None:
-                    self._counted[name] += statistic.mean * per_step
+        served, merged = self._served, record
+        if not record.steps and served.last is not None:
+            # Values of a validation do not replace those of the steps.
+            merged = replace(
+                record,
+                metrics={**served.last.metrics, **record.metrics},
+                slowest=served.last.slowest,
+            )
+        counted = dict(served.counted)
+        for name in COUNTERS:
+            statistic = record.metrics.get(name)
+            per_step = record.steps if name == metrics.PAYLOAD else 1
+            if record.steps and statistic is not None and statistic.mean is not None:
+                counted[name] += statistic.mean * per_step
+        self._served = replace(
+            served,
+            last=merged,
+            steps=served.steps + record.steps,
+            samples=served.samples + record.samples,
+            records=served.records + 1,
+            counted=counted,
+        )
 
     def close(self) -> None:
         """Stop listening."""
@@ -129,29 +148,26 @@ class PrometheusLogger(Logger):
     def _render(self, accept: str) -> tuple[bytes, str]:
         """Return the text of a scrape and its type. The text is made once for each record."""
         wanted = _OPEN_METRICS if _OPEN_METRICS in accept else ""
-        with self._lock:
-            state = (self._records, self._run)
+        served = self._served
         made, text, kind = self._texts.get(wanted, (None, b"", ""))
-        if made != state:
+        if made is not served:
             encoder, kind = self._formats.choose_encoder(wanted)
             text = encoder(self._registry)
-            self._texts[wanted] = (state, text, kind)
+            self._texts[wanted] = (served, text, kind)
         return text, kind
 
     def families(self) -> Iterator[Any]:
         """Return the metric families of a scrape."""
-        with self._lock:
-            last, run = self._last, self._run
-            steps, samples, records = self._steps, self._samples, self._records
-            counted = dict(self._counted)
+        served = self._served
+        last, run = served.last, served.run
         gauge, counter = self._core.GaugeMetricFamily, self._core.CounterMetricFamily
-        yield counter("hvdkit_steps", "Steps since the start of the process.", value=steps)
-        yield counter(
-            "hvdkit_samples", "Samples of all ranks since the start of the process.", value=samples
-        )
-        yield counter("hvdkit_records", "Records since the start of the process.", value=records)
+        yield counter("hvdkit_steps", "Steps since the start of the process.", value=served.steps)
+        meaning = "Samples of all ranks since the start of the process."
+        yield counter("hvdkit_samples", meaning, value=served.samples)
+        meaning = "Records since the start of the process."
+        yield counter("hvdkit_records", meaning, value=served.records)
         for name, (family, meaning) in COUNTERS.items():
-            yield counter(family, meaning, value=counted[name])
+            yield counter(family, meaning, value=served.counted[name])
         if run is not None:
             yield gauge("hvdkit_ranks", "Ranks of the job.", value=len(run.ranks))
         if last is None:

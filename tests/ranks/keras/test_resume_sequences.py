@@ -19,7 +19,7 @@ _SHORT, _LONG = 2, 200
 
 def epochs_left(hvd, sampler, epoch, consumed, ranks, rank):
     """Return the (epoch, number of the batch, samples) that a rank trains from a position on."""
-    from hvdkit.training.sampling import epoch_order
+    from hvdkit.training.share import epoch_order
 
     def batches(order, begin):
         rest, found = order[begin:], []

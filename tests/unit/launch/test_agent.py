@@ -306,9 +306,10 @@ def test_an_agent_that_cannot_connect_says_so_in_one_line():
 
 #: An agent that waits only a moment after SIGTERM before it sends SIGKILL.
 IMPATIENT = """
-from hvdkit.launch.agent import main as agent
+from hvdkit.launch.agent import agent
+from hvdkit.launch.agent.main import main
 agent.ORPHAN_GRACE = 0.2
-agent.main()
+main()
 """
 
 
@@ -410,7 +411,7 @@ def test_an_agent_that_has_ended_has_no_keeper(agent, stopped):
 
 STUCK = """
 from hvdkit.errors import HvdkitError
-from hvdkit.launch.agent import main as agent
+from hvdkit.launch.agent.main import main
 from hvdkit.system.processes import ProcessGroup
 
 def terminate(*_):
@@ -418,7 +419,7 @@ def terminate(*_):
     yield
 
 ProcessGroup.terminate = terminate
-agent.main()
+main()
 """
 
 

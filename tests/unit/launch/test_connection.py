@@ -17,10 +17,12 @@ import pytest
 
 import hvdkit
 from hvdkit.launch.control import connection as connection_module
-from hvdkit.launch.control import messages
+from hvdkit.launch.control import messages, process_connection
 from hvdkit.launch.control.agent_pool import AgentPool, unfitness
-from hvdkit.launch.control.connection import Connection, Event, ProcessConnection, SocketConnection
+from hvdkit.launch.control.connection import Connection, Event
+from hvdkit.launch.control.process_connection import ProcessConnection
 from hvdkit.launch.control.questions import Questions
+from hvdkit.launch.control.socket_connection import SocketConnection
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.hosts.ssh import Ssh
 from hvdkit.system.sealed import SealedConnection
@@ -223,10 +225,10 @@ def test_an_agent_that_is_killed_before_the_launcher_uses_its_connection():
 
 def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
     """A process that waits for a disk or a GPU does not end after SIGKILL."""
-    monkeypatch.setattr(connection_module, "agent_command", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr(process_connection, "agent_command", lambda *_: ["sleep", "60"])
     connection = ProcessConnection(Host("localhost", 1), True, Ssh(), "python", queue.Queue())
     with monkeypatch.context() as patched:
-        patched.setattr(connection_module, "kill_group", lambda _: None)
+        patched.setattr(process_connection, "kill_group", lambda _: None)
         began = time.monotonic()
         connection.close(timeout=0.1)
         assert time.monotonic() - began < 10
@@ -236,7 +238,7 @@ def test_an_agent_that_sigkill_does_not_end_does_not_block(monkeypatch):
 
 def explained(monkeypatch, code):
     """Return the explanation of the end of an ssh. A shell with `code` simulates it."""
-    monkeypatch.setattr(connection_module, "agent_command", lambda *_: ["sh", "-c", code])
+    monkeypatch.setattr(process_connection, "agent_command", lambda *_: ["sh", "-c", code])
     events = queue.Queue()
     connection = ProcessConnection(Host("h", 1), False, Ssh(), "python", events)
     try:

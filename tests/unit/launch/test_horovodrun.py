@@ -11,12 +11,12 @@ import pytest
 
 from hvdkit.engine.describe import installed
 from hvdkit.errors import UsageError
-from hvdkit.launch.options import horovodrun
+from hvdkit.launch.options import horovodrun, horovodrun_options
 from tests.ranks.rank_pool import Configuration, skip_where_unsupported
 from tests.unit.launch.commands import execute
 
 PROGRAM = "import sys; from hvdkit.cli import horovodrun; sys.exit(horovodrun())"
-OPTIONS = [option for group in horovodrun.OPTIONS.values() for option in group]
+OPTIONS = [option for group in horovodrun_options.OPTIONS.values() for option in group]
 VARIABLES = [option for option in OPTIONS if option.is_variable]
 #: The value of an option for the tests, if its kind does not say it.
 VALUES = {"log_level": "DEBUG", "autotune_gaussian_process_noise": "0.5"}
@@ -398,4 +398,4 @@ def test_the_help_shows_the_effect_of_each_option(monkeypatch, capsys):
     for option in OPTIONS:
         for name in f"{option.names} {option.off}".split():
             assert name in shown
-        assert horovodrun.describe(option) in shown
+        assert horovodrun_options.describe(option) in shown

@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.launch.control import output_folder
-from hvdkit.launch.control.connection import ProcessConnection
+from hvdkit.launch.control.process_connection import ProcessConnection
 from hvdkit.system.signals import begin_to_note, forget_noted, note, noted, stop_noting
 
 

@@ -7,7 +7,7 @@ import subprocess
 import psutil
 import pytest
 
-from hvdkit.launch.control.connection import ProcessConnection
+from hvdkit.launch.control.process_connection import ProcessConnection
 from hvdkit.launch.hosts.discovery import discover
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.hosts.ssh import Ssh

@@ -1,6 +1,6 @@
 import pytest
 
-from hvdkit.launch.control.connection import agent_command
+from hvdkit.launch.control.agent_command import agent_command
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.launch.hosts.ssh import Ssh
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvdkit.errors import HvdkitError
-from hvdkit.runtime.lifecycle import ranks_started_by_torchrun
+from hvdkit.runtime.environment import ranks_started_by_torchrun
 from tests.alone import run_alone
 from tests.ranks.rank_pool import Configuration, skip_where_unsupported
 from tests.unit.launch.commands import execute

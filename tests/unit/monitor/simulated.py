@@ -36,7 +36,7 @@ class Kept(Logger):
 
 
 class Simulated:
-    """`hvdkit.monitor.monitor.Framework`."""
+    """`hvdkit.monitor.framework.Framework`."""
 
     name = "simulated 1.0"
 

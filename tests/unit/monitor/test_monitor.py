@@ -101,7 +101,7 @@ def test_the_slowest_rank_is_named_with_its_section():
         with monitor(collectives, kept, every=2) as own:
             slow = collectives.rank == 2
             for _ in range(2):
-                own._framework.spend(0.1, 0.5 if slow else 0.2, 0.0 if slow else 0.3, 0.1)
+                own._meter.framework.spend(0.1, 0.5 if slow else 0.2, 0.0 if slow else 0.3, 0.1)
                 own.step()
 
     run(3, rank)
@@ -125,7 +125,7 @@ def test_time_in_batches_and_pauses():
         began = time.perf_counter()
         with monitor(collectives, kept, every=2) as own:
             for _ in own.batches(slow()):
-                own._framework.spend(0.06, 0.0, 0.0, 0.0)
+                own._meter.framework.spend(0.06, 0.0, 0.0, 0.0)
                 with own.paused():
                     time.sleep(0.2)
                 own.step()
@@ -193,6 +193,30 @@ def test_a_new_generation_continues_at_the_highest_step():
 
     assert run(2, rank) == [10, 10]
     assert [record.step for record in kept.records] == [2, 4, 8, 10]
+
+
+def test_the_loggers_are_closed_before_another_rank_opens_them():
+    """In an elastic job, another rank may become the first. Both may need the same port."""
+
+    class Exclusive(Kept):
+        def open(self):
+            assert self.opened == self.closed
+            super().open()
+
+    kept = Exclusive()
+
+    def rank(collectives):
+        own = monitor(collectives, kept)
+        own.step({"loss": 1.0 + collectives.rank})
+        own.flush()
+        collectives.rank = 1 - collectives.rank
+        collectives.generation += 1
+        own.step({"loss": 3.0 + collectives.rank})
+        own.close()
+
+    run(2, rank)
+    assert kept.values("loss") == {1: 1.5, 2: 3.5}
+    assert (kept.opened, kept.closed) == (2, 2)
 
 
 def test_steps_continue_after_a_resume_and_a_step_back_begins_a_new_part():

@@ -21,6 +21,7 @@ from hvdkit.launch.control.plan import make_plan
 from hvdkit.launch.hosts.hosts import Host
 from hvdkit.ranks import RankCommand, start_ranks
 from hvdkit.rendezvous import server as rendezvous
+from hvdkit.rendezvous import store
 from hvdkit.rendezvous.server import RendezvousServer, gloo_environment
 from hvdkit.system.processes import without_rank_variables
 
@@ -215,7 +216,7 @@ def test_a_rank_may_wait_longer_than_a_request_takes(monkeypatch):
 
 
 def test_strangers_cannot_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LARGEST_STORE", 2000)
+    monkeypatch.setattr(store, "_MOST_BYTES", 2000)
     with RendezvousServer(stores_without_key=True) as server:
         assert request(server, "PUT", "/a/0", b"x" * 90) == (200, b"")
         assert request(server, "PUT", "/a/0", b"y" * 90) == (200, b"")

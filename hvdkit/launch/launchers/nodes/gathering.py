@@ -22,10 +22,11 @@ from typing import NoReturn, Self
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.agent import open_files
-from hvdkit.launch.control.connection import Connection, SocketConnection
+from hvdkit.launch.control.connection import Connection
 from hvdkit.launch.control.listener import BACKLOG, Listener
 from hvdkit.launch.control.plan import Plan
 from hvdkit.launch.control.settings import Settings
+from hvdkit.launch.control.socket_connection import SocketConnection
 from hvdkit.launch.ending.outcome import Outcome
 from hvdkit.launch.hosts.hosts import Host, own_addresses
 from hvdkit.launch.hosts.ssh import Ssh

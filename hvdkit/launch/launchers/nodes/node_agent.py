@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from hvdkit.launch.agent.agent import Agent
 from hvdkit.launch.agent.echo import Echo, MakeOutput
 from hvdkit.launch.agent.host_facts import facts
 from hvdkit.launch.agent.keeper import may_get_orphans_of_others
-from hvdkit.launch.agent.main import Agent
 from hvdkit.launch.control import readers
 from hvdkit.launch.control.messages import Message
 from hvdkit.system.signals import STOP_SIGNALS
