@@ -22,6 +22,11 @@ promise equal sums.
 TensorFlow runs a generator once, while it traces a graph. Results and `state` are then scalars of
 the graph. A format that depends on them must compute with `self.ops`, and must yield a `Cond`
 instead of using `if`. docs/synchronizer.md shows a complete format.
+
+What a format does with tensors is in `BucketMemory` of each adapter's `reduction/backend.py`. In
+TensorFlow, a buffer is a `Wire`, which may have a factor and padding. To add a request: its class
+here; `_COLLECTIVES`, `_start_request` and `_payload_bytes` of `synchronizer.py`; `Backend`; and
+`bucket_reduction.py` of TensorFlow.
 """
 
 import copy
@@ -56,7 +61,10 @@ class BlockSum:
 
 @dataclass(frozen=True)
 class Gather:
-    """Request: gather the rows of a sparse gradient from all ranks. The result is all rows."""
+    """Request: gather a tensor, or a pair of tensors, from all ranks. The result is all rows.
+
+    For the rows of sparse gradients and their indices.
+    """
 
     rows: Any
 
