@@ -1,4 +1,4 @@
-"""What each package may import (docs/architecture.md). No import makes a circle."""
+"""The imports that each package may make (docs/architecture.md). No import makes a circle."""
 
 import ast
 import graphlib

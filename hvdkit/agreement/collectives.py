@@ -108,6 +108,11 @@ class ProcessSetCollectives(ABC):
         return int(self._runtime.mpi_ops.rank())
 
     @property
+    def is_first(self) -> bool:
+        """See `Collectives`."""
+        return self.rank == self.ranks[0]
+
+    @property
     def ranks(self) -> Sequence[int]:
         """See `Collectives`. Only this rank if it skips collectives."""
         return [self.rank] if self.single_rank else list(self.process_set.ranks)
@@ -203,6 +208,11 @@ class Collectives(Protocol):
     @property
     def rank(self) -> int:
         """This process's global rank."""
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one, which logs and writes files."""
         ...
 
     @property

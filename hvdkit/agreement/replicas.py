@@ -333,7 +333,7 @@ class ReplicaCheck:
 
     def _log(self, text: str, once: str = "") -> None:
         """Log on the first rank; with `once`, only the first text of this kind."""
-        if once not in self.done and self.collectives.rank == self.collectives.ranks[0]:
+        if once not in self.done and self.collectives.is_first:
             _log.warning("%s", text)
         if once:
             self.done.add(once)

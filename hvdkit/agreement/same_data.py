@@ -57,7 +57,7 @@ class SameData:
             return
         assert own is not None
         told = gather(self._collectives, [own, seeds], "hvdkit.same_data.all")
-        if self._collectives.rank == ranks[0]:
+        if self._collectives.is_first:
             digests = {rank: digest for rank, (digest, _) in told.items()}
             warn_of_equal(digests, self._subject, self._advice)
             _report_seeds({rank: seeds for rank, (_, seeds) in told.items()})

@@ -116,7 +116,7 @@ def call_on_first(collectives: Collectives, call: Callable[[], Any]) -> Any:
     message: dict[str, Any] = {}
     problem: Exception | None = None
     try:
-        if collectives.rank == collectives.ranks[0]:
+        if collectives.is_first:
             message = {"result": call()}
     except Exception as error:
         problem = error
@@ -141,6 +141,6 @@ def scatter(collectives: Collectives, data: Sequence[bytes], name: str) -> bytes
         data: on the first rank, the data for each rank; ignored on the other ranks.
         name: of the collective.
     """
-    is_first = collectives.rank == collectives.ranks[0]
+    is_first = collectives.is_first
     parts = list(data) if is_first else [b""] * len(collectives.ranks)
     return collectives.alltoall(parts, name)[0]

@@ -78,12 +78,8 @@ class HostMemory:
         # On the ranks that write; empty on the other ranks. None before `_agree`.
         self._steps: Sequence[HostSteps] | None = None
         self.others_write = False
-        if every_steps and not self._folders and self._is_first:
+        if every_steps and not self._folders and self._collectives.is_first:
             _log.warning(_NO_FOLDERS)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._collectives.rank == self._collectives.ranks[0]
 
     @property
     def writes(self) -> bool:
@@ -233,7 +229,7 @@ class HostMemory:
             made = Manifest.from_bytes(self._of(holder, kept))
             pieces = self._pieces(holder, made, kept)
             good = False
-            if self._is_first:
+            if self._collectives.is_first:
                 files = itertools.groupby(pieces, key=lambda piece: piece[0])
                 contents = ((name, (content for _, content in each)) for name, each in files)
                 good = all(each.receive(made, contents) for each in self._steps or ())
@@ -241,7 +237,7 @@ class HostMemory:
             deque(pieces, maxlen=0)
             if exchange(self._collectives, {"good": good})[0]["good"]:
                 break
-        if self._is_first:
+        if self._collectives.is_first:
             if kept is not None:
                 kept.close()
             # The copy was read back.

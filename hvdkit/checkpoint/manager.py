@@ -207,7 +207,7 @@ class Manager:
 
     @property
     def _first(self) -> bool:
-        return self._collectives.rank == self._collectives.ranks[0]
+        return self._collectives.is_first
 
     @counters.timing_checkpoint
     def save(

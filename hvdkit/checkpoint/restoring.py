@@ -122,7 +122,7 @@ class Restoring:
 
     @property
     def _first(self) -> bool:
-        return self._collectives.rank == self._collectives.ranks[0]
+        return self._collectives.is_first
 
     def run(self, search: StepSearch | None) -> Manifest | None:
         """Restore the newest good step. A collective.

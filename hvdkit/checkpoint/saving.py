@@ -78,7 +78,7 @@ class Saving:
         self._replicas = replicas
         self._memory = memory
         self._consequence = consequence
-        self._writes = collectives.rank == collectives.ranks[0] if writes is None else writes
+        self._writes = collectives.is_first if writes is None else writes
         self._names_alike = [name for name in parts if name in alike]
 
     def prepare(self, step: int) -> Prepared:

@@ -1,1 +1,1 @@
-"""What the commands of `hvdkit` share: tables, options, results of checks."""
+"""Tables, options and results of checks, for all commands of `hvdkit`."""

@@ -95,13 +95,9 @@ class Commits:
         Args:
             stores: whether the commit is stored, without the gradients that wait.
         """
-        if stores not in self._warnings and self._is_first:
+        if stores not in self._warnings and self._collectives.is_first:
             _log.warning("%s", _STORED_IN_WINDOW if stores else _NOT_STORED)
         self._warnings.add(stores)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._collectives.rank == self._collectives.ranks[0]
 
     @property
     def writes(self) -> bool:
@@ -155,7 +151,7 @@ class Commits:
             opened.close()
         if found is None:
             # If a host has a commit of another state, this state was never committed.
-            if self._start.committed and not states - {self._key} and self._is_first:
+            if self._start.committed and not states - {self._key} and self._collectives.is_first:
                 _log.warning(
                     "every host that held a commit of the elastic state is lost or cannot take "
                     "part, or its commit is damaged. So the training starts from its beginning. To "
@@ -167,7 +163,9 @@ class Commits:
         self._number = best["id"][1]
         if self._steps is not None:
             self._steps.note_restored([*best["id"], best["content"]])
-        if self._is_first and all(best["content"] not in each["restored"] for each in told):
+        if self._collectives.is_first and all(
+            best["content"] not in each["restored"] for each in told
+        ):
             report_saved()
         return holder, own
 

@@ -164,7 +164,7 @@ def _warn_if_targets_differ(group: Any, batch: Any) -> None:
         with contextlib.suppress(Exception):
             content = b"".join(map(_content, keras.tree.flatten(batch[1])))
     digest = int(hashlib.sha256(content).hexdigest()[:6], 16)
-    if not are_equal(group, digest, "hvdkit.shard.targets") and group.rank == group.ranks[0]:
+    if not are_equal(group, digest, "hvdkit.shard.targets") and group.is_first:
         log.warning(
             "hvd.shard: the first targets differ between ranks. Shuffle with the same seed on "
             "every rank: otherwise some rows are used twice in an epoch, and others never."

@@ -197,10 +197,6 @@ class BaseMonitor:
 
     # --- reports ----------------------------------------------------------------------------------
 
-    @property
-    def _is_first(self) -> bool:
-        return self._collectives.rank == self._collectives.ranks[0]
-
     def _compare_arguments(self, loggers: Any, every: Any) -> tuple[list[Logger], str]:
         """Return the loggers and a name. Check that all ranks make the same monitor. A collective.
 
@@ -240,7 +236,7 @@ class BaseMonitor:
         """
         problem = b""
         opened: list[Logger] = []
-        if self._is_first:
+        if self._collectives.is_first:
             try:
                 for logger in self._loggers:
                     logger.open()
@@ -273,10 +269,10 @@ class BaseMonitor:
         if not self._reports.is_new_generation:
             return
         # In an elastic job, another rank may have become the first.
-        if not self._is_first:
+        if not self._collectives.is_first:
             self._close_writer()
         self._write(self._reports.finish_earlier())
-        has_to_open = bool(self._loggers) and self._is_first and self._writer is None
+        has_to_open = bool(self._loggers) and self._collectives.is_first and self._writer is None
         with self._warning_while_waiting("Monitor.step()"):
             self._steps, opens = self._reports.compare(self._steps, has_to_open)
         if opens:

@@ -1,1 +1,1 @@
-"""What hvdkit knows of an installed MPI: its launcher and its shared memory."""
+"""The installed MPI: its launcher and its shared memory."""

@@ -178,7 +178,7 @@ class BaseProfile:
         check_consistency(
             collectives, lines, "hvd.profile", "Pass the same arguments on every rank."
         )
-        own = trace_file.check(self._path) if self._is_first else ""
+        own = trace_file.check(self._path) if self._collectives.is_first else ""
         if problem := self._from_first(own, "path"):
             raise UsageError(problem)
         self._open, self._generation = True, collectives.generation
@@ -202,7 +202,7 @@ class BaseProfile:
             self._finish()
         else:
             self._open = False
-            if self._is_first:
+            if self._collectives.is_first:
                 _log.warning(
                     "no trace was written: the loop ended after %d steps, and wait is %d. Pass a "
                     "smaller wait",
@@ -218,10 +218,6 @@ class BaseProfile:
             self._timeline.stop()
 
     # --- recording ------------------------------------------------------------------------------
-
-    @property
-    def _is_first(self) -> bool:
-        return self._collectives.rank == self._collectives.ranks[0]
 
     def _begin(self) -> None:
         """Begin to record. A collective."""
@@ -252,7 +248,7 @@ class BaseProfile:
         changed = collectives.generation != self._generation
         if changed or sum(collectives.sum([1], f"{OWN}.call")) < len(collectives.ranks):
             self.abandon()
-            if self._is_first:
+            if self._collectives.is_first:
                 _log.warning(
                     "no trace was written: %s in the recorded steps. Record earlier steps",
                     "hvd.init or hvd.join was called" if changed else "a rank has called hvd.join",
@@ -288,7 +284,7 @@ class BaseProfile:
         parts[0] = json.dumps(facts).encode() + b"\n" + content
         received = collectives.alltoall(parts, f"{OWN}.events")
         answer = {"problem": "", "summary": ""}
-        if self._is_first:
+        if self._collectives.is_first:
             try:
                 answer["summary"] = self._write(received)
                 print(f"hvdkit: {answer['summary']}", flush=True)

@@ -1,1 +1,1 @@
-"""What is reduced and how: bucketing, the synchronizer, wire formats, accumulation windows."""
+"""The reduction of gradients: buckets, the synchronizer, wire formats, accumulation windows."""

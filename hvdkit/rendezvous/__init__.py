@@ -1,1 +1,1 @@
-"""How the ranks of a Gloo job find each other."""
+"""The server through which the ranks of a Gloo job find each other."""

@@ -147,7 +147,7 @@ class Checkpointer(Manager):
             process_set.ranks,
         )
         collectives = TensorFlowCollectives(process_set)
-        first = collectives.rank == collectives.ranks[0]
+        first = collectives.is_first
         tapes = tape_check(
             collectives,
             lambda: {name: _named(given) for name, given in models.items()},

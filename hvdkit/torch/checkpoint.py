@@ -184,7 +184,7 @@ class Checkpointer(Manager):
                 **own,
                 "statistics": Statistics(
                     models,
-                    warns=len(collectives.ranks) > 1 and collectives.rank == collectives.ranks[0],
+                    warns=len(collectives.ranks) > 1 and collectives.is_first,
                 ),
                 "random": Randomness(generators),
             },

@@ -225,7 +225,7 @@ class Tuner:
                 (slowest,) = self._collectives.max([own], f"{_NAME}.microseconds")
                 self.seconds[candidate].append(max(slowest, 1) / 1e6)
         self.use(choose(self.seconds, self.current))
-        if self._collectives.rank == self._collectives.ranks[0]:
+        if self._collectives.is_first:
             self.report()
 
     def summary(self) -> str:

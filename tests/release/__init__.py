@@ -1,1 +1,1 @@
-"""What a release needs: the package, the images, the scripts, the examples, checks of a GPU."""
+"""Tests for a release: the package, the images, the scripts, the examples, checks of a GPU."""

@@ -117,6 +117,10 @@ class SimulatedCollectives:
     def ranks(self) -> Sequence[int]:
         return range(self.group.first, self.group.first + self.group.size)
 
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.ranks[0]
+
     def exchange(self, value: Any, name: str) -> list[Any]:
         self.names.append(name)
         self._turns[name] = self._turns.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""What the ranks agree on at the beginning of a `fit`."""
+"""The settings on which the ranks agree at the beginning of a `fit`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""What callbacks of `fit` may change or stop. Ranks may have different callbacks."""
+"""Find the callbacks of `fit` that may change weights, or stop the training.
+
+Ranks may have different callbacks.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -121,7 +121,7 @@ class _CoordinatedList(CountsBatches):
     def _drop_writers(self) -> None:
         """Drop callbacks that write files or a progress bar, except on the first rank."""
         coordination = self._coordination
-        if coordination.is_first:
+        if coordination.group.is_first:
             return
         self._progbar = None
         warns = backend.hvd.rank() == coordination.group.ranks[1]

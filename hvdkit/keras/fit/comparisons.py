@@ -211,7 +211,7 @@ class Comparisons:
         found = find_difference(self.group, keras_replicas(variables), "after the first epoch")
         if found is None or not found.far:
             return
-        if backend.hvd.rank() == self.group.ranks[0] and kind not in logged:
+        if self.group.is_first and kind not in logged:
             log.warning(f"%s {advice}", found.text)
         logged.add(kind)
 

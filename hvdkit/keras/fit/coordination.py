@@ -76,11 +76,6 @@ class Coordination:
         """Whether an optimizer accumulates batches."""
         return any(d.accumulation_steps > 1 for d in self.distributions)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first rank, which logs and writes files."""
-        return bool(backend.hvd.rank() == self.group.ranks[0])
-
     def enter(self, params: dict[str, Any], restores: bool = False) -> bool:
         """Return whether the `fit` is coordinated. A collective.
 
@@ -126,7 +121,7 @@ class Coordination:
                 f"over the ranks. Compile the model with hvd.DistributedOptimizer(optimizer)"
             )
         if not in_use:
-            if self.is_first and "separate" not in logged:
+            if self.group.is_first and "separate" not in logged:
                 log.warning(
                     "fit trains a separate model on each of %d ranks, because gradients are not "
                     "reduced over the ranks. Compile the model with "
@@ -177,7 +172,7 @@ class Coordination:
         """
         terminates = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks)
         acts = any(map(acts_on_batches, callbacks))
-        restores = restores and self.is_first
+        restores = restores and self.group.is_first
         restored = (self.model._initial_epoch or 0) if restores else 0
         reducing = reducing_over(self.group, self.distributions)
         compares = any(d.check_parameters for d in reducing)

@@ -3,7 +3,6 @@
 import logging
 from typing import Any
 
-from hvdkit.keras import backend
 from hvdkit.keras.fit.metrics import MetricState, flatten, reduce_logs
 
 log = logging.getLogger("hvdkit.keras")
@@ -64,7 +63,7 @@ class EpochLogs:
 
     def _metrics(self) -> MetricState:
         state = MetricState.of(self._model)
-        for name in set(state.averaged()) - self._averaged if self._is_first else ():
+        for name in set(state.averaged()) - self._averaged if self._group.is_first else ():
             log.warning(
                 "the results of metric %r are averaged over ranks, because its class is not known "
                 "to be additive. If its variables are sums over samples, mark its class with "
@@ -73,7 +72,3 @@ class EpochLogs:
             )
         self._averaged.update(state.averaged())
         return state
-
-    @property
-    def _is_first(self) -> bool:
-        return bool(backend.hvd.rank() == self._group.ranks[0])

@@ -107,7 +107,7 @@ class JointFit:
         self._batches.turn(self._reduces or taped == count)
         for distribution in new:
             distribution.in_fit = True
-        if new and backend.hvd.rank() == self.group.ranks[0] and "elsewhere" not in logged:
+        if new and self.group.is_first and "elsewhere" not in logged:
             log.warning(
                 "train_step uses a wrapped %s that is not an attribute of the model, so "
                 "checkpoints, commits and broadcasts do not contain its state. Make it an "

@@ -192,7 +192,7 @@ def reduce_logs(
         arrays = [array for entry in layout for array in _zeros(entry)]
     sums_of_all = backend.sum_arrays(arrays, "hvdkit.keras.metrics", group.process_set)
     reduced = _logs_of(model, layout, iter(sums_of_all))
-    if group.rank == group.ranks[0]:
+    if group.is_first:
         _warn_of_arrays(logs.keys() - reduced.keys() - _unreduced, logs)
         if state is not None:
             _warn_of_renamed_results(state.results, logs)

@@ -124,7 +124,7 @@ class StatisticsAverage:
             elif moves and id(variable) in self._finite:
                 variable.assign(self._finite[id(variable)])
         fewest = int(counts[movements > 0].min(initial=ranks))
-        if fewest < ranks and self._group.rank == self._group.ranks[0]:
+        if fewest < ranks and self._group.is_first:
             log.warning(
                 "moving statistics of BatchNormalization contain NaN or infinity on %d of %d "
                 "ranks. All ranks get %s. Remove samples with NaN or infinity from the data.",

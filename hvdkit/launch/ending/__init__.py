@@ -1,1 +1,1 @@
-"""How a job ends: events, the facts that follow from them, the outcome, and reports."""
+"""The end of a job: events, the facts that follow from them, the outcome, and reports."""

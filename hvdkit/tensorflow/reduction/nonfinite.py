@@ -151,7 +151,7 @@ class NonFiniteCheck:
     def _raise_or_log(self, text: str) -> None:
         if self._policy == RAISE:
             raise NonFiniteGradients(f"{text}. No rank makes this step.")
-        if self._collectives.rank == self._collectives.ranks[0]:
+        if self._collectives.is_first:
             _log.warning("%s. All ranks skip this step.", text)
 
     def _allreduce(self, tensor: tf.Tensor) -> tf.Tensor:

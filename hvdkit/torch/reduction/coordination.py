@@ -497,7 +497,7 @@ class Coordinator:
                 error = NonFiniteGradients(f"{text}. Call optimizer.zero_grad() to continue.")
                 self._reset([rounds], True, error)
                 raise error
-            if self._collectives.rank == self._collectives.ranks[0]:
+            if self._collectives.is_first:
                 _log.warning("%s. All ranks skip this step.", text)
         if skips != skipped:
             rounds.position = rounds.position.with_step_skipped(skips)

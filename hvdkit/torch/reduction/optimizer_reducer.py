@@ -222,7 +222,7 @@ class OptimizerReducer:
 
     def warn(self, text: str) -> None:
         """Log a warning on the first rank."""
-        if self.collectives.rank == self.collectives.ranks[0]:
+        if self.collectives.is_first:
             log.warning("%s", text)
 
     # --- the backward pass ----------------------------------------------------------------------

@@ -303,7 +303,7 @@ class GradientReducer:
             text = describe(self._collectives, nonfinite, found, count)
             if self._on_nonfinite == RAISE:
                 raise NonFiniteGradients(f"{text}. No rank makes this step.")
-            if self._collectives.rank == self._collectives.ranks[0]:
+            if self._collectives.is_first:
                 _log.warning("%s. All ranks skip this step.", text)
 
     def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
