@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from hvdkit.bench import link, results
+from hvdkit.bench import link
 from hvdkit.bench.software import STOCK, missing_module
 from hvdkit.console.flags import add_options
 from hvdkit.errors import HvdkitError, UsageError
@@ -62,11 +62,8 @@ def add_file_arguments(verb: argparse.ArgumentParser, json: str, more: str = "")
     add_options(verb, text)
 
 
-def check(options: argparse.Namespace, benchmark: str) -> results.Results | None:
+def check(options: argparse.Namespace) -> None:
     """Check the shared arguments before anything is measured.
-
-    Returns:
-        The results of `--compare`; None without it.
 
     Raises:
         UsageError: an argument is wrong, or a file cannot be written.
@@ -78,7 +75,6 @@ def check(options: argparse.Namespace, benchmark: str) -> results.Results | None
         link.parse_rate(options.two_hosts, "--two-hosts")
         if (reason := link.missing()) is not None:
             raise HvdkitError(f"--two-hosts: {reason}")
-    return None if options.compare is None else results.load(options.compare, benchmark)
 
 
 def check_files(options: argparse.Namespace) -> None:

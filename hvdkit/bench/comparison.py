@@ -6,13 +6,16 @@ same noise, this happens by chance in fewer than 1 of 100 results with 5 turns e
 ways to divide 10 turns. Noise that lasts as long as a whole run cannot be seen by this rule.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from hvdkit.bench import results
 from hvdkit.bench.figures import spread
 from hvdkit.bench.results import Results
 from hvdkit.console.tables import Console
@@ -27,6 +30,10 @@ RULE = (
     "Rule: a result has changed if the ranges of the turns of both runs do not overlap. Of 10 or "
     f"more turns, the lowest and the highest tenth do not count. Each needs {FEWEST_TURNS} turns."
 )
+
+
+_Key = Callable[[Mapping[str, Any]], tuple[str, ...]]
+_Turns = Callable[[Mapping[str, Any]], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,31 @@ class Change:
     mark: str
 
 
-def compare(
-    before: Results,
-    now: Results,
-    key: Callable[[Mapping[str, Any]], tuple[str, ...]],
-    turns: Callable[[Mapping[str, Any]], Sequence[float]],
-) -> list[Change]:
+def earlier(path: Path | None, benchmark: str, key: _Key, turns: _Turns) -> Results | None:
+    """Return the results of `--compare`, whose rows can be compared; None without a file.
+
+    Args:
+        path: the file.
+        benchmark: the expected benchmark.
+        key: see `compare`.
+        turns: see `compare`.
+
+    Raises:
+        UsageError: the file is damaged, or another command has written it.
+    """
+    if path is None:
+        return None
+    found = results.load(path, benchmark, "--compare")
+    with results.damaged(path, "--compare"):
+        found.conditions.get("date")
+        for row in found.rows:
+            name, times = " ".join(key(row)), turns(row)
+            if not (times and all(0 < seconds < math.inf for seconds in times)):
+                raise ValueError(f"{name}: the times are {times}")
+    return found
+
+
+def compare(before: Results, now: Results, key: _Key, turns: _Turns) -> list[Change]:
     """Return the results that both runs have.
 
     Args:

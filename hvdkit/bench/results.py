@@ -131,7 +131,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def load(path: Path, benchmark: str, option: str = "--compare") -> Results:
+def load(path: Path, benchmark: str, option: str) -> Results:
     """Return the results of an earlier run.
 
     Args:
@@ -142,22 +142,33 @@ def load(path: Path, benchmark: str, option: str = "--compare") -> Results:
     Raises:
         UsageError: the file was not written by `--json`, or another benchmark wrote it.
     """
-    try:
-        content = read_json(path)
+    with damaged(path, option):
+        try:
+            content = read_json(path)
+        except OSError as error:
+            raise UsageError(f"{option} {path} cannot be read: {error.strerror}") from error
         version, of = content.pop("format"), content["benchmark"]
         found = Results(**content) if version == _FORMAT else None
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{option} {path} is damaged or no file of `hvdkit bench`; expected a file of --json"
-        ) from error
     if found is None or found.benchmark != benchmark:
         raise UsageError(
             f"{option} {path} is of `hvdkit bench {of}`, format {version}; expected "
             f"`hvdkit bench {benchmark}`, format {_FORMAT}"
         )
     return found
+
+
+@contextlib.contextmanager
+def damaged(path: Path, option: str) -> Iterator[None]:
+    """Convert errors of a damaged file into a UsageError that names the file."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise UsageError(
+            f"{option} {path} is damaged ({type(error).__name__}: {error}), or no file of `hvdkit "
+            f"bench`; expected a file of --json"
+        ) from error
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

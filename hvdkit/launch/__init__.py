@@ -14,5 +14,5 @@ The steps of `hvdkit run -np 2 python x.py`:
 
 With `mpi`, `slurm` and `--nodes` (`nodes`), other programs start the agents, which connect to the
 `listener` of the launcher. `generate` writes job files for Slurm and Kubernetes. `run_function` is
-`hvdkit.run`.
+`hvdkit.run`, and `horovods_launcher` protects Horovod's own launcher.
 """

@@ -90,7 +90,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.calls is not None and options.calls < 1:
         raise UsageError(f"--calls is {options.calls}: expected at least 1")
-    before = arguments.check(options, "allreduce")
+    arguments.check(options)
+    before = comparison.earlier(options.compare, "allreduce", table.key, table.turn_medians)
     engines = _engines(options)
     folders = arguments.engine_folders(options) | engines
     found = software.Software("torch", folders, options.mpirun)

@@ -1,8 +1,7 @@
 """Read the files of `hvdkit bench allreduce` and `hvdkit bench step`, and fit links to them."""
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def read_allreduces(path: Path) -> Allreduces:
         UsageError: the file was written by another command, or has too few sizes.
     """
     found = results.load(path, "allreduce", "--allreduce")
-    with _damaged(path, "--allreduce"):
+    with results.damaged(path, "--allreduce"):
         sums = [row for row in found.rows if (row["dtype"], row["op"]) == ("float32", "sum")]
         names = list(dict.fromkeys(row["variant"] for row in sums))
         chosen = next((name for name in names if name.startswith("hvdkit-")), "".join(names[:1]))
@@ -157,7 +156,7 @@ def read_steps(path: Path, model: str | None) -> Steps:
             rank.
     """
     found = results.load(path, "step", "--step")
-    with _damaged(path, "--step"):
+    with results.damaged(path, "--step"):
         models = list(dict.fromkeys(row["model"] for row in found.rows))
         name = model or (models[0] if len(models) == 1 else None)
         if name not in models:
@@ -229,20 +228,6 @@ def _median(times: Sequence[float]) -> float:
     if not found > _SHORTEST:
         raise ValueError(f"a time is {found}")
     return found
-
-
-@contextlib.contextmanager
-def _damaged(path: Path, option: str) -> Iterator[None]:
-    """Convert errors of a damaged file into a UsageError that names the file."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"{option} {path} is damaged ({type(error).__name__}: {error}); expected a file of "
-            f"--json"
-        ) from error
 
 
 def fit_link(

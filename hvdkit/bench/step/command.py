@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         HvdkitError: an argument is wrong, or a rank failed.
     """
-    before = arguments.check(options, "step")
+    arguments.check(options)
+    before = comparison.earlier(options.compare, "step", table.key, table.turns)
     models = parse_names(options.models, list(MODELS), "--models")
     _check(options)
     engine = variants.engine_framework(options.framework)

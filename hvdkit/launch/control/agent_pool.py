@@ -113,7 +113,8 @@ class AgentPool:
             terminal: the host whose agent gets this process's standard streams, for a rank.
         """
         for host, local in hosts.items():
-            self._limit_connecting()
+            while not local and not self.places():
+                time.sleep(0.01)
             self.connections.append(
                 ProcessConnection(host, local, ssh, python, self.events, host == terminal)
             )
@@ -126,14 +127,11 @@ class AgentPool:
                     known.remove(connection)
             connection.close(_DROP_SECONDS)
 
-    def _limit_connecting(self) -> None:
-        """Wait while too many ssh processes are connecting."""
-        while True:
-            recent = time.monotonic() - _CONNECTING_SECONDS
-            waiting = [c for c in self.connections if not (c.greeted or c.ended)]
-            if sum(connection.opened_at > recent for connection in waiting) < _CONNECTING:
-                return
-            time.sleep(0.01)
+    def places(self) -> int:
+        """Return the number of ssh processes that may begin to connect now."""
+        recent = time.monotonic() - _CONNECTING_SECONDS
+        waiting = [c for c in self.connections if not (c.greeted or c.ended)]
+        return max(0, _CONNECTING - sum(each.opened_at > recent for each in waiting))
 
     def next_event(self, timeout: float) -> Event | None:
         """Return the next message of an agent; None if none arrives within `timeout` seconds.

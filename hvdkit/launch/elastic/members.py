@@ -299,9 +299,7 @@ class Members:
                 self._check_deadlines(now)
                 while not self._found.empty():
                     self._handle_found(self._found.get())
-                for member in self._members.values():
-                    if now > member.retry_at and self._is_kept(member):
-                        self._retry(member)
+                self._retry_all(now)
                 self._announce()
                 self._changed.notify_all()
 
@@ -354,15 +352,24 @@ class Members:
         """Return whether one of these hosts has answered, and has the newest commit."""
         return any(m.state is _State.READY and m.host.name in self._holders for m in members)
 
-    def _retry(self, member: _Member) -> None:
-        """Start an agent on a host without one. Ask an agent that could not take part again."""
-        if self._stop.is_set():
-            return
-        if member.connection is None:
-            self._start_agent(member)
-        elif member.state is _State.FAILED and member.kept:
-            member.retry_at = time.monotonic() + _RETRY_SECONDS
-            self._ask(member)
+    def _retry_all(self, now: float) -> None:
+        """Start agents on hosts without one. Ask agents that could not take part again.
+
+        Many hosts may not answer. They must not delay the others, so do not wait for their ssh.
+        """
+        places = self._agents.places()
+        for member in sorted(self._members.values(), key=lambda member: member.retry_at):
+            if now <= member.retry_at or self._stop.is_set():
+                return
+            if not self._is_kept(member):
+                continue
+            if member.connection is not None:
+                if member.state is _State.FAILED and member.kept:
+                    member.retry_at = time.monotonic() + _RETRY_SECONDS
+                    self._ask(member)
+            elif member.host.local or places:
+                places -= not member.host.local
+                self._start_agent(member)
 
     def _ask(self, member: _Member) -> None:
         assert member.connection is not None

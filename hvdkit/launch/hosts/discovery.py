@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryFile
+from typing import IO
 
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.launch.hosts.hosts import Host, parse_lines
@@ -15,7 +15,7 @@ from hvdkit.system.processes import kill_group, wait_for_end, wait_for_killed
 
 _SCRIPT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
-# The most bytes that a script may print.
+# The most bytes that a script may print, and the most bytes of its errors.
 _MOST_BYTES = 10_000_000
 
 
@@ -43,8 +43,9 @@ def discover(
     words = [str(script.absolute())]
     if " " in str(script) and not script.exists():
         words = ["/bin/sh", "-c", str(script)]
-    # Files, because a program that the script has started in the background may hold pipes.
-    with TemporaryFile() as out, TemporaryFile() as errors:
+    # Files, because a program that the script has started in the background may hold pipes. In
+    # memory, because other users may have filled the disk.
+    with _file("output") as out, _file("errors") as errors:
         try:
             process = subprocess.Popen(
                 words, stdout=out, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
@@ -55,7 +56,7 @@ def discover(
         try:
             while (
                 wait_for_end(process, _POLL_SECONDS) is None
-                and os.fstat(out.fileno()).st_size <= _MOST_BYTES
+                and max(map(_size, (out, errors))) <= _MOST_BYTES
             ):
                 if stopped():
                     raise DiscoveryStopped(f"{name} was ended")
@@ -70,13 +71,13 @@ def discover(
             wait_for_killed(process)
         out.seek(0)
         text = out.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
+        if len(text) > _MOST_BYTES or _size(errors) > _MOST_BYTES:
             raise UsageError(
                 f"{name} printed more than {_MOST_BYTES:,} bytes: expected a line HOST:SLOTS for "
                 f"each host. Run it by hand to see what it prints"
             )
         if process.returncode != 0:
-            errors.seek(max(0, os.fstat(errors.fileno()).st_size - 500))
+            errors.seek(max(0, _size(errors) - 500))
             last = errors.read(500).decode(errors="replace").strip()
             raise UsageError(
                 f"{name} failed with exit status {process.returncode}: "
@@ -84,3 +85,11 @@ def discover(
             )
     # An error about a line shows bytes that are not UTF-8.
     return parse_lines(text.decode(errors="backslashreplace"), name, slots)
+
+
+def _file(name: str) -> IO[bytes]:
+    return open(os.memfd_create(f"hvdkit-{name}"), "w+b")
+
+
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size

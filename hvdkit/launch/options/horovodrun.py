@@ -122,8 +122,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if job.keeps_horovods_states:
             print(
                 "horovodrun: the script imports horovod, whose elastic states only Horovod's own "
-                "launcher keeps: it runs the job. For a job of hvdkit, import hvdkit (`hvdkit "
-                "migrate`)",
+                "launcher keeps: it runs the job, and whoever reaches its port can end it. For a "
+                "job of hvdkit, import hvdkit (`hvdkit migrate`)",
                 file=sys.stderr,
             )
         return argparse.Namespace(run=run, words=list(words))
@@ -228,7 +228,7 @@ def _start_horovods(options: argparse.Namespace) -> NoReturn:
     """Replace this process by Horovod's own launcher."""
     _engine_version()
     sys.stdout.flush()
-    words = python_command("-m", "horovod.runner.launch", *options.words)
+    words = python_command("-m", "hvdkit.launch.horovods_launcher", *options.words)
     os.execv(words[0], words)
 
 

@@ -1,6 +1,7 @@
 """Comparisons mark changes beyond the noise of both runs only."""
 
 import argparse
+import json
 import random
 
 import pytest
@@ -72,7 +73,7 @@ def test_results_are_the_same_after_reading_them(tmp_path):
     path = tmp_path / "run.json"
     made = run_of([1, 2], 0)
     made.save(options(json=path), list)
-    assert results.load(path, "allreduce") == made
+    assert results.load(path, "allreduce", "--compare") == made
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -82,17 +83,39 @@ def test_results_are_the_same_after_reading_them(tmp_path):
 def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_text(content)
-    with pytest.raises(UsageError, match="damaged or no file"):
-        results.load(path, "allreduce")
+    with pytest.raises(UsageError, match="damaged .*, or no file"):
+        results.load(path, "allreduce", "--compare")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("conditions", None),
+        ("rows", [None]),
+        *[("rows", [{"turns": turns}]) for turns in (None, [], [[]], [[0]], [["x"]], [[1e999]])],
+        *[("rows", [{"bytes": size}]) for size in ("x", 10**400)],
+    ],
+)
+def test_a_file_that_cannot_be_compared_is_refused_before_the_measurement(tmp_path, name, value):
+    path = tmp_path / "run.json"
+    made = run_of([1], 0)
+    made.save(options(json=path), list)
+    assert comparison.earlier(path, "allreduce", table.key, table.turn_medians) == made
+    content = json.loads(path.read_text())
+    if name == "rows" and value[0] is not None:
+        value = [content["rows"][0] | value[0]]
+    path.write_text(json.dumps(content | {name: value}))
+    with pytest.raises(UsageError, match="--compare .*run.json is damaged"):
+        comparison.earlier(path, "allreduce", table.key, table.turn_medians)
 
 
 def test_a_file_of_another_benchmark_is_refused(tmp_path):
     path = tmp_path / "run.json"
     run_of([1], 0).save(options(json=path), list)
     with pytest.raises(UsageError, match="is of `hvdkit bench allreduce`"):
-        results.load(path, "step")
+        results.load(path, "step", "--compare")
     with pytest.raises(UsageError, match="cannot be read"):
-        results.load(tmp_path / "gone.json", "step")
+        results.load(tmp_path / "gone.json", "step", "--compare")
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path):

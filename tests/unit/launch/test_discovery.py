@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 import time
 from pathlib import Path
 
@@ -85,3 +86,14 @@ def test_a_script_that_hangs_is_ended(tmp_path):
     began = time.monotonic()
     with pytest.raises(DiscoveryStopped):
         discover(script(tmp_path, "sleep 300"), stopped=lambda: time.monotonic() > began + 0.5)
+
+
+def test_a_full_disk_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert discover(script(tmp_path, "echo host0")) == [Host("host0", 1)]
+
+
+def test_a_script_that_prints_without_end_is_ended(tmp_path):
+    for stream in ("1", "2"):
+        with pytest.raises(UsageError, match="printed more than 10,000,000 bytes"):
+            discover(script(tmp_path, f"cat /dev/zero >&{stream}"))

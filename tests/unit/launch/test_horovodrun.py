@@ -384,7 +384,7 @@ def test_horovods_own_launcher(monkeypatch, capfd):
     for words in (["--check-build"], ["-np", "2", "--jsrun", "true"], ["--version"]):
         options = horovodrun.parse(words)
         options.run(options)
-    command = [sys.executable, "-P", "-m", "horovod.runner.launch"]
+    command = [sys.executable, "-P", "-m", "hvdkit.launch.horovods_launcher"]
     assert started[0] == (sys.executable, [*command, "--check-build"])
     assert [words for _, (*_, words) in started] == ["--check-build", "true"]
     assert capfd.readouterr().out == "0.28.1\n"

@@ -189,8 +189,8 @@ TWO = {"ranks": 2, "ranks_per_host": 1}
 @pytest.mark.parametrize(
     ("option", "content", "expected"),
     [
-        ("--step", "", "is damaged or no file of `hvdkit bench`"),
-        ("--step", "[1]", "is damaged or no file of `hvdkit bench`"),
+        ("--step", "", ", or no file of `hvdkit bench`"),
+        ("--step", "[1]", ", or no file of `hvdkit bench`"),
         ("--step", result("allreduce", TWO, []), "is of `hvdkit bench allreduce`"),
         ("--step", result("step", TWO, []), "has the models (none)"),
         (

@@ -1,6 +1,7 @@
 """The hosts of an elastic job. Names of this machine are hosts, with simulated or real agents."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.launch.control import prepare
+from hvdkit.launch.control import agent_pool, prepare
 from hvdkit.launch.control.plan import make_plan
 from hvdkit.launch.control.settings import Settings
 from hvdkit.launch.control.timeouts import Timeouts
@@ -228,6 +229,25 @@ def test_a_start_waits_for_enough_slots():
         assert watched.slots() == [("127.0.0.1", 1)]
         watched.excluded.add("127.0.0.1")
         assert len(watched.slots()) == 2
+
+
+def test_hosts_that_do_not_answer_delay_neither_a_start_nor_the_end(monkeypatch, tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 100\n")
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(members, "are_local", lambda hosts: {host: host == A for host in hosts})
+    monkeypatch.setattr(agent_pool, "_CONNECTING", 2)
+    silent = [Host(f"silent{number}", 1) for number in range(4)]
+    with Watched(A, real=True) as watched:
+        watched.slots()
+        watched.begin(A)
+        watched.found = [A, *silent]
+        wait_until(lambda: len(watched.members._agents.connections) == 3, SECONDS)
+        began = time.monotonic()
+        watched.begin(A)
+    # Before the end of the time in which ssh processes count as connecting.
+    assert time.monotonic() - began < agent_pool._CONNECTING_SECONDS
 
 
 def test_the_first_look_fails():
