@@ -46,8 +46,8 @@ INTERVAL = 100
 _EARLY = 10
 #: What to do about a difference.
 STOP, REPAIR = "stop", "repair"
-#: The number of parameters that are searched for NaN.
-SMALL = 8
+#: The number of parameters that are searched for NaN, and the bytes of each.
+SMALL, _SEARCHED_BYTES = 8, 1 << 20
 #: The folder, in the working directory, in which each rank saves its tensors that differ.
 FOLDER = "hvdkit-mismatch"
 
@@ -99,7 +99,12 @@ class Access(Protocol):
         ...
 
     def elements(self, value: Any, data: np.ndarray) -> np.ndarray:
-        """Return the bytes of a value as elements: float64, int64, complex128 or bool."""
+        """Return bytes of a value as elements: float64, int64, complex128 or bool.
+
+        Args:
+            value: the value.
+            data: all its bytes, or the first ones.
+        """
         ...
 
 
@@ -294,11 +299,13 @@ class ReplicaCheck:
         """Log if the parameters of all ranks contain NaN or infinity. Not a collective.
 
         This happens after a step in which the loss was NaN on one rank. Such a loss makes all
-        parameters NaN that the loss depends on, so only a few small parameters are read.
+        parameters NaN that the loss depends on, so only a few small parameters are searched, and of
+        large ones only the beginning.
         """
         trained = [] if "nonfinite" in self.done else [i for i in own.items if i.trained]
         for item in sorted(trained, key=lambda item: item.trained)[:SMALL]:
-            values = own.access.elements(item.value, own.access.read(item.value))
+            data = own.access.read(item.value)[:_SEARCHED_BYTES]
+            values = own.access.elements(item.value, data)
             if not np.isfinite(values).all():
                 has_nan = bool(np.isnan(values).any())
                 self._log(

@@ -1,4 +1,4 @@
-"""Check that all ranks have called the same method of a `Manager`.
+"""Check that all ranks have called the same method of a `Manager` or of an elastic state.
 
 Each method begins with the same allreduce of 24 bytes. With different collectives, a rank in
 `maybe_save` and a rank in another method would wait for each other.
@@ -27,14 +27,16 @@ class StepWord(NamedTuple):
     Attributes:
         present: 1. A sum below the number of ranks shows that some have called `join`.
         due: 1 if a save is due by the steps.
-        stops: 1 if this rank has a stop signal.
+        stops: 1 if this rank has a stop signal. For an elastic state: 1 if its hosts have changed.
         waiting: 1 if this rank is not at a step boundary.
         blocked: 1 if this rank must not save now for another reason.
         first: what only the first rank knows: the sum of `LATE` and `FAILED`.
-        elsewhere: 1 if this rank is in another call than `maybe_save`.
+        elsewhere: 1 if this rank is in another method of a manager than `maybe_save`.
         wrong: 1 if this rank's call is an error: the step is not a valid number, or is lower than
             in an earlier call; or the calls are never at a boundary.
         keeps: 1 if this rank can keep this step in the memory of its host, see `HostMemory.ready`.
+        commits: 1 if this rank is in `commit` of an elastic state.
+        checks: 1 if this rank is in `check_host_updates` of an elastic state.
     """
 
     present: int = 1
@@ -46,6 +48,13 @@ class StepWord(NamedTuple):
     elsewhere: int = 0
     wrong: int = 0
     keeps: int = 0
+    commits: int = 0
+    checks: int = 0
+
+    @property
+    def calls(self) -> Sequence[int]:
+        """The ranks in each call but `maybe_save`."""
+        return self.elsewhere, self.commits, self.checks
 
     def sum(self, collectives: Collectives) -> "StepWord":
         """Return the sum of all ranks' words. A collective."""
@@ -55,22 +64,33 @@ class StepWord(NamedTuple):
         return StepWord(*counts[: len(self)])
 
 
-def begin(collectives: Collectives, call: str) -> None:
+_ELSEWHERE = StepWord(elsewhere=1)
+
+
+def begin(collectives: Collectives, call: str, own: StepWord = _ELSEWHERE) -> StepWord:
     """Begin a call other than `maybe_save`. A collective.
+
+    Args:
+        collectives: of the ranks.
+        call: the name of the method that this rank is in.
+        own: the word of this rank.
+
+    Returns:
+        The sum of all ranks' words.
 
     Raises:
         UsageError: on all ranks that are in a call: the calls differ, or a rank is in `join`.
     """
-    agreed = StepWord(elsewhere=1).sum(collectives)
+    agreed = own.sum(collectives)
     ranks = len(collectives.ranks)
     if agreed.present < ranks:
         raise UsageError(
             f"{call}() was called while {ranks - agreed.present} of {ranks} ranks wait in join(): "
-            f"expected all ranks to call {call}(). Call it after join(), or call maybe_save(), "
-            f"which does nothing until then"
+            f"expected the call on all ranks. Call it before or after join()"
         )
-    if agreed.elsewhere < ranks:
+    if list(agreed.calls) != [ranks * each for each in own.calls]:
         exchange_in_call(collectives, call)
+    return agreed
 
 
 def exchange_in_call(

@@ -408,7 +408,7 @@ class Manager:
         if agreed.present < ranks:
             # Some ranks have called `join`, and take part in reductions only.
             return False
-        if agreed.elsewhere:
+        if any(agreed.calls):
             calls.exchange_in_call(self._collectives, "maybe_save")
         if agreed.wrong:
             exchange(self._collectives, {}, wrong)

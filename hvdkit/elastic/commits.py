@@ -14,6 +14,8 @@ from collections.abc import Collection, Sequence
 import hvdkit
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.rank_errors import attempt, raise_on_all_ranks, raise_together
+from hvdkit.checkpoint import calls
+from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.errors import CheckpointError, Damaged
 from hvdkit.checkpoint.host_steps import HostSteps, Key, content_of, key_of
@@ -21,7 +23,6 @@ from hvdkit.checkpoint.reading import OpenCheckpoint
 from hvdkit.checkpoint.saving import parts_of_first
 from hvdkit.checkpoint.writing import Snapshot, rank_to_bytes
 from hvdkit.elastic.parts import Parts, read
-from hvdkit.errors import HvdkitError
 from hvdkit.runtime.elastic_start import ElasticStart
 from hvdkit.runtime.progress import report_committed, report_saved
 
@@ -72,22 +73,16 @@ class Commits:
         # whether a host has commits of a later state, which are newer than those of this one.
         self._others_write = self._is_earlier = False
 
-    def anywhere(self, own: Sequence[bool], name: str = "hvdkit.elastic.window") -> list[bool]:
-        """Return which of the values are true on a rank. Each commit begins with this call.
+    def begin(self, own: StepWord) -> StepWord:
+        """Begin `commit` or `check_host_updates`, as `own` says, and return the sum of the words.
 
         Raises:
-            HvdkitError: a rank waits in `join`. It would contribute zeros to the collectives of the
-                commit, and its host would store nothing.
+            UsageError: on all ranks that are in a call: the calls differ. Or a rank waits in
+                `join`: it would contribute zeros to the collectives of the commit, and its host
+                would store nothing.
         """
-        present, *found = self._collectives.sum([1, *map(int, own)], name)
-        ranks = len(self._collectives.ranks)
-        if present < ranks:
-            raise HvdkitError(
-                f"the elastic state was not committed: {present} of {ranks} ranks have called "
-                f"commit() or check_host_updates(), and the others wait in hvd.join(). Expected "
-                f"the call on all ranks, after the same batches. Call it before or after hvd.join()"
-            )
-        return [count > 0 for count in found]
+        call = "check_host_updates" if own.checks else "commit"
+        return calls.begin(self._collectives, call, own)
 
     def warn_of_window(self, stores: bool) -> None:
         """Log once, on the first rank, that a commit is not at a step boundary.
@@ -112,8 +107,7 @@ class Commits:
     def hosts_changed(self) -> bool:
         """Return whether the ranks should end, to be started on other hosts. Equal on all ranks."""
         changed = self._start.current_hosts() > self._start.hosts
-        (anywhere,) = self.anywhere([changed], "hvdkit.elastic.hosts")
-        return anywhere
+        return self.begin(StepWord(checks=1, stops=int(changed))).stops > 0
 
     def newest(self) -> tuple[int, Parts] | None:
         """Find the newest commit of all hosts, read it, and report it as progress if it is new.

@@ -15,6 +15,7 @@ from hvdkit.agreement.consistency import group_by_text
 from hvdkit.agreement.process_sets import other_ranks
 from hvdkit.agreement.rank_errors import attempt
 from hvdkit.checkpoint import memory
+from hvdkit.checkpoint.calls import StepWord
 from hvdkit.checkpoint.coordination import exchange
 from hvdkit.checkpoint.memory import Allocate
 from hvdkit.checkpoint.replaced_state import positions, restore_positions, state_replaced
@@ -200,21 +201,27 @@ class CommittedState:
     def _memory(self) -> SnapshotMemory:
         return SnapshotMemory(self._allocate)
 
-    def _ask(self) -> tuple[bool, bool]:
+    def _ask(self, checks: bool = False) -> tuple[bool, bool]:
         """Return whether a commit must wait for a step boundary, and whether none ever comes.
 
         A collective in a job of `hvdkit run --elastic`: equal on all ranks. Ranks may have
         different optimizers, so that only some of them may have windows.
+
+        Args:
+            checks: whether the call is `check_host_updates`, and not `commit`.
         """
-        own = self._boundary.ask()
-        waits, never = own if self._commits is None else self._commits.anywhere(own)
+        waits, never = self._boundary.ask()
+        if self._commits is not None:
+            own = StepWord(waiting=waits, wrong=never, commits=not checks, checks=checks)
+            agreed = self._commits.begin(own)
+            waits, never = agreed.waiting > 0, agreed.wrong > 0
         if not waits:
             self._boundary.reach()
         return waits, never
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, checks: bool = False) -> bool:
         """Return whether a commit must wait for a step boundary. A collective, see `_ask`."""
-        waits, never = self._ask()
+        waits, never = self._ask(checks)
         return waits and not never
 
     def _collectives(self) -> Collectives:
@@ -356,8 +363,9 @@ class CommittedState:
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
             HvdkitError: on every rank, if a rank could not save its state, or a host could not
-                store the commit before. Also if another rank waits in `join`.
-            UsageError: `hvdkit run --elastic` is calling a training function with another state.
+                store the commit before.
+            UsageError: on every rank, if ranks call different methods, or a rank waits in `join`;
+                or `hvdkit run --elastic` is calling a training function with another state.
         """
         waits, never = self._ask()
         if self._commits is None:
@@ -380,15 +388,15 @@ class CommittedState:
 
         Raises:
             HostsUpdatedInterrupt: on every rank, if the hosts have changed.
-            HvdkitError: on every rank, if a rank could not save its state or store the commit. Also
-                if another rank waits in `join`.
-            UsageError: `hvdkit run --elastic` is calling a training function with another state.
+            HvdkitError: on every rank, if a rank could not save its state or store the commit.
+            UsageError: on every rank, if ranks call different methods, or a rank waits in `join`;
+                or `hvdkit run --elastic` is calling a training function with another state.
         """
         if self._commits is None:
             self._check_stored()
             super().check_host_updates()  # type: ignore[misc]
         elif self._commits.hosts_changed():
-            if self._must_wait():
+            if self._must_wait(checks=True):
                 return
             self._store(ends=True)
             raise self._interrupt(False)

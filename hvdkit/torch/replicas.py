@@ -51,17 +51,17 @@ class TensorAccess:
     def write(self, value: torch.Tensor, data: np.ndarray) -> None:
         # `.data`, because the comparison runs at the end of a backward pass. Autograd would refuse
         # another pass of a graph whose parameters have changed, on the repaired rank only.
-        value.data.copy_(_from_bytes(value, data))
+        value.data.copy_(_from_bytes(value, data).view(value.shape))
 
     def elements(self, value: torch.Tensor, data: np.ndarray) -> np.ndarray:
-        elements = _from_bytes(value, data).view(-1)
+        elements = _from_bytes(value, data)
         if elements.dtype.is_complex:
             return elements.to(torch.complex128).numpy()
         return (elements.double() if elements.dtype.is_floating_point else elements).numpy()
 
 
 def _from_bytes(value: torch.Tensor, data: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(data.copy()).view(value.dtype).view(value.shape)
+    return torch.from_numpy(data.copy()).view(value.dtype)
 
 
 def torch_replicas(

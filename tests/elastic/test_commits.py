@@ -285,7 +285,7 @@ def test_each_host_stores_the_values_of_the_first_rank(world, one_host):
 
     assert world.run(work) == [f"of rank {rank}" for rank in range(3)]
     more = [] if one_host else ["hvdkit.checkpoint.values"]
-    assert world.names == ["hvdkit.elastic.window", *more, "hvdkit.elastic.commit"]
+    assert world.names == ["hvdkit.checkpoint.step", *more, "hvdkit.elastic.commit"]
     for rank, folder in enumerate(world.folders):
         if rank == 0 or not one_host:
             state = WindowState(None, False, best="")

@@ -178,12 +178,13 @@ class Agent:
             # The ranks' helper processes may have written since the ends of the ranks.
             for rank in self._ranks.all:
                 self._drain(rank)
+            # Before `done`, because this agent may be killed after it.
+            self._close_ranks()
             self._send("done", stays=self._stays)
+            self._done = not self._stays
             if self._stays:
-                self._prepare_next_start()
-                return False
-            self._done = True
-            return True
+                self._ending = None
+            return self._done
         except HvdkitError as error:
             self._send("failed", reason=str(error))
             # At once: `LocalRanks.end` waits for the same processes again.
@@ -196,14 +197,13 @@ class Agent:
         # The last messages must not be lost if the network is slow.
         return self._done and self._link.unsent and not self._link.lost
 
-    def _prepare_next_start(self) -> None:
-        """Forget the ranks, which have ended, and wait for the launcher to start them again."""
+    def _close_ranks(self) -> None:
+        """Delete the folders of the ranks, which have ended, and forget the ranks."""
         pipes = {pipe for rank in self._ranks.all for pipe in rank.pipes}
         for pipe in pipes & set(self._selector.get_map()):
             self._selector.unregister(pipe)
         self._ranks.close()
         self._ranks = self._new_ranks(self._ranks.spares)
-        self._ending = None
 
     def _end(self, grace: float) -> None:
         if self._ending is None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, RandomSampler
 
 from hvdkit.checkpoint.manifest import check_part_name
-from hvdkit.errors import HvdkitError, UsageError
+from hvdkit.errors import UsageError
 from tests.commit_files import read_commit, write_commit
 from tests.ranks.elastic_hosts import commit_in, host_of_its_own
 from tests.ranks.elastic_samplers import check_that_a_commit_keeps_the_position
@@ -211,8 +211,8 @@ def test_a_commit_while_a_rank_waits_in_join_is_an_error(hvd, joined, method):
         state.commit()
         state.batch = 1
         if hvd.rank() != joined:
-            others = f"{hvd.size() - 1} of {hvd.size()} ranks have called commit"
-            with pytest.raises(HvdkitError, match=others):
+            text = f"{method}.. was called while 1 of {hvd.size()} ranks wait in join"
+            with pytest.raises(UsageError, match=text):
                 getattr(state, method)()
         hvd.join()
         state.batch = 2
@@ -224,6 +224,29 @@ def test_a_commit_while_a_rank_waits_in_join_is_an_error(hvd, joined, method):
         state._saved = commit_in(folder)
     state.restore()
     assert state.batch == 2
+
+
+@pytest.mark.parametrize("other", ["check_host_updates", "maybe_save", "wait"])
+def test_different_calls_are_an_error_that_names_them(hvd, tmp_path, other):
+    """The ranks would wait for each other."""
+    model = torch.nn.Linear(3, 1)
+    folder = hvd.broadcast_object(str(tmp_path))
+
+    @hvd.elastic.run
+    def train(state):
+        with hvd.Checkpointer(folder, model=model) as checkpointer:
+            calls = {
+                "check_host_updates": state.check_host_updates,
+                "maybe_save": lambda: checkpointer.maybe_save(1),
+                "wait": checkpointer.wait,
+            }
+            call = state.commit if hvd.rank() == 1 else calls[other]
+            with pytest.raises(UsageError, match=f"rank.* 0.*: {other}; rank 1: commit"):
+                call()
+            state.commit()
+
+    with host_of_its_own():
+        train(hvd.elastic.TorchState(model))
 
 
 def test_restore_after_sync_returns_to_the_sync(hvd):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hvdkit.agreement.replicas import (
     Replicas,
     find_difference,
 )
-from tests.simulated.ranks import SimulatedGroup, on_every_rank
+from tests.simulated.ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 
 
 class Arrays:
@@ -97,6 +98,20 @@ def test_steps_that_end_together_skip_no_comparison(together, interval):
     found = [settings.is_due(end, together) for end in ends]
     expected = [any(settings.is_due(s) for s in range(end - together + 1, end + 1)) for end in ends]
     assert found == expected
+
+
+def test_a_comparison_of_large_parameters_makes_no_copy_of_them():
+    """Each save compares. With a copy, it would need several times the memory of the state."""
+    value = np.zeros(8_000_000)
+    value[5] = np.nan
+    replicas = Replicas(Arrays(), [Item("'v'", "v", value, len(value))], ())
+    check = ReplicaCheck(SimulatedCollectives(SimulatedGroup(1), 0), CheckSettings(), None)
+    tracemalloc.start()
+    check._warn_of_nonfinite("after step 3", replicas)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert check.done == {"nonfinite"}
+    assert peak < value.nbytes / 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -16,10 +16,14 @@ import psutil
 import pytest
 
 from hvdkit.launch.control import messages
+from hvdkit.mpi import segments
+from hvdkit.runtime.recorder import FOLDER_VARIABLE
 from hvdkit.system.sealed import greet
 from tests.unit.launch.commands import execute, wait_until
 
 RANK = [sys.executable, "-c"]
+#: The variables with the folders of a rank.
+FOLDERS = (FOLDER_VARIABLE, segments.VARIABLES[0])
 #: A rank without a terminal, on all CPUs.
 PLAIN = {"terminal": False, "cpus": []}
 
@@ -263,6 +267,32 @@ def test_an_agent_stays_after_a_start_that_failed(agent):
     agent.start_prepared()
     assert agent.line() == "up\n"
     assert agent.receive("ended")["status"] == 0
+
+
+#: An agent that deletes its folders slowly.
+SLOW = """
+import time
+from hvdkit.launch.agent.main import main
+from hvdkit.system.owned_folders import OwnedFolder
+
+def slowly(folder):
+    time.sleep(0.5)
+    remove(folder)
+
+remove, OwnedFolder.remove = OwnedFolder.remove, slowly
+main()
+"""
+
+
+@pytest.mark.parametrize("agent", [SLOW], indirect=True)
+@pytest.mark.parametrize("stays", [False, True])
+def test_nothing_of_the_ranks_is_left_once_an_agent_has_said_so(agent, stays):
+    agent.prepare(f"import os; print(*map(os.environ.get, {FOLDERS}))", stay=stays)
+    agent.start_prepared()
+    folders = [Path(text) for text in agent.line().split()]
+    assert all(folder.is_dir() for folder in folders)
+    agent.receive("done")
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_an_agent_of_mpirun_waits_for_the_launcher_after_its_rank_has_failed():
