@@ -8,7 +8,7 @@ the engine's stall limit ends the job.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.rank_errors import raise_on_all_ranks
@@ -46,20 +46,6 @@ def check_one_model(reduced_over: Mapping[str, Sequence[int]], ranks: Sequence[i
         )
 
 
-class HorovodSets(Protocol):
-    """The parts of `horovod.common.process_sets` that this module uses."""
-
-    ProcessSet: type[Any]
-
-    def add_process_set(self, process_set: Any) -> Any:
-        """Add a process set."""
-        ...
-
-    def remove_process_set(self, process_set: Any) -> bool:
-        """Remove a process set."""
-        ...
-
-
 class ProcessSets:
     """Horovod's functions for process sets, on all ranks together.
 
@@ -68,7 +54,7 @@ class ProcessSets:
         collectives: returns the collectives of all ranks.
     """
 
-    def __init__(self, horovod: HorovodSets, collectives: Callable[[], Collectives]) -> None:
+    def __init__(self, horovod: Any, collectives: Callable[[], Collectives]) -> None:
         self._horovod = horovod
         self._collectives = collectives
 

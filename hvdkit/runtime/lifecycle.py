@@ -11,10 +11,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from hvdkit.engine.describe import Engine
 from hvdkit.errors import HvdkitError
 from hvdkit.runtime import loaded_modules, record_files
 from hvdkit.runtime.departure import Departure
@@ -35,76 +36,6 @@ from hvdkit.runtime.standard_streams import write_whole_output
 
 # A framework's Horovod extension is loaded by the module horovod.FRAMEWORK.mpi_ops.
 _FRAMEWORKS = ("torch", "tensorflow")
-
-
-class Engine(Protocol):
-    """The properties of the installed Horovod, as in `hvdkit.engine.describe.Engine`."""
-
-    @property
-    def version(self) -> str:
-        """The version of the distribution."""
-        ...
-
-    @property
-    def frameworks(self) -> Mapping[str, str]:
-        """Framework -> the version that its extension was compiled against."""
-        ...
-
-    @property
-    def patches(self) -> Collection[str]:
-        """The names of the hvdkit patches that it was built with."""
-        ...
-
-    @property
-    def ours(self) -> bool:
-        """Whether `hvdkit build` built it."""
-        ...
-
-
-class Horovod(Protocol):
-    """The functions of a framework's `horovod.*.mpi_ops` that this module uses.
-
-    Attributes:
-        _basics: a `horovod.common.basics.HorovodBasics`, which has the loaded extension.
-    """
-
-    _basics: Any
-
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise Horovod."""
-        ...
-
-    def shutdown(self) -> None:
-        """Shut down Horovod."""
-        ...
-
-    def is_initialized(self) -> bool:
-        """Whether `init` was called, and not `shutdown` after it."""
-        ...
-
-    def rank(self) -> int:
-        """This process's rank."""
-        ...
-
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-    def local_rank(self) -> int:
-        """This process's rank among those of its host."""
-        ...
-
-    def local_size(self) -> int:
-        """The number of ranks on this process's host."""
-        ...
-
-    def mpi_built(self) -> bool:
-        """Whether MPI is compiled in."""
-        ...
-
-    def gloo_built(self) -> bool:
-        """Whether Gloo is compiled in."""
-        ...
 
 
 @contextmanager
@@ -155,7 +86,7 @@ class Runtime:
         framework: `torch` or `tensorflow`.
         version: the imported version of the framework.
         engine: the installed Horovod.
-        horovod: the framework's `mpi_ops`.
+        horovod: the framework's `horovod.*.mpi_ops`.
         use_own_gpu: called with the local rank; makes the GPU with this number the default GPU.
             Called only if several ranks share a host.
         torchrun_variables: returns Horovod's environment variables for this rank. Called only if
@@ -169,7 +100,7 @@ class Runtime:
         framework: str,
         version: str,
         engine: Engine,
-        horovod: Horovod,
+        horovod: Any,
         use_own_gpu: Callable[[int], None],
         torchrun_variables: Callable[[], Mapping[str, str]],
         refuse_collectives: Callable[[], None] = lambda: None,

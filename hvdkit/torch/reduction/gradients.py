@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ from hvdkit.torch.reduction.backend import TorchBackend, fits, is_writable
 from hvdkit.torch.reduction.last_stages import Stage
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.torch.reduction.parts import Part, groups_of
-from hvdkit.torch.reduction.records import Owner, Record, forget, is_changed, is_left, leave
+from hvdkit.torch.reduction.records import Record, forget, is_changed, is_left, leave
 from hvdkit.torch.reduction.settings import Settings
 
 # The largest number of parameters that an error lists.
@@ -102,7 +103,7 @@ class Gradients:
 
     def __init__(
         self,
-        reducer: "weakref.ref[Owner]",
+        reducer: "weakref.ref[Any]",
         collectives: TorchCollectives,
         settings: Settings,
         window: Window,
@@ -139,7 +140,7 @@ class Gradients:
 
     # --- records and plans ----------------------------------------------------------------------
 
-    def _owner(self) -> Owner:
+    def _owner(self) -> Any:
         reducer = self._reducer()
         assert reducer is not None
         return reducer

@@ -15,7 +15,7 @@ reduced.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any
 
 from hvdkit.agreement.consistency import all_equal
 from hvdkit.torch.reduction.rounds import Rounds
@@ -100,18 +100,8 @@ class Slot:
 FIELDS = [each.name for each in fields(Slot)]
 
 
-class Optimizer(Protocol):
-    """An optimizer of an adapter."""
-
-    @property
-    def rounds(self) -> Rounds:
-        """The optimizer's reduction rounds."""
-        ...
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a backward pass is adding to the gradients."""
-        ...
+#: An `hvdkit.torch.wrapped_optimizer.WrappedOptimizer`, whose module imports this one.
+Optimizer = Any
 
 
 @dataclass(frozen=True)
@@ -153,7 +143,7 @@ class HeaderResult:
 
     count: int
     slots: Sequence[tuple[Rounds | None, Slot]]
-    optimizers: "Sequence[Optimizer | None]" = ()
+    optimizers: Sequence[Optimizer | None] = ()
 
     @property
     def in_pass(self) -> list[tuple[Rounds | None, Slot]]:

@@ -121,11 +121,11 @@ class OptimizerReducer:
 
     Attributes:
         number: the place in the order of creation, the same on every rank.
-        task: see `hvdkit.torch.reduction.records.Owner`.
+        task: PyTorch's number of the current graph task; None between passes.
         graph_task: refers to an object that is freed when the pass ends or raises; None between
             passes.
         no_sync: whether passes only add to the gradients of this rank.
-        wrapped_again: see `hvdkit.torch.reduction.records.Owner`.
+        wrapped_again: whether another optimizer has wrapped parameters of this one.
     """
 
     def __init__(
