@@ -35,7 +35,6 @@ from hvdkit.reduction.wire_format import (
     Request,
     Scaling,
     Sum,
-    WireFormat,
     run_conditions,
 )
 from hvdkit.runtime.counters import counters
@@ -99,6 +98,9 @@ class Synchronizer(Generic[Buffer, Handle]):
         context: further lines of text that must be equal on all ranks. If they differ, the error
             shows them first.
 
+    Attributes:
+        specs: see above.
+
     Raises:
         UsageError: the specs or settings are invalid; nothing has been communicated.
     """
@@ -113,7 +115,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         context: Sequence[str] = (),
     ) -> None:
         bucketing.check(specs, reduction.bucket_bytes)
-        self._specs = tuple(specs)
+        self.specs: Sequence[ParameterSpec] = tuple(specs)
         self._backend = backend
         self._collectives = collectives
         self._reduction = reduction
@@ -122,11 +124,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         # Gradients of different devices arrive in different threads.
         self._lock = threading.RLock()
         self._planned_generation: int | None = None
-        self._plan: BucketPlan | None = None
-        self._name = ""
-        self._memory: list[RoundMemory[Buffer]] = []
-        self._codecs: Sequence[WireFormat] = ()
         self._buckets: PlannedBuckets | None = None
+        self._memory: list[RoundMemory[Buffer]] = []
         self._resumed: ReductionState | None = None
         # The generation, the reductions that wait for a deferred request, and a function that
         # returns the results of the request.
@@ -136,11 +135,6 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._begin_round()
 
     @property
-    def specs(self) -> Sequence[ParameterSpec]:
-        """The parameters."""
-        return self._specs
-
-    @property
     def planned(self) -> bool:
         """Whether the ranks have agreed on the buckets since the last `init` and `join`."""
         return self._planned_generation == self._collectives.generation
@@ -148,7 +142,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     @property
     def plan(self) -> BucketPlan | None:
         """The buckets, once the ranks have agreed on them."""
-        return self._plan
+        return self._buckets.plan if self._buckets else None
 
     @property
     def is_changed(self) -> bool:
@@ -158,7 +152,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     @property
     def name(self) -> str:
         """The prefix of the buckets' names; empty before `make_plan`."""
-        return self._name
+        return self._buckets.name if self._buckets else ""
 
     @property
     def state(self) -> ReductionState | None:
@@ -197,24 +191,23 @@ class Synchronizer(Generic[Buffer, Handle]):
             if self._round.generation != self._collectives.generation:
                 # Horovod was shut down during the round.
                 self._begin_round()
-            current = self._round
+            current, plan = self._round, self.plan
             if i in current.arrived:
-                plan = self._plan
                 if plan is not None and plan.bucket_of[i] in current.reductions:
                     raise HvdkitError(self._arrived_late(i))
                 return
             current.arrived[i] = None
             # Start nothing before the ranks have a plan: a bucket that only some ranks have would
             # stay in flight.
-            if self._plan is None or self._planned_generation != current.generation:
+            if plan is None or self._planned_generation != current.generation:
                 return
-            if not self._plan.buckets:
+            if not plan.buckets:
                 return  # there is one rank
             thread = threading.get_ident()
             for entry in [entry for entry in current.full if entry[0] == thread]:
                 current.full.remove(entry)
                 self._start(entry[1])
-            bucket = self._plan.buckets[self._plan.bucket_of[i]]
+            bucket = plan.buckets[plan.bucket_of[i]]
             current.missing[bucket.index] -= 1
             if not current.missing[bucket.index]:
                 current.full.append((thread, bucket))
@@ -228,10 +221,10 @@ class Synchronizer(Generic[Buffer, Handle]):
         dense = self._reduction.sparse_as_dense
         buckets = plan_buckets(
             self._collectives,
-            self._specs,
+            self.specs,
             self._reduction,
             self._window.size if self._window.mean else 1,
-            [0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))],
+            [0 if dense else self._backend.sparse_dims(i) for i in range(len(self.specs))],
             self._common_order,
             self._context,
             self._resumed,
@@ -241,8 +234,7 @@ class Synchronizer(Generic[Buffer, Handle]):
         with suppress(Exception):
             self.complete_deferred()
         self._buckets = buckets
-        self._plan, self._name, self._codecs = buckets.plan, buckets.name, buckets.codecs
-        self._memory = [self._backend.memory(bucket) for bucket in self._plan.buckets]
+        self._memory = [self._backend.memory(bucket) for bucket in buckets.plan.buckets]
         self._planned_generation = self._collectives.generation
         self._begin_round()
 
@@ -264,8 +256,8 @@ class Synchronizer(Generic[Buffer, Handle]):
                 self._start(bucket)
 
     def _next_buckets(self) -> Sequence[Bucket]:
-        assert self._plan is not None
-        left = [b for b in self._plan.buckets if b.index not in self._round.reductions]
+        assert self.plan is not None
+        left = [b for b in self.plan.buckets if b.index not in self._round.reductions]
         return left[:_IN_FLIGHT]
 
     def wait(self) -> None:
@@ -309,14 +301,14 @@ class Synchronizer(Generic[Buffer, Handle]):
             self._advance(reduction, value)
 
     def _begin_round(self) -> None:
-        buckets = self._plan.buckets if self._plan else ()
+        buckets = self.plan.buckets if self.plan else ()
         self._round: _Round[Handle] = _Round(
             self._collectives.generation, [len(bucket.parameters) for bucket in buckets]
         )
 
     def _arrived_late(self, i: int) -> str:
         return (
-            f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
+            f"the gradient of {self.specs[i].name!r} arrived again after its bucket was sent, in "
             f"one backward pass. This happens if a function computes gradients in its own backward "
             f"pass, such as a re-entrant activation checkpoint or a reversible block, and the "
             f"first pass used the layer only once. Later passes send all buckets at their end: to "
@@ -327,7 +319,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     def _common_order(self) -> list[int]:
         """Return the parameters, sorted by the mean position of their gradients on all ranks."""
         # Gradients that have not arrived come last, in the reverse order of the forward pass.
-        count = len(self._specs)
+        count = len(self.specs)
         arrived = self._round.arrived
         places = [0] * count
         for place, i in enumerate(
@@ -347,10 +339,11 @@ class Synchronizer(Generic[Buffer, Handle]):
         if bucket.index in self._round.packed:
             return
         self.complete_deferred()
-        codec, memory = self._codecs[bucket.index], self._memory[bucket.index]
+        assert self._buckets is not None
+        codec, memory = self._buckets.codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
         reduction: _RunningReduction[Handle] = _RunningReduction(
-            steps, f"{self._name}.{bucket.index}"
+            steps, f"{self.name}.{bucket.index}"
         )
         self._resume(reduction, None)
         # Record the bucket after packing: if packing raises, the bucket is not packed.
@@ -407,8 +400,8 @@ class Synchronizer(Generic[Buffer, Handle]):
 
     def _finish(self) -> None:
         """Start the buckets that have not started, and complete every bucket reduction."""
-        assert self._plan is not None
-        buckets = self._plan.buckets
+        assert self.plan is not None
+        buckets = self.plan.buckets
         if not buckets and self._collectives.single_rank:
             self._backend.scale(self._scaling().total)
             return
@@ -436,7 +429,7 @@ class Synchronizer(Generic[Buffer, Handle]):
                 continue
             requests = [r.request for r in waiting if isinstance(r.request, GlobalMax)]
             result = self._collectives.start_max(
-                [request.value for request in requests], f"{self._name}.largest"
+                [request.value for request in requests], f"{self.name}.largest"
             )
             if all(request.deferred for request in requests):
                 self._deferred = self._collectives.generation, waiting, result

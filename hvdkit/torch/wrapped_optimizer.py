@@ -48,7 +48,6 @@ from hvdkit.torch import dynamo
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
-from hvdkit.torch.reduction.rounds import Rounds
 from hvdkit.torch.reduction.settings import Settings
 from hvdkit.training.tuning import Tuner
 
@@ -403,18 +402,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The names of the parameters: an attribute of Horovod's optimizer that scripts read."""
         records = self.reducer.gradients.records.values()
         return {record.parameter: record.name for record in records}
-
-    # --- for `Headers`, and for the comparison of ranks ------------------------------------------
-
-    @property
-    def rounds(self) -> Rounds:
-        """The reduction rounds."""
-        return self.reducer.rounds
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a backward pass is adding to the gradients."""
-        return self.reducer.in_pass
 
     @property
     def replicas(self) -> ReplicaCheck | None:

@@ -99,7 +99,7 @@ class Coordinator:
                 ordinary = ordinary and not (at.has_late_ranks or gradients.mixed)
                 ordinary = ordinary and (at.participated or not gradients.any_changed())
                 ordinary = ordinary and not (at.skips_step or gradients.nonfinite())
-            newest_first = [each and each.rounds for each in self._newest_first()]
+            newest_first = [each and each.reducer.rounds for each in self._newest_first()]
             digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
             digest = digest24(repr(digests).encode())
             length = len(newest_first)
@@ -211,7 +211,7 @@ class Coordinator:
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
             (
-                each.rounds if each else None,
+                each.reducer.rounds if each else None,
                 Slot(*summed[k * len(FIELDS) : (k + 1) * len(FIELDS)]),
             )
             for k, each in enumerate(newest_first)
@@ -227,7 +227,7 @@ class Coordinator:
         """Return this rank's flags for an optimizer; all 0 if the rank does not have it."""
         if optimizer is None:
             return Slot()
-        rounds = optimizer.rounds
+        rounds = optimizer.reducer.rounds
         rounds.check_generation()
         gradients = rounds.gradients
         passed, late = rounds in entry.passed, rounds is entry.late
@@ -239,7 +239,7 @@ class Coordinator:
             present=1,
             in_pass=int(passed),
             late=int(late),
-            busy=int(not (passed or late) and optimizer.in_pass),
+            busy=int(not (passed or late) and optimizer.reducer.in_pass),
             unreduced=int(late and gradients.has_unreduced(rounds.position.participated)),
             changed=int(bool(gradients.mixed)),
             failed=int(rounds in entry.failed),
@@ -456,7 +456,7 @@ class Coordinator:
 
     def _describe(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
         """Describe the step and round of this rank for each of the optimizers."""
-        oldest_first = [each and each.rounds for each in self._newest_first()[::-1]]
+        oldest_first = [each and each.reducer.rounds for each in self._newest_first()[::-1]]
         texts = []
         for rounds in optimizers:
             if rounds is None:

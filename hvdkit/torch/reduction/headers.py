@@ -154,4 +154,4 @@ class HeaderResult:
         """Restore the gradients of optimizers that had no round."""
         for optimizer in self.optimizers:
             if optimizer is not None:
-                optimizer.rounds.gradients.rejoin()
+                optimizer.reducer.rounds.gradients.rejoin()
