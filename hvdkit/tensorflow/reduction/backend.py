@@ -1,6 +1,5 @@
 """Pack, check and unpack the gradients of a bucket inside a TensorFlow graph."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
