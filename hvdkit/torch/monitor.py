@@ -169,28 +169,22 @@ class _Torch:
         return [each for each in wrapped_optimizers() if each.process_set is self._process_set]
 
     def section_seconds(self) -> Mapping[str, float]:
-        """See `Framework`."""
         return self._times.totals()
 
     def forward_began(self) -> float:
-        """See `Framework`."""
         return self._times.forward_began
 
     def pause(self) -> None:
-        """See `Framework`."""
         self._times.stop()
 
     def resume(self) -> None:
-        """See `Framework`."""
         self._times.start()
 
     def totals(self) -> Mapping[str, float]:
-        """See `Framework`."""
         skipped = sum(each.hvdkit_skipped_steps for each in self.optimizers())
         return {**totals(), metrics.SKIPPED: float(skipped)}
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Framework`."""
         values = memory()
         optimizers = self.optimizers()
         if optimizers:

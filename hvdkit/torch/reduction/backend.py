@@ -251,7 +251,6 @@ class TorchMemory:
 
     @torch.no_grad()
     def end_round(self, reduced: bool) -> None:
-        """See `BucketMemory`."""
         for p, gradient, view in self._own:
             if p.grad is view:
                 if gradient is None:
@@ -284,7 +283,6 @@ class TorchMemory:
 
     @property
     def is_changed(self) -> bool:
-        """See `RoundMemory`."""
         gradients, versions = self._packed
         now = holders.versions(gradients)
         return now != versions and any(
@@ -305,7 +303,6 @@ class TorchMemory:
 
     @torch.no_grad()
     def scale(self, buffer: torch.Tensor, factor: float) -> None:
-        """See `BucketMemory`."""
         buffer.mul_(factor)
 
     @torch.no_grad()
@@ -578,7 +575,6 @@ class TorchBackend:
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """See `Backend`."""
         if factor != 1.0:
             for p in self._parameters:
                 if p.grad is not None:

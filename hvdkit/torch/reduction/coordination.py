@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any, NoReturn
 
 from hvdkit.agreement.collectives import Collectives
@@ -25,7 +26,7 @@ from hvdkit.agreement.consistency import all_equal, digest24, group_by_text
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction.nonfinite import RAISE, NonFiniteGradients, describe
 from hvdkit.reduction.step_errors import BackwardFailed, GradientsChanged, PassesDiffer
-from hvdkit.torch.reduction.headers import FIELDS, Entry, HeaderResult, Optimizer, Slot
+from hvdkit.torch.reduction.headers import SLOT_LENGTH, Entry, HeaderResult, Optimizer, Slot
 from hvdkit.torch.reduction.rounds import Rounds
 from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
 
@@ -207,14 +208,11 @@ class Coordinator:
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
             newest_first += [None] * (longest - length)
         # Keep the optimizers, because rounds have only weak references to them.
-        own = [self._slot(entry, each).numbers for each in newest_first]
+        own = [astuple(self._slot(entry, each)) for each in newest_first]
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
-            (
-                each.reducer.rounds if each else None,
-                Slot(*summed[k * len(FIELDS) : (k + 1) * len(FIELDS)]),
-            )
-            for k, each in enumerate(newest_first)
+            (each and each.reducer.rounds, Slot(*summed[k : k + SLOT_LENGTH]))
+            for k, each in zip(range(0, len(summed), SLOT_LENGTH), newest_first, strict=True)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
         return HeaderResult(count, in_use[::-1], newest_first)

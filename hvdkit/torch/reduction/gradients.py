@@ -117,7 +117,7 @@ class Gradients:
         self._reduction = settings.reduction
         self._window = window
         self._make_backend = make_backend
-        self._nonfinite = None if settings.on_nonfinite == IGNORE else NonFiniteNames()
+        self._nonfinite = NonFiniteNames(settings.on_nonfinite != IGNORE)
         self._number = itertools.count()
         self._added = itertools.count(len(names))
         group_of = {p: number for number, group in enumerate(groups) for p in group}
@@ -355,7 +355,7 @@ class Gradients:
             not self._collectives.single_rank
             or self._window.divisor != 1
             or self.stages
-            or self._nonfinite is not None
+            or self._nonfinite.checks
         )
 
     def begin_pass(self, participated: bool) -> None:
@@ -475,7 +475,7 @@ class Gradients:
         gradient = record.parameter.grad
         if gradient is None:
             self.mixed.append(f"{record.name}: a hook has set p.grad to None")
-        elif self._nonfinite is not None:
+        elif self._nonfinite.checks:
             self._nonfinite.add(record.name, gradient)
 
     def end_pass(self, local: bool = False) -> bool:
@@ -499,7 +499,7 @@ class Gradients:
         if local or not any_arrived:
             self.rejoin()
         if local:
-            self._forget_nonfinite()  # the next round looks at all local gradients
+            self._nonfinite.clear()  # the next round looks at all local gradients
             for record in self._planned if self._separates else ():
                 if record.base is not None and record.parameter.grad is not None:
                     leave(record.parameter.grad)
@@ -514,7 +514,7 @@ class Gradients:
             reduced: whether the last round of this step has found some, so that the reduced
                 gradients contain them unless the script has removed them.
         """
-        if self._nonfinite is None:
+        if not self._nonfinite.checks:
             return
         for record in self.records.values():
             if record.base is not None and (reduced or is_changed(record.base)):
@@ -524,16 +524,12 @@ class Gradients:
                 if gradient is not None and record.name not in self._nonfinite:
                     self._nonfinite.add(record.name, gradient)
 
-    def _forget_nonfinite(self) -> None:
-        if self._nonfinite is not None:
-            self._nonfinite.clear()
-
     def nonfinite(self) -> list[str]:
         """Return the names of the unreduced gradients with NaN or infinity.
 
         Empty without `on_nonfinite`. In the order in which the gradients were computed.
         """
-        return [] if self._nonfinite is None else self._nonfinite.names()
+        return self._nonfinite.names()
 
     # --- what other ranks must know -------------------------------------------------------------
 
@@ -685,7 +681,7 @@ class Gradients:
         for stage in self.stages:
             gradients = (record.parameter.grad for record in self._planned)
             stage([gradient for gradient in gradients if gradient is not None])
-        self._forget_nonfinite()
+        self._nonfinite.clear()
         if self.left is not Left.UNSAVED:
             self.left = Left.UNUSED if self.exist() else Left.NOTHING
 
@@ -697,7 +693,7 @@ class Gradients:
             gradient = record.parameter.grad
             if gradient is not None and not record.local:
                 leave(gradient)
-        self._forget_nonfinite()
+        self._nonfinite.clear()
         self.left = Left.USED if self.exist() else Left.NOTHING
         for stage in self.stages:
             stage.forget()
@@ -712,7 +708,7 @@ class Gradients:
             stage.forget()
         self.mixed.clear()
         self._latest = None
-        self._forget_nonfinite()
+        self._nonfinite.clear()
         self.left = Left.NOTHING
 
     def invalidate(self, reason: str) -> None:

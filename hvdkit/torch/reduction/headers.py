@@ -91,13 +91,9 @@ class Slot:
         """Return whether the ranks must agree on the buckets, given the sums over `count` ranks."""
         return self.unplanned == count == self.present and self.failed == 0 and self.busy == 0
 
-    @property
-    def numbers(self) -> list[int]:
-        """The values of all attributes, in order."""
-        return [getattr(self, name) for name in FIELDS]
 
-
-FIELDS = [each.name for each in fields(Slot)]
+#: The length of a slot as a tuple.
+SLOT_LENGTH = len(fields(Slot))
 
 
 #: An `hvdkit.torch.wrapped_optimizer.WrappedOptimizer`, whose module imports this one.

@@ -35,7 +35,8 @@ class _Parameters:
     Args:
         parameters: leaf tensors that need gradients.
         synchronizer: the synchronizer of these parameters.
-        labels: the names of the parameters for an error about NaN; None for no check.
+        labels: the names of the parameters for an error about NaN.
+        checks_finite: whether to look for NaN.
 
     Attributes:
         overlaps: whether buckets can be sent during backward passes.
@@ -47,13 +48,14 @@ class _Parameters:
         self,
         parameters: list[torch.Tensor],
         synchronizer: Synchronizer[torch.Tensor, Any],
-        labels: Sequence[str] | None,
+        labels: Sequence[str],
+        checks_finite: bool,
     ) -> None:
         self.parameters = parameters
         self.synchronizer = synchronizer
-        #: The gradients since the last reduction that are not finite; None without a check.
-        self.nonfinite = None if labels is None else NonFiniteNames()
-        self._labels = labels or ()
+        #: The gradients since the last reduction that are not finite.
+        self.nonfinite = NonFiniteNames(checks_finite)
+        self._labels = labels
         self.overlaps = True
         self.expected_in: int | None = None
         self._hooked = False
@@ -86,7 +88,7 @@ class _Parameters:
             self._send(i, gradient)
 
     def _send(self, i: int, gradient: torch.Tensor) -> None:
-        if self.nonfinite is not None:
+        if self.nonfinite.checks:
             self.nonfinite.add(self._labels[i], gradient)
         self.synchronizer.mark_ready(i)
 
@@ -111,14 +113,6 @@ class _Parameters:
                 self._send(i, gradient)
         self.expected_in = None
         self._arrived.clear()
-
-    def take_nonfinite(self) -> list[str]:
-        """Return the names of gradients that are not finite, and forget them."""
-        if self.nonfinite is None:
-            return []
-        names = self.nonfinite.names()
-        self.nonfinite.clear()
-        return names
 
 
 def _accumulated(reference: "weakref.ref[_Parameters]", i: int, _: torch.Tensor) -> None:
@@ -282,7 +276,7 @@ class GradientReducer:
             synchronizer.make_plan()
         failed = gradients is None
         given = gradients or [None] * len(known.parameters)
-        nonfinite = known.take_nonfinite()
+        nonfinite = known.nonfinite.take()
         present = [int(gradient is not None) for gradient in given]
         values = [*present, int(failed), int(bool(nonfinite)), 1]
         started = self._collectives.start_sum(values, f"{synchronizer.name}.used")
@@ -325,6 +319,6 @@ class GradientReducer:
             if self._resumed:
                 # In the order of the first calls. A state of other gradients is ignored.
                 synchronizer.resume(self._resumed.pop(0))
-            labels = unique_names(names) if self._on_nonfinite != IGNORE else None
-            self._known[key] = _Parameters(own, synchronizer, labels)
+            checks = self._on_nonfinite != IGNORE
+            self._known[key] = _Parameters(own, synchronizer, unique_names(names), checks)
         return self._known[key]
