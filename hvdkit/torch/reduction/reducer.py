@@ -22,7 +22,8 @@ from hvdkit.reduction.plan import Reduction, ReductionState
 from hvdkit.reduction.step_errors import BackwardFailed
 from hvdkit.reduction.synchronizer import Synchronizer
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.reduction.backend import TorchBackend, spec
+from hvdkit.torch.reduction.backend import TorchBackend
+from hvdkit.torch.reduction.memory import spec
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes
 
