@@ -24,9 +24,9 @@ the graph. A format that depends on them must compute with `self.ops`, and must 
 instead of using `if`. docs/synchronizer.md shows a complete format.
 
 What a format does with tensors is in `torch/reduction/memory.py` and
-`tensorflow/reduction/backend.py`. In TensorFlow, a buffer is a `Wire`, which may have a factor and padding. To add a request: its class
-here; `_COLLECTIVES`, `_start_request` and `_payload_bytes` of `synchronizer.py`; `Backend`; and
-`bucket_reduction.py` of TensorFlow.
+`tensorflow/reduction/backend.py`. In TensorFlow, a buffer is a `Wire`, which may have a factor and
+padding. To add a request: its class here; `_COLLECTIVES`, `_start_request` and `_payload_bytes` of
+`synchronizer.py`; `Backend`; and `bucket_reduction.py` of TensorFlow.
 """
 
 import copy

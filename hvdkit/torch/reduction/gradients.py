@@ -45,8 +45,8 @@ from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
 from hvdkit.torch.reduction import holders
 from hvdkit.torch.reduction.backend import TorchBackend
-from hvdkit.torch.reduction.memory import fits, is_writable
 from hvdkit.torch.reduction.last_stages import Stage
+from hvdkit.torch.reduction.memory import fits, is_writable
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.torch.reduction.parts import Part, groups_of
 from hvdkit.torch.reduction.records import Record, forget, is_changed, is_left, leave

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvdkit.agreement.replicas import ReplicaCheck, Replicas
+from hvdkit.agreement.differences import Replicas
+from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.agreement.same_data import PASSES, SameData
 from hvdkit.checkpoint.step_boundary import LACKS_WINDOW, Place, StepBoundary
 from hvdkit.errors import HvdkitError, UsageError
