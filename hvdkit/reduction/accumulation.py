@@ -137,6 +137,19 @@ class Window:
         """Begin the next window. But keep the resumed one if it has no pass or call yet."""
         self.resume(0 if self.calls or self.passes else self.resumed)
 
+    def removed_text(self, name: str) -> str:
+        """Return a text for an error: the gradient `name` was removed during the window."""
+        advice = (
+            "Inside a window, call optimizer.zero_grad(), which does nothing there, instead of "
+            "model.zero_grad()"
+            if self.mean
+            else "With backward_passes_per_step, remove gradients only after optimizer.step()"
+        )
+        return (
+            f"the gradient of {name!r} was removed after {self.begun} of {self.size} batches of an "
+            f"accumulation window. {advice}."
+        )
+
     def make_whole(self) -> None:
         """Make a resumed window of a sum a whole one if the script makes all its passes again."""
         if not self.mean and self.complete:

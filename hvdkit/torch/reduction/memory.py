@@ -357,3 +357,13 @@ def fits(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         and gradient.device == parameter.device
         and gradient.shape == parameter.shape
     )
+
+
+def is_nonzero(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient has an element that is not 0."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    if not values.numel():
+        return False
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return bool(torch.stack(torch.aminmax(values)).any())  # faster than `any` of all elements

@@ -18,6 +18,7 @@ from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.agreement.same_data import LAST_STEP, PASSES, SameData
 from hvdkit.reduction.accumulation import Window
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.reduction.descriptions import describe
 from hvdkit.torch.reduction.gradients import Gradients
 from hvdkit.torch.reduction.position import Position
 from hvdkit.training.stragglers import StragglerReport
@@ -109,7 +110,7 @@ class Rounds:
             + f", reduction {at.rounds + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")
             + (", after a round with ranks that made no pass" if at.has_late_ranks else "")
-            + f"; {self.gradients.describe()}"
+            + f"; {describe(self.gradients)}"
         )
 
     # --- a round --------------------------------------------------------------------------------
