@@ -16,8 +16,8 @@ from hvdkit.monitor.monitor import BaseMonitor
 from hvdkit.runtime.counters import counters
 from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.reduction.backward_passes import coordinator_of
 from hvdkit.torch.reduction.last_stages import norm_of
-from hvdkit.torch.reduction.optimizer_reducer import coordinator_of
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
 
 
