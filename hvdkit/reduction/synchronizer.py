@@ -98,9 +98,6 @@ class Synchronizer(Generic[Buffer, Handle]):
         context: further lines of text that must be equal on all ranks. If they differ, the error
             shows them first.
 
-    Attributes:
-        specs: see above.
-
     Raises:
         UsageError: the specs or settings are invalid; nothing has been communicated.
     """
