@@ -397,4 +397,4 @@ class BackwardPasses:
 
         The script may have removed them itself, for example with `model.zero_grad()`.
         """
-        return self.accumulated or self.window.dropped or self.gradients.are_unused
+        return self.accumulated or self.window.counts.dropped or self.gradients.are_unused

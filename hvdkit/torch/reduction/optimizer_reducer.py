@@ -86,8 +86,10 @@ class OptimizerReducer(BackwardPasses):
             return False
         self.gradients.refresh()
         window = self.window
-        if window.passes >= window.size and not (self.rounds.position.steps_made or window.made):
-            self.warn(_ONE_CALL.format(passes=window.passes, size=window.size))
+        if window.counts.passes >= window.size and not (
+            self.rounds.position.steps_made or window.made
+        ):
+            self.warn(_ONE_CALL.format(passes=window.counts.passes, size=window.size))
         if not self._repeats_a_drop():
             window.count_call()
         return True
@@ -111,7 +113,7 @@ class OptimizerReducer(BackwardPasses):
         window = self.window
         self.complete_earlier_passes()
         if window.size == 1:
-            window.passes = int(self.accumulated)
+            window.note(passes=int(self.accumulated))
         window.end_early()  # the ranks compare the numbers of passes
         self.check_usable()
         try:
@@ -138,7 +140,7 @@ class OptimizerReducer(BackwardPasses):
             zero: calls the plain optimizer's `zero_grad`.
         """
         self._drop_earlier_passes()
-        gradients, dropped = self.gradients, self.window.dropped
+        gradients, dropped = self.gradients, self.window.counts.dropped
         if self.window.keeps_gradients and not (dropped or gradients.invalid_reason):
             return
         gradients.invalid_reason = ""
@@ -153,15 +155,15 @@ class OptimizerReducer(BackwardPasses):
     def drop_pass(self) -> bool:
         """See `WrappedOptimizer.drop_pass`."""
         window, local = self.window, self._adds_locally
-        earlier = window.calls, window.passes, window.resumed
+        earlier = window.counts
         dropped = True
         if self.pass_raised or not self.gradients.invalid_reason:
             self._drop_earlier_passes()
             if local or not self.gradients.invalid_reason:
                 self.gradients.invalid_reason = ""
-                window.calls, window.passes, window.resumed = earlier
+                window.counts = earlier
                 window.count_pass(counted=window.size > 1 and not self.no_sync)
-                window.dropped = True
+                window.note(dropped=True)
                 if local:
                     dropped = False
                 else:
@@ -181,7 +183,9 @@ class OptimizerReducer(BackwardPasses):
         self.window.follows_drop = False
         with self.siblings.lock:
             self.coordinator.enter_rounds_of_others(self.rounds)
-            (passed,) = self.collectives.sum([int(self.window.passed)], "hvdkit.window.passed")
+            (passed,) = self.collectives.sum(
+                [int(self.window.counts.passed)], "hvdkit.window.passed"
+            )
         return not passed
 
     def _fail_if_pass_dropped(self) -> None:
@@ -190,7 +194,7 @@ class OptimizerReducer(BackwardPasses):
         Raises:
             BackwardFailed: on every rank.
         """
-        if self.window.dropped:
+        if self.window.counts.dropped:
             passes.reduce((), [self])
 
     def _drop_earlier_passes(self) -> None:

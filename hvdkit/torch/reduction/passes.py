@@ -102,7 +102,7 @@ def end_pass(reached: Iterable[Reducer]) -> None:
         try:
             if reducer.end_pass():
                 # A dropped pass fails the reduction that would include its gradients.
-                (failed if reducer.window.dropped else passed).append(reducer)
+                (failed if reducer.window.counts.dropped else passed).append(reducer)
         except Exception as error:
             errors.append(error)
     reduce(passed, failed, errors)

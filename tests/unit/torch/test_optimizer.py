@@ -280,7 +280,7 @@ def test_attributes_of_an_optimizer_keep_their_meaning(hvd):
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
         assert optimizer.steps == number + 1
-    for name in ("grad_norm", "rounds", "_stepped"):
+    for name in ("grad_norm", "process_set", "_stepped"):
         with pytest.raises(UsageError, match=f"Counting has '{name}', and so has"):
             hvd.DistributedOptimizer(Counting(model.parameters(), **{name: 7}))
 
