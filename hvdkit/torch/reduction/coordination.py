@@ -13,7 +13,6 @@ The other ranks cannot distinguish a slow rank from a rank that never enters the
 too long, Horovod's stall limit ends the job.
 """
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -286,9 +285,9 @@ class Coordinator:
         """
         errors: dict[Rounds | None, Exception] = {}
 
-        def attempt(rounds: Rounds, call: Callable[[], None]) -> None:
+        def attempt(rounds: Rounds, call: Callable[..., None], *arguments: Any) -> None:
             try:
-                call()
+                call(*arguments)
             except Exception as error:
                 rounds.gradients.invalidate(str(error))
                 errors[rounds] = error
@@ -312,16 +311,10 @@ class Coordinator:
         names = {rounds: rounds.gradients.nonfinite() for rounds, _ in running}
         for rounds, slot in running:
             if rounds not in errors:
-                complete = functools.partial(
-                    rounds.complete, outdated=bool(slot.outdated), sparse=bool(slot.sparse)
-                )
-                attempt(rounds, complete)
+                attempt(rounds, rounds.complete, bool(slot.outdated), bool(slot.sparse))
         for rounds, slot in running:
             if rounds not in errors:
-                judge = functools.partial(
-                    self._judge_nonfinite, rounds, names[rounds], slot, result
-                )
-                attempt(rounds, judge)
+                attempt(rounds, self._judge_nonfinite, rounds, names[rounds], slot, result)
         for rounds, _ in result.slots:
             if rounds and any_late:
                 rounds.position = rounds.position.after_late_rank()

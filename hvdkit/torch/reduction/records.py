@@ -7,6 +7,7 @@ do not keep the optimizer alive. A record that is freed removes its hooks.
 import functools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,19 +46,18 @@ def forget(gradient: torch.Tensor) -> None:
     gradient.__dict__.pop(_LEFT, None)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Record:
     """A parameter of a wrapped optimizer, and the state of its gradient.
 
     `hvdkit.torch.reduction.gradients` has the table of the states.
 
-    Args:
+    Attributes:
         owner: the `OptimizerReducer` that has the parameter.
         parameter: the parameter.
         name: its name, unique within the optimizer.
         number: the number of records of the optimizer before this one.
         group: the number of the parameter's group in the argument `groups`; None for none.
-
-    Attributes:
         part: the `hvdkit.torch.reduction.parts.Part` that has it; None without a plan.
         index: the place in `part`.
         base: the part of the gradient that earlier rounds have reduced, while `p.grad` has only
@@ -67,48 +67,23 @@ class Record:
         repeats: whether a pass adds several times, so that the bucket waits for its end.
         content: the address of the parameter's content when hooks were registered; None without.
         undefined: whether the latest gradient of the parameter was None, so that nothing is added.
+        handles: those of the hooks.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrived",
-        "base",
-        "content",
-        "group",
-        "handles",
-        "index",
-        "local",
-        "name",
-        "number",
-        "owner",
-        "parameter",
-        "part",
-        "repeats",
-        "undefined",
-    )
-
-    def __init__(
-        self,
-        owner: "weakref.ref[Any]",
-        parameter: torch.nn.Parameter,
-        name: str,
-        number: int,
-        group: int | None = None,
-    ) -> None:
-        self.owner = owner
-        self.parameter = parameter
-        self.name = name
-        self.number = number
-        self.group = group
-        self.part: Any = None
-        self.index = 0
-        self.repeats = False
-        self.content: int | None = None
-        self.handles: Sequence[RemovableHandle] = ()
-        self.base: torch.Tensor | None = None
-        self.local = False
-        self.arrived = 0
-        self.undefined = False
+    owner: "weakref.ref[Any]"
+    parameter: torch.nn.Parameter
+    name: str
+    number: int
+    group: int | None = None
+    part: Any = None
+    index: int = 0
+    base: torch.Tensor | None = None
+    local: bool = False
+    arrived: int = 0
+    repeats: bool = False
+    content: int | None = None
+    undefined: bool = False
+    handles: Sequence[RemovableHandle] = ()
 
     @property
     def has_gradient(self) -> bool:
