@@ -8,7 +8,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -30,45 +30,38 @@ from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes
 _log = logging.getLogger("hvdkit")
 
 
+@dataclass(eq=False)
 class _Parameters:
     """Parameters that are reduced together.
 
-    Args:
+    Attributes:
         parameters: leaf tensors that need gradients.
         synchronizer: the synchronizer of these parameters.
         labels: the names of the parameters for an error about NaN.
-        checks_finite: whether to look for NaN.
-
-    Attributes:
+        nonfinite: the gradients since the last reduction that are not finite.
         overlaps: whether buckets can be sent during backward passes.
         expected_in: the generation of the collectives at the last `expect`; None after the
             gradients have been passed.
+        hooked: whether the parameters have hooks.
+        arrived: the parameters whose gradients have arrived since `expect`.
     """
 
-    def __init__(
-        self,
-        parameters: list[torch.Tensor],
-        synchronizer: Synchronizer[torch.Tensor, Any],
-        labels: Sequence[str],
-        checks_finite: bool,
-    ) -> None:
-        self.parameters = parameters
-        self.synchronizer = synchronizer
-        #: The gradients since the last reduction that are not finite.
-        self.nonfinite = NonFiniteNames(checks_finite)
-        self._labels = labels
-        self.overlaps = True
-        self.expected_in: int | None = None
-        self._hooked = False
-        self._arrived: set[int] = set()
+    parameters: list[torch.Tensor]
+    synchronizer: Synchronizer[torch.Tensor, Any]
+    labels: Sequence[str]
+    nonfinite: NonFiniteNames
+    overlaps: bool = True
+    expected_in: int | None = None
+    hooked: bool = False
+    arrived: set[int] = field(default_factory=set)
 
     def expect(self, generation: int) -> None:
         """Send buckets while the next backward pass accumulates gradients. Not a collective."""
         self.expected_in = generation
-        self._arrived.clear()
-        if self._hooked:
+        self.arrived.clear()
+        if self.hooked:
             return
-        self._hooked = True
+        self.hooked = True
         # A weak reference, because the garbage collector does not see references of hooks.
         reference = weakref.ref(self)
         for i, parameter in enumerate(self.parameters):
@@ -80,17 +73,17 @@ class _Parameters:
         """Record that a backward pass has accumulated the gradient of parameter `i`."""
         if self.expected_in is None:
             return
-        if i in self._arrived:
+        if i in self.arrived:
             # Several re-entrant checkpoints use the parameter, and each adds to its gradient.
             self.overlaps = False
-        self._arrived.add(i)
+        self.arrived.add(i)
         gradient = self.parameters[i].grad
         if gradient is not None:
             self._send(i, gradient)
 
     def _send(self, i: int, gradient: torch.Tensor) -> None:
         if self.nonfinite.checks:
-            self.nonfinite.add(self._labels[i], gradient)
+            self.nonfinite.add(self.labels[i], gradient)
         self.synchronizer.mark_ready(i)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -100,7 +93,7 @@ class _Parameters:
             HvdkitError: a gradient was replaced after it had been sent.
         """
         for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if i in self._arrived and gradient is not parameter.grad:
+            if i in self.arrived and gradient is not parameter.grad:
                 raise HvdkitError(
                     f"the gradient of {self.synchronizer.specs[i].name!r} was replaced between "
                     f"backward() and the optimizer's apply(), after it had been sent to the other "
@@ -110,10 +103,10 @@ class _Parameters:
         # In the order of a backward pass.
         for i in reversed(range(len(gradients))):
             gradient = gradients[i]
-            if gradient is not None and i not in self._arrived:
+            if gradient is not None and i not in self.arrived:
                 self._send(i, gradient)
         self.expected_in = None
-        self._arrived.clear()
+        self.arrived.clear()
 
 
 def _accumulated(reference: "weakref.ref[_Parameters]", i: int, _: torch.Tensor) -> None:
@@ -320,6 +313,6 @@ class GradientReducer:
             if self._resumed:
                 # In the order of the first calls. A state of other gradients is ignored.
                 synchronizer.resume(self._resumed.pop(0))
-            checks = self._on_nonfinite != IGNORE
-            self._known[key] = _Parameters(own, synchronizer, unique_names(names), checks)
+            found = NonFiniteNames(self._on_nonfinite != IGNORE)
+            self._known[key] = _Parameters(own, synchronizer, unique_names(names), found)
         return self._known[key]
