@@ -28,7 +28,6 @@ Only what is not reduced is reduced in a round. (A second reduction of the base 
 import enum
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -57,9 +56,7 @@ class Left(enum.Enum):
 class Gradients(Parameters):
     """The gradients of an optimizer's parameters, and what happens to them.
 
-    The arguments are those of `Parameters`.
-
-    Attributes:
+    Attributes, beside those of `Parameters`:
         invalid_reason: why the gradients cannot be used; empty if they can.
         left: the kind of gradients that the last round or step has left since `reset`. The script
             may have removed them itself.
@@ -68,9 +65,9 @@ class Gradients(Parameters):
         stages: the last stages of the gradients, in order.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._nonfinite = NonFiniteNames(self._settings.on_nonfinite != IGNORE)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._nonfinite = NonFiniteNames(self.settings.on_nonfinite != IGNORE)
         self.invalid_reason = ""
         self.left = Left.NOTHING
         self.stages: list[Stage] = []
@@ -95,8 +92,8 @@ class Gradients(Parameters):
         gradient = record.parameter.grad
         if gradient is None or record.local:
             return
-        mean = self._reduction.average or self._collectives.single_rank
-        if self.left is Left.NOTHING or (mean and self._window.divisor == 1):
+        mean = self._reduction.average or self.collectives.single_rank
+        if self.left is Left.NOTHING or (mean and self.window.divisor == 1):
             record.local = True
             return
         leave(gradient, version=0)
@@ -117,8 +114,8 @@ class Gradients(Parameters):
         if self._owner().wrapped_again:
             return False  # the gradients belong to another optimizer
         return bool(
-            not self._collectives.single_rank
-            or self._window.divisor != 1
+            not self.collectives.single_rank
+            or self.window.divisor != 1
             or self.stages
             or self._nonfinite.checks
         )
@@ -132,11 +129,11 @@ class Gradients(Parameters):
         Raises:
             HvdkitError: the script has removed a gradient during an accumulation window.
         """
-        if self._window.made:
+        if self.window.made:
             for record in self._planned:
                 p = record.parameter
                 if record.local and p.grad is None and p.requires_grad:
-                    raise HvdkitError(self._window.removed_text(record.name))
+                    raise HvdkitError(self.window.removed_text(record.name))
         self.separate(participated)
 
     def separate(self, participated: bool) -> None:
@@ -191,7 +188,7 @@ class Gradients(Parameters):
         """
         records = [record for record in self._planned if record.base is not None]
         own = [digest & 0xFFFFFF for digest in digests(self._bases())]
-        sums = self._collectives.sum([*own, *(n * n for n in own)], "hvdkit.rounds.written")
+        sums = self.collectives.sum([*own, *(n * n for n in own)], "hvdkit.rounds.written")
         total, squares = sums[: len(own)], sums[len(own) :]
         for record, n, n2 in zip(records, total, squares, strict=True):
             if not all_equal(count, n, n2):
@@ -396,7 +393,7 @@ class Gradients(Parameters):
             if record.base is not None:
                 self._add_base(record)
             record.local = False
-        if self._settings.keep_sparse:
+        if self.settings.keep_sparse:
             for record in self._planned:
                 gradient = record.parameter.grad
                 if gradient is not None and not gradient.is_sparse:
@@ -437,7 +434,7 @@ class Gradients(Parameters):
     def invalidate(self, reason: str) -> None:
         """Record why the gradients cannot be used, and begin the next window."""
         self.invalid_reason = reason
-        self._window.close()
+        self.window.close()
         self.reset()
 
     def remove_unreduced(self) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,45 +20,38 @@ from hvdkit.torch.reduction.records import Record
 from hvdkit.torch.reduction.settings import Settings
 
 
+@dataclass(eq=False)
 class Parameters:
     """The records of an optimizer's parameters. A parameter is planned if its record has a part.
 
-    Args:
+    Attributes:
         reducer: the `OptimizerReducer` of the optimizer.
         collectives: the collectives of the ranks to reduce over.
         settings: the settings of the optimizer.
         window: the accumulation window.
-        names: the names of the parameters.
+        names: the names of the parameters at first.
         groups: parameters that share a bucket.
         make_backend: see `Part`.
-
-    Attributes:
         records: the id of each parameter of the optimizer -> its record, in order.
         parts: the planned records.
     """
 
-    def __init__(
-        self,
-        reducer: "weakref.ref[Any]",
-        collectives: TorchCollectives,
-        settings: Settings,
-        window: Window,
-        names: dict[torch.nn.Parameter, str],
-        groups: Sequence[Sequence[torch.nn.Parameter]] = (),
-        make_backend: Callable[..., TorchBackend] = TorchBackend,
-    ) -> None:
-        self._reducer = reducer
-        self._collectives = collectives
-        self._settings = settings
-        self._reduction = settings.reduction
-        self._window = window
-        self._make_backend = make_backend
+    reducer: "weakref.ref[Any]"
+    collectives: TorchCollectives
+    settings: Settings
+    window: Window
+    names: dict[torch.nn.Parameter, str]
+    groups: Sequence[Sequence[torch.nn.Parameter]] = ()
+    make_backend: Callable[..., TorchBackend] = TorchBackend
+
+    def __post_init__(self) -> None:
+        self._reduction = self.settings.reduction
         self._number = itertools.count()
-        self._added = itertools.count(len(names))
-        group_of = {p: number for number, group in enumerate(groups) for p in group}
+        self._added = itertools.count(len(self.names))
+        group_of = {p: number for number, group in enumerate(self.groups) for p in group}
         self.records = {
-            id(p): Record(reducer, p, name, next(self._number), group_of.get(p))
-            for p, name in names.items()
+            id(p): Record(self.reducer, p, name, next(self._number), group_of.get(p))
+            for p, name in self.names.items()
         }
         self.parts: list[Part] = []
         # The ids and the contents of the parameters at the last `refresh`.
@@ -67,7 +60,7 @@ class Parameters:
         self.plan_new()
 
     def _owner(self) -> Any:
-        reducer = self._reducer()
+        reducer = self.reducer()
         assert reducer is not None
         return reducer
 
@@ -101,7 +94,7 @@ class Parameters:
             record = known.get(id(p))
             if record is None:
                 name = f"added.parameter{next(self._added)}"
-                record = Record(self._reducer, p, name, next(self._number))
+                record = Record(self.reducer, p, name, next(self._number))
             self.records[id(p)] = record
             if not (p.dtype.is_floating_point or p.dtype.is_complex):
                 seen = []  # its dtype may change
@@ -143,18 +136,18 @@ class Parameters:
         self.parts.append(
             Part(
                 records,
-                self._collectives,
+                self.collectives,
                 self._reduction,
-                self._window,
+                self.window,
                 self._consistency_lines(),
-                self._make_backend,
+                self.make_backend,
             )
         )
 
     def _consistency_lines(self) -> list[str]:
         """Return lines that must be the same on every rank."""
         return [
-            f"optimizer: {self._settings.optimizer}",
+            f"optimizer: {self.settings.optimizer}",
             *(
                 f"parameter {i} of the optimizer is {record.name!r}, "
                 f"{str(record.parameter.dtype).removeprefix('torch.')} "
@@ -162,7 +155,7 @@ class Parameters:
                 for i, record in enumerate(self.records.values())
             ),
             f"the optimizer has {len(self.records)} parameters",
-            *self._settings.lines(),
+            *self.settings.lines(),
         ]
 
     def _is_removed(self, record: Record) -> bool:
