@@ -4,14 +4,14 @@ When `loss.backward()` returns, `p.grad` is the reduced gradient. These function
 gradient, in this order; an indented function is called by the one above it:
 
     records._before                     hook: a gradient is about to be added to `p.grad`
-      BackwardPasses.enter_task       the first gradient of a pass: begin the pass
+      BackwardPasses.enter_task         the first gradient of a pass: begin the pass
         Gradients.begin_pass            set the reduced gradients aside, as bases
     records._after                      hook: `p.grad` is complete
       BackwardPasses.after_accumulation
         Gradients.accumulated           record the gradient
           Synchronizer.mark_ready       pack a full bucket and start its collective
     passes.end_pass                     PyTorch calls it at the end of the outermost backward pass
-      BackwardPasses.end_pass         decide whether the pass is reduced
+      BackwardPasses.end_pass           decide whether the pass is reduced
       Coordinator.send                  start the header and the other buckets
       Coordinator.wait                  wait for the header, compare the ranks' rounds
         Rounds.complete                 wait for the buckets and unpack them into `p.grad`
@@ -376,7 +376,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     @property
     def process_set(self) -> mpi_ops.ProcessSet:
         """The ranks to reduce over."""
-        return self.reducer.process_set
+        return self.reducer.settings.process_set
 
     @property
     def op(self) -> int:
@@ -404,7 +404,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     @property
     def replicas(self) -> ReplicaCheck | None:
         """The comparison of parameters and optimizer state; None without `check_parameters`."""
-        return self.reducer.replicas
+        return self.reducer.rounds.replicas
 
 
 def reduced_over(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[int]]:

@@ -163,16 +163,6 @@ class BackwardPasses:
         """Return the optimizer's parameters, in order."""
         return [p for group in self.optimizer().param_groups for p in group["params"]]
 
-    @property
-    def process_set(self) -> mpi_ops.ProcessSet:
-        """The ranks to reduce over."""
-        return self.settings.process_set
-
-    @property
-    def replicas(self) -> ReplicaCheck | None:
-        """The comparison of parameters and optimizer state; None without `check_parameters`."""
-        return self.rounds.replicas
-
     def compared_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that the ranks compare, by name."""
         self.gradients.refresh()

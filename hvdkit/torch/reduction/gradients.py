@@ -92,7 +92,7 @@ class Gradients(Parameters):
         gradient = record.parameter.grad
         if gradient is None or record.local:
             return
-        mean = self._reduction.average or self.collectives.single_rank
+        mean = self.reduction.average or self.collectives.single_rank
         if self.left is Left.NOTHING or (mean and self.window.divisor == 1):
             record.local = True
             return
@@ -346,7 +346,7 @@ class Gradients(Parameters):
 
     def needs_sparse_bucket(self) -> bool:
         """Return whether a sparse gradient has a dense bucket."""
-        return not self._reduction.sparse_as_dense and any(
+        return not self.reduction.sparse_as_dense and any(
             part.needs_sparse_bucket() for part in self.parts
         )
 

@@ -32,6 +32,7 @@ class Parameters:
         names: the names of the parameters at first.
         groups: parameters that share a bucket.
         make_backend: see `Part`.
+        reduction: how gradients are reduced, with the present bucket size and wire format.
         records: the id of each parameter of the optimizer -> its record, in order.
         parts: the planned records.
     """
@@ -45,7 +46,7 @@ class Parameters:
     make_backend: Callable[..., TorchBackend] = TorchBackend
 
     def __post_init__(self) -> None:
-        self._reduction = self.settings.reduction
+        self.reduction = self.settings.reduction
         self._number = itertools.count()
         self._added = itertools.count(len(self.names))
         group_of = {p: number for number, group in enumerate(self.groups) for p in group}
@@ -137,7 +138,7 @@ class Parameters:
             Part(
                 records,
                 self.collectives,
-                self._reduction,
+                self.reduction,
                 self.window,
                 self._consistency_lines(),
                 self.make_backend,
@@ -188,16 +189,6 @@ class Parameters:
             if records:
                 self._plan(records)
 
-    @property
-    def bucket_bytes(self) -> int:
-        """The largest size of a bucket with several gradients, in bytes."""
-        return self._reduction.bucket_bytes
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """The wire format."""
-        return self._reduction.format
-
     def set_buckets(self, size: int, wire_format: WireFormat) -> None:
         """Make new buckets of another size or format, before the next round. Not a collective.
 
@@ -206,7 +197,7 @@ class Parameters:
         self.forget_removed()
         synchronizers = [part.synchronizer for part in self.parts]
         restored = [None if each.planned else each.state for each in synchronizers]
-        self._reduction = replace(self._reduction, bucket_bytes=size, format=wire_format)
+        self.reduction = replace(self.reduction, bucket_bytes=size, format=wire_format)
         self.replan()
         for part, state in zip(self.parts, restored, strict=True):
             part.synchronizer.resume(state)
@@ -236,7 +227,7 @@ class Parameters:
 
     def reduction_lines(self) -> list[str]:
         """Return lines that describe the gradients and the settings, without the bucket size."""
-        lines = replace(self._reduction, bucket_bytes=1).describe()
+        lines = replace(self.reduction, bucket_bytes=1).describe()
         return lines + [
             line for part in self.parts for line in bucketing.describe(part.synchronizer.specs)
         ]

@@ -153,7 +153,7 @@ def reduce(
 
 
 def _order(reducer: Reducer) -> tuple[int, int]:
-    return reducer.process_set.process_set_id or 0, reducer.number
+    return reducer.settings.process_set.process_set_id or 0, reducer.number
 
 
 def _watch_outer_task(node: Any, task: GraphTask) -> None:
