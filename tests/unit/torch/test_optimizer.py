@@ -357,7 +357,7 @@ def test_process_sets_are_entered_in_one_order(hvd):
     def listener(identity, number):
         return SimpleNamespace(
             coordinator=sets[identity],
-            process_set=SimpleNamespace(process_set_id=identity),
+            settings=SimpleNamespace(process_set=SimpleNamespace(process_set_id=identity)),
             number=number,
             rounds=f"rounds {number}",
             siblings=passes.Reducers(),
