@@ -13,7 +13,6 @@ The other ranks cannot distinguish a slow rank from a rank that never enters the
 too long, Horovod's stall limit ends the job.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.consistency import all_equal, digest24, group_by_text
 from hvdkit.errors import HvdkitError
-from hvdkit.reduction.nonfinite import RAISE, NonFiniteGradients, describe
+from hvdkit.reduction.nonfinite import NonFiniteGradients, describe, raise_or_log
 from hvdkit.reduction.step_errors import BackwardFailed
 from hvdkit.torch.reduction.headers import (
     SLOT_LENGTH,
@@ -36,9 +35,6 @@ from hvdkit.torch.reduction.headers import (
 from hvdkit.torch.reduction.round_errors import error_of
 from hvdkit.torch.reduction.rounds import Rounds
 from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
-
-_log = logging.getLogger("hvdkit")
-
 
 # Larger than `Rounds.plans_made` can be. It turns a minimum into a maximum.
 _MAX_SYNCHRONIZERS = 1 << 30
@@ -406,12 +402,12 @@ class Coordinator:
         skipped, skips = rounds.position.skips_step, bool(slot.nonfinite)
         if skips and not skipped:
             text = describe(self._collectives, names, slot.nonfinite, result.count)
-            if rounds.on_nonfinite == RAISE:
-                error = NonFiniteGradients(f"{text}. Call optimizer.zero_grad() to continue.")
+            advice = "Call optimizer.zero_grad() to continue."
+            try:
+                raise_or_log(self._collectives, rounds.on_nonfinite, text, advice)
+            except NonFiniteGradients as error:
                 self._reset([rounds], True, error)
-                raise error
-            if self._collectives.is_first:
-                _log.warning("%s. All ranks skip this step.", text)
+                raise
         if skips != skipped:
             rounds.position = rounds.position.with_step_skipped(skips)
 

@@ -5,7 +5,6 @@ that it applies. If `expect` is called before a backward pass, buckets are sent 
 """
 
 import functools
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from horovod.torch import mpi_ops
 from hvdkit.agreement.names import unique_names, without_layer_numbers
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction.accumulation import Window
-from hvdkit.reduction.nonfinite import IGNORE, RAISE, NonFiniteGradients, describe
+from hvdkit.reduction.nonfinite import IGNORE, describe, raise_or_log
 from hvdkit.reduction.plan import Reduction, ReductionState
 from hvdkit.reduction.step_errors import BackwardFailed
 from hvdkit.reduction.synchronizer import Synchronizer
@@ -26,8 +25,6 @@ from hvdkit.torch.reduction.backend import TorchBackend
 from hvdkit.torch.reduction.memory import spec
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes
-
-_log = logging.getLogger("hvdkit")
 
 
 @dataclass(eq=False)
@@ -289,10 +286,7 @@ class GradientReducer:
         self.skips_step = bool(found) and not failures
         if self.skips_step:
             text = describe(self._collectives, nonfinite, found, count)
-            if self._on_nonfinite == RAISE:
-                raise NonFiniteGradients(f"{text}. No rank makes this step.")
-            if self._collectives.is_first:
-                _log.warning("%s. All ranks skip this step.", text)
+            raise_or_log(self._collectives, self._on_nonfinite, text)
 
     def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
         key = tuple(map(id, parameters))
