@@ -1,14 +1,13 @@
 """Small collectives on data in host memory, through which the ranks compare and coordinate.
 
-`Collectives` is the interface. Each adapter implements it with its framework's Horovod, usually as
-a subclass of `ProcessSetCollectives`.
+`Collectives` is the interface. Each adapter implements it with its framework's Horovod.
 """
 
 import numbers
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +25,7 @@ _CHUNK_BYTES = 1 << 30
 _SMALL_BYTES = 1 << 12
 
 
-class Membership(Protocol):
-    """The part of Horovod's `ProcessSet` that `is_single_rank` needs."""
-
-    def included(self) -> bool:
-        """Whether this rank belongs to the set."""
-        ...
-
-    def size(self) -> int | None:
-        """The number of ranks in the set."""
-        ...
-
-
-def is_single_rank(process_set: Membership) -> bool:
+def is_single_rank(process_set: Any) -> bool:
     """Return whether this rank skips collectives: it is the set's only rank, or not in the set."""
     if not process_set.included():
         return True
@@ -57,7 +44,7 @@ def check_process_set(process_set: Any) -> None:
         )
 
 
-def check_member(process_set: Membership) -> None:
+def check_member(process_set: Any) -> None:
     """Check that this rank belongs to the set.
 
     Raises:
@@ -81,8 +68,15 @@ def check_root(root_rank: Any, ranks: Sequence[int]) -> None:
         raise UsageError(f"root_rank is {root_rank!r}: expected one of {list(ranks)}")
 
 
-class ProcessSetCollectives(ABC):
-    """Base of each adapter's `Collectives` for the ranks of a Horovod process set.
+class Collectives(ABC):
+    """Small collectives of one process set, on host data.
+
+    Every rank of the set calls the same method with the same `name` in the same order. Except
+    `alltoall`, a call returns the same value on all ranks. All methods block, except those that
+    begin with `start`. A rank that is alone in the set, or not in it, skips all collectives.
+
+    An adapter implements the methods that begin with an underscore. They are called if there are
+    several ranks.
 
     Args:
         process_set: the process set.
@@ -99,35 +93,73 @@ class ProcessSetCollectives(ABC):
 
     @property
     def single_rank(self) -> bool:
-        """See `Collectives`."""
+        """Whether this rank skips collectives, see `is_single_rank`."""
         return is_single_rank(self.process_set)
 
     @property
     def rank(self) -> int:
-        """See `Collectives`."""
+        """This process's global rank."""
         return int(self._runtime.mpi_ops.rank())
 
     @property
     def is_first(self) -> bool:
-        """See `Collectives`."""
+        """Whether this rank is the first one, which logs and writes files."""
         return self.rank == self.ranks[0]
 
     @property
     def ranks(self) -> Sequence[int]:
-        """See `Collectives`. Only this rank if it skips collectives."""
+        """The global ranks that take part, in the order of `allgather`'s result."""
         return [self.rank] if self.single_rank else list(self.process_set.ranks)
 
     @property
     def generation(self) -> int:
-        """See `Collectives`."""
+        """A number that `init` and the return from `join` increase, on all ranks.
+
+        A new generation needs new consistency checks, because ranks may have changed.
+        """
         return int(self._runtime.generation())
 
     def describe(self, name: str, text: str) -> None:
-        """See `Collectives`."""
+        """Set the text for the collective `name` in verdicts on hangs. Not a collective."""
         self._runtime.recorder.describe(name, text)
 
+    def sum(self, values: Sequence[int], name: str) -> list[int]:
+        """Return the element-wise sum over the ranks. A rank in `join` contributes zeros."""
+        return self.start_sum(values, name)()
+
+    def max(self, values: Sequence[int], name: str) -> list[int]:
+        """Return the element-wise maximum of values >= 0. A rank in `join` contributes zeros."""
+        return self.start_max(values, name)()
+
+    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Start `sum`. Return a function that waits for the sum and returns it."""
+        return self._start_unless_alone(values, name, self._runtime.mpi_ops.Sum)
+
+    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
+        """Start `max`. Return a function that waits for the maximum and returns it."""
+        return self._start_unless_alone(values, name, self._runtime.mpi_ops.Max)
+
+    def _start_unless_alone(
+        self, values: Sequence[int], name: str, op: int
+    ) -> Callable[[], list[int]]:
+        own = list(values)
+        return (lambda: own) if self.single_rank else self._start(own, name, op)
+
+    def allgather(self, data: bytes, name: str) -> list[bytes]:
+        """Return every rank's `data`, of any length."""
+        return [data] if self.single_rank else self._allgather(data, name)
+
+    def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
+        """Send `parts[i]`, of any length, to `ranks[i]`. Return what each rank sent to this one."""
+        if self.single_rank:
+            return list(parts)
+        return alltoall_in_rounds(self, parts, name, lambda pieces: self._alltoall(pieces, name))
+
     def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """See `Collectives`."""
+        """Return the `data` of `root_rank`, of any length. The `data` of other ranks is ignored.
+
+        About 4 KB take one collective, more bytes take further ones.
+        """
         if self.single_rank:
             return data
         size = len(data) if self.rank == root_rank else 0
@@ -141,13 +173,33 @@ class ProcessSetCollectives(ABC):
         broadcast_in_chunks(self, buffer[_SMALL_BYTES:end], root_rank, f"{name}.rest")
         return buffer[8:end].tobytes()
 
-    @abstractmethod
     def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
-        """See `Collectives`."""
+        """Copy the buffer of `root_rank` into `buffer`.
+
+        The buffer is uint8, has the same length on all ranks, and is smaller than 2 GiB.
+        """
+        if not self.single_rank:
+            self._broadcast_into(buffer, root_rank, name)
+
+    @abstractmethod
+    def _start(self, values: list[int], name: str, op: int) -> Callable[[], list[int]]:
+        """Start to reduce 64-bit integers. Return a function that returns the result."""
+
+    @abstractmethod
+    def _allgather(self, data: bytes, name: str) -> list[bytes]:
+        """See `allgather`."""
+
+    @abstractmethod
+    def _alltoall(self, parts: Sequence[memoryview], name: str) -> list[bytes]:
+        """See `alltoall`. All parts together are smaller than 2 GiB."""
+
+    @abstractmethod
+    def _broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
+        """See `broadcast_into`."""
 
 
 def alltoall_in_rounds(
-    collectives: "Collectives",
+    collectives: Collectives,
     parts: Sequence[bytes],
     name: str,
     alltoall: Callable[[list[memoryview]], Sequence[bytes]],
@@ -175,10 +227,7 @@ def alltoall_in_rounds(
 
 
 def broadcast_in_chunks(
-    collectives: "Collectives | ProcessSetCollectives",
-    buffer: np.ndarray,
-    root_rank: int,
-    name: str,
+    collectives: Collectives, buffer: np.ndarray, root_rank: int, name: str
 ) -> None:
     """Broadcast a buffer of any size with `Collectives.broadcast_into`.
 
@@ -190,82 +239,3 @@ def broadcast_in_chunks(
     """
     for start in range(0, len(buffer), _CHUNK_BYTES):
         collectives.broadcast_into(buffer[start : start + _CHUNK_BYTES], root_rank, name)
-
-
-class Collectives(Protocol):
-    """Small collectives of one process set, on host data.
-
-    Every rank of the set calls the same method with the same `name` in the same order. Except
-    `alltoall`, a call returns the same value on all ranks. All methods block, except those that
-    begin with `start`.
-    """
-
-    @property
-    def single_rank(self) -> bool:
-        """Whether this rank skips collectives, see `is_single_rank`."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This process's global rank."""
-        ...
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first one, which logs and writes files."""
-        ...
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The global ranks that take part, in the order of `allgather`'s result."""
-        ...
-
-    @property
-    def generation(self) -> int:
-        """A number that `init` and the return from `join` increase, on all ranks.
-
-        A new generation needs new consistency checks, because ranks may have changed.
-        """
-        ...
-
-    def describe(self, name: str, text: str) -> None:
-        """Set the text for the collective `name` in verdicts on hangs. Not a collective."""
-        ...
-
-    def sum(self, values: Sequence[int], name: str) -> list[int]:
-        """Return the element-wise sum over the ranks. A rank in `join` contributes zeros."""
-        ...
-
-    def max(self, values: Sequence[int], name: str) -> list[int]:
-        """Return the element-wise maximum of values >= 0. A rank in `join` contributes zeros."""
-        ...
-
-    def start_sum(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Start `sum`. Return a function that waits for the sum and returns it."""
-        ...
-
-    def start_max(self, values: Sequence[int], name: str) -> Callable[[], list[int]]:
-        """Start `max`. Return a function that waits for the maximum and returns it."""
-        ...
-
-    def allgather(self, data: bytes, name: str) -> list[bytes]:
-        """Return every rank's `data`, of any length."""
-        ...
-
-    def alltoall(self, parts: Sequence[bytes], name: str) -> list[bytes]:
-        """Send `parts[i]`, of any length, to `ranks[i]`. Return what each rank sent to this one."""
-        ...
-
-    def broadcast(self, data: bytes, root_rank: int, name: str) -> bytes:
-        """Return the `data` of `root_rank`, of any length. The `data` of other ranks is ignored.
-
-        About 4 KB take one collective, more bytes take further ones.
-        """
-        ...
-
-    def broadcast_into(self, buffer: np.ndarray, root_rank: int, name: str) -> None:
-        """Copy the buffer of `root_rank` into `buffer`.
-
-        The buffer is uint8, has the same length on all ranks, and is smaller than 2 GiB.
-        """
-        ...

@@ -8,7 +8,8 @@ the engine's stall limit ends the job.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.rank_errors import raise_on_all_ranks
@@ -46,31 +47,17 @@ def check_one_model(reduced_over: Mapping[str, Sequence[int]], ranks: Sequence[i
         )
 
 
-class HorovodSets(Protocol):
-    """The parts of `horovod.common.process_sets` that this module uses."""
-
-    ProcessSet: type[Any]
-
-    def add_process_set(self, process_set: Any) -> Any:
-        """Add a process set."""
-        ...
-
-    def remove_process_set(self, process_set: Any) -> bool:
-        """Remove a process set."""
-        ...
-
-
+@dataclass(frozen=True)
 class ProcessSets:
     """Horovod's functions for process sets, on all ranks together.
 
-    Args:
+    Attributes:
         horovod: the module `horovod.common.process_sets`.
         collectives: returns the collectives of all ranks.
     """
 
-    def __init__(self, horovod: HorovodSets, collectives: Callable[[], Collectives]) -> None:
-        self._horovod = horovod
-        self._collectives = collectives
+    horovod: Any
+    collectives: Callable[[], Collectives]
 
     def add_process_set(self, process_set: Any | Sequence[int]) -> Any:
         """Add a process set, and return it. A collective of all ranks, also those outside the set.
@@ -84,20 +71,20 @@ class ProcessSets:
             ValueError: on every rank, if the set exists already, if a rank has passed something
                 that is not a process set, or if the ranks have passed different sets.
         """
-        kind = self._horovod.ProcessSet
+        kind = self.horovod.ProcessSet
         error = None
         try:
             process_set = process_set if isinstance(process_set, kind) else kind(process_set)
         except Exception as raised:
             error = raised
         raise_on_all_ranks(
-            self._collectives(),
+            self.collectives(),
             error,
             "add_process_set: a rank has not passed a process set",
             "hvdkit.process_set.add",
             UsageError,
         )
-        return self._horovod.add_process_set(process_set)
+        return self.horovod.add_process_set(process_set)
 
     def remove_process_set(self, process_set: Any) -> bool:
         """Remove a process set. A collective of all ranks, also those outside the set.
@@ -112,10 +99,10 @@ class ProcessSets:
                 something that is not a process set, or if the ranks have passed different sets.
         """
         error: Exception | None = None
-        if not isinstance(process_set, self._horovod.ProcessSet):
+        if not isinstance(process_set, self.horovod.ProcessSet):
             error = UsageError(f"process_set is {process_set!r}: expected a hvd.ProcessSet")
         exists = error is None and process_set.process_set_id not in (None, 0)
-        collectives = self._collectives()
+        collectives = self.collectives()
         name = "hvdkit.process_set.remove"
         with_set, invalid, ranks = collectives.sum([int(exists), int(error is not None), 1], name)
         if invalid:
@@ -125,4 +112,4 @@ class ProcessSets:
             error = None if exists else ValueError("it was not added, or was removed already")
             text = "remove_process_set: the process set exists on some ranks only"
             raise_on_all_ranks(collectives, error, text, name, UsageError)
-        return self._horovod.remove_process_set(process_set) if exists else False
+        return self.horovod.remove_process_set(process_set) if exists else False

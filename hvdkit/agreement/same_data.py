@@ -7,6 +7,7 @@ gather the digests once. Later passes cost nothing.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.consistency import gather, grouped, name_ranks, ranks_by_value
@@ -23,43 +24,37 @@ seeds: dict[str, int] = {}
 _log = logging.getLogger("hvdkit")
 
 
+@dataclass
 class SameData:
     """Compare the gradients or losses of the first passes between ranks.
 
-    Args:
+    Attributes:
         collectives: the collectives of the ranks.
         digest: returns this rank's digest, of 64 bits; None if there is nothing to compare. It is
-            called once.
+            called once, and is None afterwards.
         subject: what the digest is of: "gradients".
         advice: what to do if ranks have the same data.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        digest: Callable[[], int | None],
-        subject: str,
-        advice: str,
-    ) -> None:
-        self._collectives = collectives
-        self._digest: Callable[[], int | None] | None = digest
-        self._subject = subject
-        self._advice = advice
+    collectives: Collectives
+    digest: Callable[[], int | None] | None
+    subject: str
+    advice: str
 
     def compare(self) -> None:
         """Warn if ranks have equal digests. A collective; later calls make one small sum."""
-        own = None if self._digest is None else self._digest()
-        self._digest = None
-        ranks = self._collectives.ranks
-        (having,) = self._collectives.sum([int(own is not None)], "hvdkit.same_data")
+        own = None if self.digest is None else self.digest()
+        self.digest = None
+        ranks = self.collectives.ranks
+        (having,) = self.collectives.sum([int(own is not None)], "hvdkit.same_data")
         # Ranks in `join` contribute 0. Ranks that started later have no digest of the same steps.
         if having < len(ranks):
             return
         assert own is not None
-        told = gather(self._collectives, [own, seeds], "hvdkit.same_data.all")
-        if self._collectives.is_first:
+        told = gather(self.collectives, [own, seeds], "hvdkit.same_data.all")
+        if self.collectives.is_first:
             digests = {rank: digest for rank, (digest, _) in told.items()}
-            warn_of_equal(digests, self._subject, self._advice)
+            warn_of_equal(digests, self.subject, self.advice)
             _report_seeds({rank: seeds for rank, (_, seeds) in told.items()})
 
 

@@ -83,7 +83,7 @@ def _imported(module: str, name: str) -> Any:
 
 _new_collectives: Any = _imported("collectives", _COLLECTIVES[NAME])
 
-#: The `hvdkit.agreement.replicas.Access` to the values of variables.
+#: The `hvdkit.agreement.differences.Access` to the values of variables.
 access: Any = _imported("replicas", "TensorAccess")()
 GradientReducer: Any = _imported("reduction.reducer", "GradientReducer")
 wire_format: Any = _imported("compression", "wire_format")

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from hvdkit.agreement.consistency import RankMismatchError, check_consistency
-from hvdkit.agreement.replicas import find_difference
+from hvdkit.agreement.differences import find_difference
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.keras import backend
 from hvdkit.keras.fit.statistics import StatisticsAverage, compared_buffers, statistics_of

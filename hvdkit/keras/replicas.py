@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.agreement.replicas import Replicas
+from hvdkit.agreement.differences import Replicas
 from hvdkit.keras import backend
 from hvdkit.keras_variables.variable_replicas import state_of, variable_replicas
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdkit.agreement.differences import Access, Item, Replicas
 from hvdkit.agreement.names import without_model_names
-from hvdkit.agreement.replicas import Access, Item, Replicas
 from hvdkit.keras_variables.optimizer_slots import optimizer_variables, slots_of
 
 # Keras numbers layers of the same class, also within the name of a slot:

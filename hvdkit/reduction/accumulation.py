@@ -10,10 +10,37 @@ reaches the optimizer do not communicate.
 A pass is one outermost backward pass.
 """
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.consistency import all_equal, group_by_text
 from hvdkit.errors import UsageError
 from hvdkit.reduction.step_errors import PassesDiffer
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The calls and passes of one window.
+
+    Attributes:
+        whole: the number of calls or passes that end this window.
+        calls: the number of counted calls of `step()`. The script's request for the reduced
+            gradients of the last batch counts as the call that follows.
+        passes: the number of passes that have reached the optimizer since the last counted call.
+        resumed: the number of calls or passes that the window had in the checkpoint that was
+            restored. Their gradients are lost.
+        dropped: whether this rank has dropped a pass of the window. Its reduction must then fail on
+            all ranks.
+        passed: whether a pass has reached the optimizer on this rank since the last window.
+    """
+
+    whole: int
+    calls: int = 0
+    passes: int = 0
+    resumed: int = 0
+    dropped: bool = False
+    passed: bool = False
 
 
 class Window:
@@ -27,18 +54,10 @@ class Window:
     Attributes:
         size: see above.
         mean: see above.
-        whole: the number of calls or passes that end this window.
-        calls: the number of counted calls of `step()`. The script's request for the reduced
-            gradients of the last batch counts as the call that follows.
-        passes: the number of passes that have reached the optimizer since the last counted call.
-        resumed: the number of calls or passes that the window had in the checkpoint that was
-            restored. Their gradients are lost.
-        dropped: whether this rank has dropped a pass of the window. Its reduction must then fail on
-            all ranks. The adapter sets it.
+        counts: what this window has had.
         follows_drop: whether a dropped pass has ended the last window, and no call of `step()` has
             followed. The drop stands for a call of `step()`, so a call before the next pass of any
             rank does not count. The adapter sets it, on all ranks alike.
-        passed: whether a pass has reached the optimizer on this rank since the last window.
 
     Raises:
         UsageError: the size is not a whole number >= 1.
@@ -48,45 +67,50 @@ class Window:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             name = "accumulation_steps" if mean else "backward_passes_per_step"
             raise UsageError(f"{name} is {size!r}: expected a whole number >= 1")
-        self.size = self.whole = size
+        self.size = size
         self.mean = mean
-        self.calls = self.passes = self.resumed = 0
-        self.dropped = self.follows_drop = self.passed = False
+        self.counts = Counts(size)
+        self.follows_drop = False
+
+    def note(self, **changes: Any) -> None:
+        """Change attributes of `counts`."""
+        self.counts = replace(self.counts, **changes)
 
     @property
     def made(self) -> int:
         """The number of calls or passes that the window has."""
-        return self.resumed + (self.calls if self.mean else self.passes)
+        counts = self.counts
+        return counts.resumed + (counts.calls if self.mean else counts.passes)
 
     @property
     def begun(self) -> int:
         """The number of batches or passes that the window has; of a batch, the call may lack."""
-        return min(self.made + bool(self.mean and self.passes), self.whole)
+        return min(self.made + bool(self.mean and self.counts.passes), self.counts.whole)
 
     @property
     def complete(self) -> bool:
         """Whether the window has all its calls or passes."""
-        return self.size > 1 and self.made >= self.whole
+        return self.size > 1 and self.made >= self.counts.whole
 
     @property
     def next_pass_reduces(self) -> bool:
         """Whether the gradients of the next pass are reduced."""
-        return self.made >= self.whole - 1
+        return self.made >= self.counts.whole - 1
 
     @property
     def open(self) -> bool:
         """Whether `step()` must do nothing, because the mean needs more calls."""
-        return self.mean and self.made < self.whole - 1
+        return self.mean and self.made < self.counts.whole - 1
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether `zero_grad()` must do nothing."""
-        return self.mean and 0 < self.made < self.whole
+        return self.mean and 0 < self.made < self.counts.whole
 
     @property
     def divisor(self) -> int:
         """The divisor of the sum over the passes."""
-        return self.whole if self.mean else 1
+        return self.counts.whole if self.mean else 1
 
     @property
     def position(self) -> tuple[int, int]:
@@ -94,34 +118,32 @@ class Window:
 
         No passes, because those of a rank may be missing, or reach other optimizers only.
         """
-        return (min(self.made, self.whole - 1), self.whole) if self.mean else (0, self.size)
+        whole = self.counts.whole
+        return (min(self.made, whole - 1), whole) if self.mean else (0, self.size)
 
     def count_pass(self, counted: bool = True) -> None:
         """Record a pass that has reached the optimizer; `counted`: it was not under `no_sync`."""
-        self.passes += counted
-        self.passed = True
+        self.note(passes=self.counts.passes + counted, passed=True)
 
     def count_call(self) -> None:
         """Count a call of `step()` in an open window."""
-        self.calls, self.passes = self.calls + 1, 0
+        self.note(calls=self.counts.calls + 1, passes=0)
 
     def end(self) -> None:
         """End the window: the script needs the reduced gradients of its last batch."""
         if self.mean and self.size > 1:
-            self.calls = self.whole - self.resumed
+            self.note(calls=self.counts.whole - self.counts.resumed)
 
     def end_early(self) -> bool:
         """End the window before it is whole; return whether it has any batch or pass."""
-        if self.mean and self.passes and self.made < self.whole:
-            self.calls, self.passes = self.calls + 1, 0
-        self.whole = self.made or self.size
+        if self.mean and self.counts.passes and self.made < self.counts.whole:
+            self.count_call()
+        self.note(whole=self.made or self.size)
         return self.made > 0
 
     def close(self) -> None:
         """Begin the next window, after a step or a skipped step."""
-        self.whole = self.size
-        self.calls = self.passes = self.resumed = 0
-        self.dropped = self.passed = False
+        self.counts = Counts(self.size)
 
     def resume(self, made: int) -> None:
         """Continue the window of a checkpoint, which has no gradients.
@@ -129,18 +151,31 @@ class Window:
         Args:
             made: the number of calls or passes that the window had.
         """
-        self.close()
+        self.counts = Counts(self.size, resumed=made)
         self.follows_drop = False
-        self.resumed = made
 
     def discard(self) -> None:
         """Begin the next window. But keep the resumed one if it has no pass or call yet."""
-        self.resume(0 if self.calls or self.passes else self.resumed)
+        counts = self.counts
+        self.resume(0 if counts.calls or counts.passes else counts.resumed)
+
+    def removed_text(self, name: str) -> str:
+        """Return a text for an error: the gradient `name` was removed during the window."""
+        advice = (
+            "Inside a window, call optimizer.zero_grad(), which does nothing there, instead of "
+            "model.zero_grad()"
+            if self.mean
+            else "With backward_passes_per_step, remove gradients only after optimizer.step()"
+        )
+        return (
+            f"the gradient of {name!r} was removed after {self.begun} of {self.size} batches of an "
+            f"accumulation window. {advice}."
+        )
 
     def make_whole(self) -> None:
         """Make a resumed window of a sum a whole one if the script makes all its passes again."""
         if not self.mean and self.complete:
-            self.resumed = 0
+            self.note(resumed=0)
 
 
 def window_of(accumulation_steps: int, backward_passes_per_step: int) -> Window:

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from hvdkit.engine.describe import Engine
 from hvdkit.errors import UsageError
 from hvdkit.reduction.backend import BucketMemory
 from hvdkit.reduction.bfloat16 import BFloat16, reduce_as
 from hvdkit.reduction.float16 import Float16
 from hvdkit.reduction.int8 import Int8
 from hvdkit.reduction.wire_format import BucketReduction, Scaling, WireFormat
-from hvdkit.runtime.lifecycle import Engine
 
 
 class NoCompression(WireFormat):

@@ -4,6 +4,7 @@ A NaN on one rank makes the sum NaN on all ranks. So each rank checks its gradie
 The error or the log line names the rank and the parameter that a NaN came from.
 """
 
+import logging
 from collections.abc import Sequence
 
 from hvdkit.agreement.collectives import Collectives
@@ -20,6 +21,8 @@ SKIP = "skip"
 #: The orders in which an error names gradients.
 COMPUTED = "in the order in which they were computed"
 LAST_FIRST = "those of the last variables first"
+
+_log = logging.getLogger("hvdkit")
 
 # Gradients that an error names for each rank.
 _SHOWN = 3
@@ -38,6 +41,26 @@ def check_policy(policy: str) -> str:
     if policy not in (IGNORE, RAISE, SKIP):
         raise UsageError(f"on_nonfinite is {policy!r}: expected {IGNORE!r}, {RAISE!r} or {SKIP!r}")
     return policy
+
+
+def raise_or_log(
+    collectives: Collectives, policy: str, text: str, advice: str = "No rank makes this step."
+) -> None:
+    """Raise an error about gradients, or log on the first rank that all ranks skip the step.
+
+    Args:
+        collectives: the collectives of the ranks.
+        policy: `RAISE` or `SKIP`, the same on all ranks.
+        text: the result of `describe`.
+        advice: the last sentence of the error.
+
+    Raises:
+        NonFiniteGradients: the policy is `RAISE`.
+    """
+    if policy == RAISE:
+        raise NonFiniteGradients(f"{text}. {advice}")
+    if collectives.is_first:
+        _log.warning("%s. All ranks skip this step.", text)
 
 
 def names_text(names: list[str]) -> str:

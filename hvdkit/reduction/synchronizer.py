@@ -35,7 +35,6 @@ from hvdkit.reduction.wire_format import (
     Request,
     Scaling,
     Sum,
-    WireFormat,
     run_conditions,
 )
 from hvdkit.runtime.counters import counters
@@ -87,15 +86,16 @@ class _Round(Generic[Handle]):
     reductions: dict[int, _RunningReduction[Handle]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Synchronizer(Generic[Buffer, Handle]):
     """Reduce gradients over the ranks of a process set.
 
-    Args:
+    Attributes:
         specs: the parameters, in the order of the forward pass.
         backend: the framework.
         collectives: the collectives of the backend's process set.
         reduction: how to reduce the gradients.
-        window: the accumulation window of the rounds; None if every backward pass is reduced.
+        window: the accumulation window of the rounds; by default, every pass is reduced.
         context: further lines of text that must be equal on all ranks. If they differ, the error
             shows them first.
 
@@ -103,30 +103,20 @@ class Synchronizer(Generic[Buffer, Handle]):
         UsageError: the specs or settings are invalid; nothing has been communicated.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[ParameterSpec],
-        backend: Backend[Buffer, Handle],
-        collectives: Collectives,
-        reduction: Reduction,
-        window: Window | None = None,
-        context: Sequence[str] = (),
-    ) -> None:
-        bucketing.check(specs, reduction.bucket_bytes)
-        self._specs = tuple(specs)
-        self._backend = backend
-        self._collectives = collectives
-        self._reduction = reduction
-        self._window = window or Window(1)
-        self._context = tuple(context)
+    specs: Sequence[ParameterSpec]
+    backend: Backend[Buffer, Handle]
+    collectives: Collectives
+    reduction: Reduction
+    window: Window = field(default_factory=lambda: Window(1))
+    context: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        bucketing.check(self.specs, self.reduction.bucket_bytes)
         # Gradients of different devices arrive in different threads.
         self._lock = threading.RLock()
         self._planned_generation: int | None = None
-        self._plan: BucketPlan | None = None
-        self._name = ""
-        self._memory: list[RoundMemory[Buffer]] = []
-        self._codecs: Sequence[WireFormat] = ()
         self._buckets: PlannedBuckets | None = None
+        self._memory: list[RoundMemory[Buffer]] = []
         self._resumed: ReductionState | None = None
         # The generation, the reductions that wait for a deferred request, and a function that
         # returns the results of the request.
@@ -136,19 +126,14 @@ class Synchronizer(Generic[Buffer, Handle]):
         self._begin_round()
 
     @property
-    def specs(self) -> Sequence[ParameterSpec]:
-        """The parameters."""
-        return self._specs
-
-    @property
     def planned(self) -> bool:
         """Whether the ranks have agreed on the buckets since the last `init` and `join`."""
-        return self._planned_generation == self._collectives.generation
+        return self._planned_generation == self.collectives.generation
 
     @property
     def plan(self) -> BucketPlan | None:
         """The buckets, once the ranks have agreed on them."""
-        return self._plan
+        return self._buckets.plan if self._buckets else None
 
     @property
     def is_changed(self) -> bool:
@@ -158,7 +143,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     @property
     def name(self) -> str:
         """The prefix of the buckets' names; empty before `make_plan`."""
-        return self._name
+        return self._buckets.name if self._buckets else ""
 
     @property
     def state(self) -> ReductionState | None:
@@ -194,27 +179,26 @@ class Synchronizer(Generic[Buffer, Handle]):
             HvdkitError: the gradient is in a bucket that has started.
         """
         with self._lock:
-            if self._round.generation != self._collectives.generation:
+            if self._round.generation != self.collectives.generation:
                 # Horovod was shut down during the round.
                 self._begin_round()
-            current = self._round
+            current, plan = self._round, self.plan
             if i in current.arrived:
-                plan = self._plan
                 if plan is not None and plan.bucket_of[i] in current.reductions:
                     raise HvdkitError(self._arrived_late(i))
                 return
             current.arrived[i] = None
             # Start nothing before the ranks have a plan: a bucket that only some ranks have would
             # stay in flight.
-            if self._plan is None or self._planned_generation != current.generation:
+            if plan is None or self._planned_generation != current.generation:
                 return
-            if not self._plan.buckets:
+            if not plan.buckets:
                 return  # there is one rank
             thread = threading.get_ident()
             for entry in [entry for entry in current.full if entry[0] == thread]:
                 current.full.remove(entry)
                 self._start(entry[1])
-            bucket = self._plan.buckets[self._plan.bucket_of[i]]
+            bucket = plan.buckets[plan.bucket_of[i]]
             current.missing[bucket.index] -= 1
             if not current.missing[bucket.index]:
                 current.full.append((thread, bucket))
@@ -225,15 +209,15 @@ class Synchronizer(Generic[Buffer, Handle]):
         Raises:
             RankMismatchError: on every rank, when their parameters or settings differ.
         """
-        dense = self._reduction.sparse_as_dense
+        dense = self.reduction.sparse_as_dense
         buckets = plan_buckets(
-            self._collectives,
-            self._specs,
-            self._reduction,
-            self._window.size if self._window.mean else 1,
-            [0 if dense else self._backend.sparse_dims(i) for i in range(len(self._specs))],
+            self.collectives,
+            self.specs,
+            self.reduction,
+            self.window.size if self.window.mean else 1,
+            [0 if dense else self.backend.sparse_dims(i) for i in range(len(self.specs))],
             self._common_order,
-            self._context,
+            self.context,
             self._resumed,
         )
         self._resumed = None
@@ -241,9 +225,8 @@ class Synchronizer(Generic[Buffer, Handle]):
         with suppress(Exception):
             self.complete_deferred()
         self._buckets = buckets
-        self._plan, self._name, self._codecs = buckets.plan, buckets.name, buckets.codecs
-        self._memory = [self._backend.memory(bucket) for bucket in self._plan.buckets]
-        self._planned_generation = self._collectives.generation
+        self._memory = [self.backend.memory(bucket) for bucket in buckets.plan.buckets]
+        self._planned_generation = self.collectives.generation
         self._begin_round()
 
     def pack(self) -> None:
@@ -264,8 +247,8 @@ class Synchronizer(Generic[Buffer, Handle]):
                 self._start(bucket)
 
     def _next_buckets(self) -> Sequence[Bucket]:
-        assert self._plan is not None
-        left = [b for b in self._plan.buckets if b.index not in self._round.reductions]
+        assert self.plan is not None
+        left = [b for b in self.plan.buckets if b.index not in self._round.reductions]
         return left[:_IN_FLIGHT]
 
     def wait(self) -> None:
@@ -303,20 +286,20 @@ class Synchronizer(Generic[Buffer, Handle]):
             return
         generation, waiting, result = self._deferred
         self._deferred = None
-        if generation != self._collectives.generation:
+        if generation != self.collectives.generation:
             return  # Horovod was shut down, which ended the collective.
         for reduction, value in zip(waiting, result(), strict=True):
             self._advance(reduction, value)
 
     def _begin_round(self) -> None:
-        buckets = self._plan.buckets if self._plan else ()
+        buckets = self.plan.buckets if self.plan else ()
         self._round: _Round[Handle] = _Round(
-            self._collectives.generation, [len(bucket.parameters) for bucket in buckets]
+            self.collectives.generation, [len(bucket.parameters) for bucket in buckets]
         )
 
     def _arrived_late(self, i: int) -> str:
         return (
-            f"the gradient of {self._specs[i].name!r} arrived again after its bucket was sent, in "
+            f"the gradient of {self.specs[i].name!r} arrived again after its bucket was sent, in "
             f"one backward pass. This happens if a function computes gradients in its own backward "
             f"pass, such as a re-entrant activation checkpoint or a reversible block, and the "
             f"first pass used the layer only once. Later passes send all buckets at their end: to "
@@ -327,7 +310,7 @@ class Synchronizer(Generic[Buffer, Handle]):
     def _common_order(self) -> list[int]:
         """Return the parameters, sorted by the mean position of their gradients on all ranks."""
         # Gradients that have not arrived come last, in the reverse order of the forward pass.
-        count = len(self._specs)
+        count = len(self.specs)
         arrived = self._round.arrived
         places = [0] * count
         for place, i in enumerate(
@@ -335,22 +318,23 @@ class Synchronizer(Generic[Buffer, Handle]):
         ):
             places[i] = place
         # A rank that has called `join` adds zero to every position.
-        summed = self._collectives.sum(places, "hvdkit.agreement.order")
+        summed = self.collectives.sum(places, "hvdkit.agreement.order")
         return sorted(range(count), key=lambda i: (summed[i], -i))
 
     def _scaling(self) -> Scaling:
-        ranks = len(self._collectives.ranks)
-        total = 1.0 / self._window.divisor / (ranks if self._reduction.average else 1)
-        return Scaling(total, self._reduction.predivide, ranks)
+        ranks = len(self.collectives.ranks)
+        total = 1.0 / self.window.divisor / (ranks if self.reduction.average else 1)
+        return Scaling(total, self.reduction.predivide, ranks)
 
     def _pack(self, bucket: Bucket) -> None:
         if bucket.index in self._round.packed:
             return
         self.complete_deferred()
-        codec, memory = self._codecs[bucket.index], self._memory[bucket.index]
+        assert self._buckets is not None
+        codec, memory = self._buckets.codecs[bucket.index], self._memory[bucket.index]
         steps = run_conditions(codec.reduce(memory, self._scaling()))
         reduction: _RunningReduction[Handle] = _RunningReduction(
-            steps, f"{self._name}.{bucket.index}"
+            steps, f"{self.name}.{bucket.index}"
         )
         self._resume(reduction, None)
         # Record the bucket after packing: if packing raises, the bucket is not packed.
@@ -383,10 +367,10 @@ class Synchronizer(Generic[Buffer, Handle]):
             reduction.collectives += 1
             counters.payload_bytes += _payload_bytes(reduction.request)
             if isinstance(reduction.request, Gather):
-                reduction.handle = self._backend.gather(reduction.request.rows, name)
+                reduction.handle = self.backend.gather(reduction.request.rows, name)
             else:
                 blocks = isinstance(reduction.request, BlockSum)
-                start = self._backend.sum_blocks if blocks else self._backend.sum
+                start = self.backend.sum_blocks if blocks else self.backend.sum
                 reduction.handle = start(reduction.request.buffer, name, reduction.request.factor)
 
     def _advance_bucket(self, reduction: _RunningReduction[Handle]) -> None:
@@ -396,21 +380,21 @@ class Synchronizer(Generic[Buffer, Handle]):
             if isinstance(request, _COLLECTIVES):
                 assert reduction.handle is not None
                 handle, reduction.handle = reduction.handle, None
-                self._advance(reduction, self._backend.wait(handle))
+                self._advance(reduction, self.backend.wait(handle))
             elif isinstance(request, AbsMax) and (
-                request.immediate or not self._backend.batches_abs_max
+                request.immediate or not self.backend.batches_abs_max
             ):
-                (value,) = self._backend.abs_max([request.buffer])
+                (value,) = self.backend.abs_max([request.buffer])
                 self._advance(reduction, value)
             else:
                 return
 
     def _finish(self) -> None:
         """Start the buckets that have not started, and complete every bucket reduction."""
-        assert self._plan is not None
-        buckets = self._plan.buckets
-        if not buckets and self._collectives.single_rank:
-            self._backend.scale(self._scaling().total)
+        assert self.plan is not None
+        buckets = self.plan.buckets
+        if not buckets and self.collectives.single_rank:
+            self.backend.scale(self._scaling().total)
             return
         reductions = self._round.reductions
         # Wait in the order of the buckets, which is the same on all ranks. Buckets may have started
@@ -428,18 +412,18 @@ class Synchronizer(Generic[Buffer, Handle]):
             asking = [r for r in waiting if isinstance(r.request, AbsMax)]
             if asking:
                 buffers = [r.request.buffer for r in waiting if isinstance(r.request, AbsMax)]
-                values = self._backend.abs_max(buffers)
+                values = self.backend.abs_max(buffers)
                 del buffers
                 for reduction, value in zip(asking, values, strict=True):
                     self._advance(reduction, value)
                     self._advance_bucket(reduction)
                 continue
             requests = [r.request for r in waiting if isinstance(r.request, GlobalMax)]
-            result = self._collectives.start_max(
-                [request.value for request in requests], f"{self._name}.largest"
+            result = self.collectives.start_max(
+                [request.value for request in requests], f"{self.name}.largest"
             )
             if all(request.deferred for request in requests):
-                self._deferred = self._collectives.generation, waiting, result
+                self._deferred = self.collectives.generation, waiting, result
                 return
             for reduction, value in zip(waiting, result(), strict=True):
                 self._advance(reduction, value)

@@ -23,10 +23,10 @@ TensorFlow runs a generator once, while it traces a graph. Results and `state` a
 the graph. A format that depends on them must compute with `self.ops`, and must yield a `Cond`
 instead of using `if`. docs/synchronizer.md shows a complete format.
 
-What a format does with tensors is in `BucketMemory` of each adapter's `reduction/backend.py`. In
-TensorFlow, a buffer is a `Wire`, which may have a factor and padding. To add a request: its class
-here; `_COLLECTIVES`, `_start_request` and `_payload_bytes` of `synchronizer.py`; `Backend`; and
-`bucket_reduction.py` of TensorFlow.
+What a format does with tensors is in `torch/reduction/memory.py` and
+`tensorflow/reduction/backend.py`. In TensorFlow, a buffer is a `Wire`, which may have a factor and
+padding. To add a request: its class here; `_COLLECTIVES`, `_start_request` and `_payload_bytes` of
+`synchronizer.py`; `Backend`; and `bucket_reduction.py` of TensorFlow.
 """
 
 import copy

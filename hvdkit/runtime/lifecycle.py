@@ -11,10 +11,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
+from hvdkit.engine.describe import Engine
 from hvdkit.errors import HvdkitError
 from hvdkit.runtime import loaded_modules, record_files
 from hvdkit.runtime.departure import Departure
@@ -35,76 +37,6 @@ from hvdkit.runtime.standard_streams import write_whole_output
 
 # A framework's Horovod extension is loaded by the module horovod.FRAMEWORK.mpi_ops.
 _FRAMEWORKS = ("torch", "tensorflow")
-
-
-class Engine(Protocol):
-    """The properties of the installed Horovod, as in `hvdkit.engine.describe.Engine`."""
-
-    @property
-    def version(self) -> str:
-        """The version of the distribution."""
-        ...
-
-    @property
-    def frameworks(self) -> Mapping[str, str]:
-        """Framework -> the version that its extension was compiled against."""
-        ...
-
-    @property
-    def patches(self) -> Collection[str]:
-        """The names of the hvdkit patches that it was built with."""
-        ...
-
-    @property
-    def ours(self) -> bool:
-        """Whether `hvdkit build` built it."""
-        ...
-
-
-class Horovod(Protocol):
-    """The functions of a framework's `horovod.*.mpi_ops` that this module uses.
-
-    Attributes:
-        _basics: a `horovod.common.basics.HorovodBasics`, which has the loaded extension.
-    """
-
-    _basics: Any
-
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise Horovod."""
-        ...
-
-    def shutdown(self) -> None:
-        """Shut down Horovod."""
-        ...
-
-    def is_initialized(self) -> bool:
-        """Whether `init` was called, and not `shutdown` after it."""
-        ...
-
-    def rank(self) -> int:
-        """This process's rank."""
-        ...
-
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-    def local_rank(self) -> int:
-        """This process's rank among those of its host."""
-        ...
-
-    def local_size(self) -> int:
-        """The number of ranks on this process's host."""
-        ...
-
-    def mpi_built(self) -> bool:
-        """Whether MPI is compiled in."""
-        ...
-
-    def gloo_built(self) -> bool:
-        """Whether Gloo is compiled in."""
-        ...
 
 
 @contextmanager
@@ -148,14 +80,15 @@ def loading(
             ) from error
 
 
+@dataclass(eq=False)
 class Runtime:
     """Start and shut down Horovod in this process.
 
-    Args:
+    Attributes:
         framework: `torch` or `tensorflow`.
         version: the imported version of the framework.
         engine: the installed Horovod.
-        horovod: the framework's `mpi_ops`.
+        horovod: the framework's `horovod.*.mpi_ops`.
         use_own_gpu: called with the local rank; makes the GPU with this number the default GPU.
             Called only if several ranks share a host.
         torchrun_variables: returns Horovod's environment variables for this rank. Called only if
@@ -164,32 +97,25 @@ class Runtime:
             this one.
     """
 
-    def __init__(
-        self,
-        framework: str,
-        version: str,
-        engine: Engine,
-        horovod: Horovod,
-        use_own_gpu: Callable[[int], None],
-        torchrun_variables: Callable[[], Mapping[str, str]],
-        refuse_collectives: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._framework = framework
-        self._version = version
-        self._engine = engine
-        self._horovod = horovod
-        self._use_own_gpu = use_own_gpu
-        self._torchrun_variables = torchrun_variables
-        self._refuse_collectives = refuse_collectives
+    framework: str
+    version: str
+    engine: Engine
+    horovod: Any
+    use_own_gpu: Callable[[int], None]
+    torchrun_variables: Callable[[], Mapping[str, str]]
+    refuse_collectives: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         # For each generation, whether it began with an `init` of all ranks.
         self._generations: list[bool] = []
+        library = self.horovod._basics.MPI_LIB_CTYPES
         #: The notes of ranks that have called `shutdown`.
         self.departure = Departure()
         #: The engine's shared memory for the ranks of one host.
-        self.host_collectives = HostCollectives(horovod._basics.MPI_LIB_CTYPES)
+        self.host_collectives = HostCollectives(library)
         #: The engine's flight recorder.
-        self.recorder = Recorder(horovod._basics.MPI_LIB_CTYPES)
-        self._files = EngineFiles(horovod._basics.MPI_LIB_CTYPES)
+        self.recorder = Recorder(library)
+        self._files = EngineFiles(library)
         libc = ctypes.CDLL(None)
         os.register_at_fork(after_in_child=lambda: self._after_fork(libc))
 
@@ -231,7 +157,7 @@ class Runtime:
         """
         check_choice()
         stall_seconds(os.environ)
-        horovod = self._horovod
+        horovod = self.horovod
         if horovod.is_initialized():
             # The `init` of horovod.torch would also forget the handles of started collectives.
             horovod._basics.init(*args, **kwargs)
@@ -247,16 +173,16 @@ class Runtime:
             if not horovod.gloo_built():
                 raise HvdkitError(
                     f"torchrun started {by_torchrun} ranks, but the installed Horovod "
-                    f"{self._engine.version} has no Gloo to connect them. Run `hvdkit build "
+                    f"{self.engine.version} has no Gloo to connect them. Run `hvdkit build "
                     f"--controllers gloo,mpi`, or start the script with mpirun."
                 )
             # The variables stay set, because `init` may be called again after `shutdown`.
-            os.environ.update(self._torchrun_variables())
+            os.environ.update(self.torchrun_variables())
         processes = 1 if by_torchrun == 1 else processes_started_for_mpi(os.environ)
         if processes > 1 and not horovod.mpi_built():
             raise HvdkitError(
                 f"mpirun or srun started {processes} processes, but the installed Horovod "
-                f"{self._engine.version} has no MPI to connect them. Run `hvdkit build "
+                f"{self.engine.version} has no MPI to connect them. Run `hvdkit build "
                 f"--controllers gloo,mpi`, or start the script with `hvdkit run`."
             )
         if processes > 1 and os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
@@ -298,7 +224,7 @@ class Runtime:
         atexit.unregister(self._note_leaving)
         atexit.register(self._note_leaving)
         if horovod.local_size() > 1:
-            self._use_own_gpu(horovod.local_rank())
+            self.use_own_gpu(horovod.local_rank())
         self.departure.begin(horovod.size())
         self.recorder.watch(horovod.rank(), horovod.size(), stall_limit(os.environ))
         loaded_modules.report(horovod.rank())
@@ -310,10 +236,10 @@ class Runtime:
     def shutdown(self) -> None:
         """Shut down Horovod in this process. Ranks that wait for this one get an error."""
         with contextlib.suppress(ValueError):  # Horovod has not been initialized
-            self.departure.write(self._horovod.rank())
+            self.departure.write(self.horovod.rank())
         self.recorder.unwatch()
         self._note_leaving()
-        self._horovod.shutdown()
+        self.horovod.shutdown()
         # The script may now run for any time without Horovod.
         self.recorder.note_init(record_files.LEAVING, self._starts, ended=True)
 
@@ -329,8 +255,8 @@ class Runtime:
         """
         if not self._generations:
             return
-        self._refuse_collectives()
-        atexit.unregister(self._horovod._basics.shutdown)
+        self.refuse_collectives()
+        atexit.unregister(self.horovod._basics.shutdown)
         atexit.unregister(self._note_leaving)
         with contextlib.suppress(AttributeError):  # a C library without `on_exit`
             # `exit` then calls `_exit` with its status, before the destructors.
@@ -338,19 +264,19 @@ class Runtime:
 
     def _report(self) -> None:
         """Log on rank 0 how buckets are reduced."""
-        if self._horovod.rank() != 0 or self._horovod.size() == 1:
+        if self.horovod.rank() != 0 or self.horovod.size() == 1:
             return
         reason = self.host_collectives.flat_reason()
-        logging.getLogger(f"hvdkit.{self._framework}").info(
+        logging.getLogger(f"hvdkit.{self.framework}").info(
             "buckets are reduced %s", f"through sockets: {reason}" if reason else "in shared memory"
         )
 
     def _warn_of_engine(self) -> None:
         """Warn on rank 0 about an engine without hvdkit's patches or for another version."""
-        if self._horovod.rank() != 0:
+        if self.horovod.rank() != 0:
             return
-        engine = self._engine
-        log = logging.getLogger(f"hvdkit.{self._framework}")
+        engine = self.engine
+        log = logging.getLogger(f"hvdkit.{self.framework}")
         if not engine.ours:
             log.warning(
                 "Horovod %s was not built by `hvdkit build`. Over Gloo the start may hang if a "
@@ -359,15 +285,15 @@ class Runtime:
                 "avoid this, run `hvdkit build`.",
                 engine.version,
             )
-        built_for = engine.frameworks[self._framework]
-        if built_for not in ("unknown", self._version):
+        built_for = engine.frameworks[self.framework]
+        if built_for not in ("unknown", self.version):
             log.warning(
                 "Horovod %s was built for %s %s, but %s %s is installed: run `hvdkit build`.",
                 engine.version,
-                self._framework,
+                self.framework,
                 built_for,
-                self._framework,
-                self._version,
+                self.framework,
+                self.version,
             )
 
 

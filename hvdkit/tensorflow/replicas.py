@@ -9,7 +9,8 @@ import tensorflow as tf
 import xxhash
 from horovod.tensorflow import mpi_ops
 
-from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck, Replicas
+from hvdkit.agreement.differences import Replicas
+from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck
 from hvdkit.keras_variables.variable_replicas import state_of, variable_replicas
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
 from hvdkit.tensorflow.items import VariableTensor, memory_of
@@ -36,7 +37,7 @@ def all_reduced(variables: Sequence[Any], process_set: mpi_ops.ProcessSet) -> bo
 
 
 class TensorAccess:
-    """Implements `agreement.replicas.Access` for tensors, `tf.Variable`s, `keras.Variable`s."""
+    """Implements `agreement.differences.Access` for tensors, `tf.Variable`s, `keras.Variable`s."""
 
     def digests(self, values: Sequence[Any]) -> Sequence[int]:
         return [xxhash.xxh64_intdigest(self.read(value).data) for value in values]

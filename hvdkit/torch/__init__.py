@@ -82,8 +82,9 @@ from hvdkit.torch.autotune import autotune
 from hvdkit.torch.checkpoint import Checkpointer
 from hvdkit.torch.clipping import clip_grad_norm_
 from hvdkit.torch.compression import Compression
+from hvdkit.torch.data.distributed_sampler import DistributedSampler
 from hvdkit.torch.data.equal_batches import equal_batches
-from hvdkit.torch.data.sampling import DistributedSampler, ResumableSampler
+from hvdkit.torch.data.sampling import ResumableSampler
 from hvdkit.torch.functions import (
     allgather_object,
     broadcast_object,

@@ -151,7 +151,7 @@ def make_tuner(
         steps: see `Tuner`.
     """
     gradients = optimizer.reducer.gradients
-    current = Candidate(gradients.bucket_bytes, gradients.wire_format.name)
+    current = Candidate(gradients.reduction.bucket_bytes, gradients.reduction.format.name)
     candidates = [
         Candidate(size, name)
         for name, each in formats.items()
@@ -174,7 +174,7 @@ def formats_of(optimizer: WrappedOptimizer, wire_formats: Any) -> dict[str, Wire
         raise UsageError(
             f"wire_formats is {wire_formats!r}: expected a list, such as ['none', 'bf16']"
         )
-    own = optimizer.reducer.gradients.wire_format
+    own = optimizer.reducer.gradients.reduction.format
     formats = {own.name: own}
     for each in map(wire_format, wire_formats):
         formats.setdefault(each.name, each)

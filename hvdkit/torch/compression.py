@@ -9,7 +9,7 @@ from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 from hvdkit.reduction.compression import FORMATS, Int8Compressor, TensorByTensor, resolve
 from hvdkit.reduction.wire_format import BucketReduction, Scaling, Sum, WireFormat
 from hvdkit.torch import runtime
-from hvdkit.torch.reduction.backend import TorchMemory
+from hvdkit.torch.reduction.memory import TorchMemory
 
 __all__ = [
     "BF16Compressor",

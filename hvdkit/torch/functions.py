@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +10,16 @@ from horovod.torch import mpi_ops
 from hvdkit.agreement import objects
 from hvdkit.agreement.collectives import check_root
 from hvdkit.agreement.consistency import prepare_on_all_ranks
+from hvdkit.checkpoint.state import Tree
 from hvdkit.errors import UsageError
 from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.devices import loads_on_own_gpu
 from hvdkit.torch.digests import bytes_of
 from hvdkit.torch.in_place import note_written
+from hvdkit.torch.items.optimizer import OptimizerItem
+from hvdkit.torch.items.trees import mapped, tensors_of, with_specs
 from hvdkit.torch.keras_variables import is_seed
 from hvdkit.torch.plain_tensors import check_has_memory, check_plain
-from hvdkit.torch.reduction.memory_order import memory_order
 from hvdkit.torch.unwrapped import note_shared
 
 # Tensors are sent as bytes, and MPI counts elements in 32 bits: 1 GiB at a time is safe.
@@ -80,7 +81,7 @@ def _named_tensors(
     pairs = (item if isinstance(item, tuple) else ("", item) for item in items)
     named = [(name, value) for name, value in pairs if not is_seed(str(name))]
     for name, value in named:
-        if not isinstance(value, torch.Tensor) and _holds_tensor(value):
+        if not isinstance(value, torch.Tensor) and tensors_of(value):
             raise UsageError(
                 f"params[{name!r}] is a {type(value).__name__} that contains tensors: expected "
                 f"tensors, as in model.state_dict(). Call broadcast_parameters for each state "
@@ -100,14 +101,6 @@ def _named_tensors(
         ((str(name), value) for name, value in named if isinstance(value, torch.Tensor)),
         key=lambda pair: pair[0],
     )
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensor(item) for item in value.values())
-    if isinstance(value, list | tuple | set):
-        return any(_holds_tensor(item) for item in value)
-    return isinstance(value, torch.Tensor)
 
 
 @torch.no_grad()
@@ -132,16 +125,6 @@ def _broadcast_tensors(
         mpi_ops.synchronize(handle)
     for tensor, contiguous in copies:
         tensor.detach().copy_(contiguous)
-
-
-@dataclass(frozen=True)
-class _TensorSlot:
-    """A placeholder for a tensor in a structure that is sent before its tensors."""
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
 
 
 def broadcast_optimizer_state(
@@ -169,14 +152,18 @@ def broadcast_optimizer_state(
     """
     process_set = mpi_ops.global_process_set
     collectives = TorchCollectives(process_set)
+    item = OptimizerItem(optimizer)
 
-    tensors: list[torch.Tensor] = []
-
-    def prepare() -> tuple[dict[str, Any] | None, list[str]]:
+    def prepare() -> tuple[Tree, list[str]]:
         check_root(root_rank, process_set.ranks)
         own = _state_dict_of(optimizer)
-        structure = _structure_of(own, tensors) if mpi_ops.rank() == root_rank else None
-        return structure, [
+        tree = None
+        if mpi_ops.rank() == root_rank:
+            for tensor in tensors_of([own[key] for key in _SENT]):
+                shape = list(tensor.shape)
+                check_plain(tensor, f"a tensor of shape {shape} in the optimizer's state")
+            tree = item.tree(own)
+        return tree, [
             f"optimizer {type(optimizer).__name__}, state from rank {root_rank}",
             *(
                 f"group {g}, parameter {i}, {p.dtype} {list(p.shape)}"
@@ -190,34 +177,13 @@ def broadcast_optimizer_state(
         ]
 
     subject = "the optimizer whose state to broadcast"
-    own = prepare_on_all_ranks(collectives, prepare, subject, _STATE_ADVICE)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    structure = broadcast_object(own, root_rank)
-    if own is not None:
-        _broadcast_tensors(tensors, root_rank, process_set)
-        return
-
-    # Integer keys of a state dict are the parameters' numbers, in the order of the groups.
-    state = {
-        parameters[key] if isinstance(key, int) else key: _with_tensors(
-            value, tensors, parameters[key].device if isinstance(key, int) else _CPU
-        )
-        for key, value in structure["state"].items()
-    }
-    device = parameters[0].device if parameters else _CPU
-    groups = [
-        {"params": group["params"]}
-        | {key: _with_tensors(value, tensors, device) for key, value in sent.items()}
-        for group, sent in zip(optimizer.param_groups, structure["param_groups"], strict=True)
-    ]
-    _broadcast_tensors(tensors, root_rank, process_set)
-    # In place, because LR schedulers and wrappers refer to these containers. Not by
-    # load_state_dict, which casts state to the dtype of its parameter.
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, new in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(new)
+    tree = prepare_on_all_ranks(collectives, prepare, subject, _STATE_ADVICE)
+    outline = broadcast_object(tree and with_specs(tree), root_rank)
+    # Not by `load_state_dict`, which casts state to the dtype of its parameter.
+    own = item.plan_restore(outline) if tree is None else tree
+    _broadcast_tensors(tensors_of(own), root_rank, process_set)
+    if tree is None:
+        item.load(own)
 
 
 # The entries of a `state_dict()` that are sent.
@@ -257,62 +223,19 @@ def _state_dict_of(optimizer: Any) -> dict[str, Any]:
 
 def _text_of(value: Any) -> str:
     """Return a short text that differs if values or tensors within `value` differ."""
-    tensors: list[torch.Tensor] = []
-    text = repr(_with_slots(value, tensors))
-    if tensors or len(text) > 100:
-        content = hashlib.sha256(text.encode())
-        for tensor in tensors:
-            content.update(bytes_of(tensor.cpu()).numpy().tobytes())
-        text = f"a value with the hash {content.hexdigest()[:16]}"
-    return text
+    text = repr(
+        mapped(value, lambda leaf, _: _hash_of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+    )
+    return text if len(text) <= 100 else f"a value with the hash {_hash(text.encode())}"
 
 
-_CPU = torch.device("cpu")
+def _hash_of(tensor: torch.Tensor) -> str:
+    content = bytes_of(tensor.cpu()).numpy().tobytes()
+    return f"{tensor.dtype} {list(tensor.shape)} with the hash {_hash(content)}"
 
 
-def _structure_of(own: Mapping[str, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Return state and options of a `state_dict()`, with slots; append the tensors to `tensors`.
-
-    Raises:
-        UsageError: a tensor cannot be broadcast.
-    """
-    structure = {
-        "state": _with_slots(own["state"], tensors),
-        "param_groups": [
-            {key: _with_slots(v, tensors) for key, v in group.items() if key != "params"}
-            for group in own["param_groups"]
-        ],
-    }
-    for tensor in tensors:
-        check_plain(tensor, f"a tensor of shape {list(tensor.shape)} in the optimizer's state")
-    return structure
-
-
-def _with_slots(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` with a slot in place of each tensor; append the tensors to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        order = memory_order(value) if value.layout == torch.strided else ()
-        return _TensorSlot(tuple(value.shape), order, value.dtype, value.device.type == "cpu")
-    if isinstance(value, dict):
-        return {key: _with_slots(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_slots(item, tensors) for item in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    """Reverse `_with_slots` with new tensors, on `device` unless the root's tensor is on a CPU."""
-    if isinstance(value, _TensorSlot):
-        where = _CPU if value.on_cpu else device
-        empty = torch.empty_permuted(value.shape, value.order, dtype=value.dtype, device=where)
-        tensors.append(empty)
-        return tensors[-1]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, tensors, device) for item in value)
-    return value
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def broadcast_object(

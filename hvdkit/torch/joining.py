@@ -27,7 +27,7 @@ def join(device: int = -1) -> int:
         The last rank to join.
     """
     for optimizer in wrapped_optimizers():
-        if optimizer.reducer.accumulated or optimizer.reducer.window.dropped:
+        if optimizer.reducer.accumulated or optimizer.reducer.window.counts.dropped:
             log.warning(
                 "hvd.join() dropped gradients that no step has used. To use them, call "
                 "optimizer.flush() before hvd.join(). All ranks must then have made the same "

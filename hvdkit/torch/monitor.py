@@ -16,8 +16,8 @@ from hvdkit.monitor.monitor import BaseMonitor
 from hvdkit.runtime.counters import counters
 from hvdkit.torch.amp import loss_scale
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.reduction.backward_passes import coordinator_of
 from hvdkit.torch.reduction.last_stages import norm_of
-from hvdkit.torch.reduction.optimizer_reducer import coordinator_of
 from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped_optimizers
 
 
@@ -92,74 +92,6 @@ def _compute_norm(
         optimizer.grad_norm = norm_of(gradients) if gradients else None
 
 
-class _Torch:
-    """`hvdkit.monitor.framework.Framework` for PyTorch."""
-
-    name = f"torch {torch.__version__}"
-
-    def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
-        self._process_set = process_set
-        self._times = coordinator_of(process_set).times
-
-    def optimizers(self) -> list[WrappedOptimizer]:
-        """Return the optimizers of these ranks."""
-        return [each for each in wrapped_optimizers() if each.process_set is self._process_set]
-
-    @staticmethod
-    def scalar(value: Any) -> Any:
-        """See `Framework`."""
-        return scalar(value)
-
-    @staticmethod
-    def numbers(values: Sequence[Any]) -> list[float]:
-        """See `Framework`."""
-        return numbers(values)
-
-    def section_seconds(self) -> Mapping[str, float]:
-        """See `Framework`."""
-        return self._times.totals()
-
-    def forward_began(self) -> float:
-        """See `Framework`."""
-        return self._times.forward_began
-
-    def pause(self) -> None:
-        """See `Framework`."""
-        self._times.stop()
-
-    def resume(self) -> None:
-        """See `Framework`."""
-        self._times.start()
-
-    def totals(self) -> Mapping[str, float]:
-        """See `Framework`."""
-        skipped = sum(each.hvdkit_skipped_steps for each in self.optimizers())
-        return {**totals(), metrics.SKIPPED: float(skipped)}
-
-    def gauges(self) -> Mapping[str, float]:
-        """See `Framework`."""
-        values = memory()
-        optimizers = self.optimizers()
-        if optimizers:
-            values[metrics.LR] = float(optimizers[0].param_groups[0]["lr"])
-        norms = [each.grad_norm for each in optimizers if each.grad_norm is not None]
-        for each in optimizers:
-            each.grad_norm = None
-        if norms:
-            # Optimizers that were clipped together share the tensor.
-            distinct = list({id(norm): norm for norm in norms}.values())
-            values[metrics.GRAD_NORM] = sum(n**2 for n in numbers(distinct)) ** 0.5
-        scale = loss_scale(optimizers)
-        if scale is not None:
-            values[metrics.LOSS_SCALE] = scale
-        return values
-
-    @staticmethod
-    def gpu() -> str | None:
-        """See `Framework`."""
-        return gpu()
-
-
 def scalar(value: Any) -> Any:
     """Return a value of the user as a float, or as a tensor without dimensions.
 
@@ -218,3 +150,53 @@ def gpu() -> str | None:
         return None
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
     return None if uuid is None else f"GPU-{uuid}"
+
+
+class _Torch:
+    """`hvdkit.monitor.framework.Framework` for PyTorch."""
+
+    name = f"torch {torch.__version__}"
+    scalar = staticmethod(scalar)
+    numbers = staticmethod(numbers)
+    gpu = staticmethod(gpu)
+
+    def __init__(self, process_set: mpi_ops.ProcessSet) -> None:
+        self._process_set = process_set
+        self._times = coordinator_of(process_set).times
+
+    def optimizers(self) -> list[WrappedOptimizer]:
+        """Return the optimizers of these ranks."""
+        return [each for each in wrapped_optimizers() if each.process_set is self._process_set]
+
+    def section_seconds(self) -> Mapping[str, float]:
+        return self._times.totals()
+
+    def forward_began(self) -> float:
+        return self._times.forward_began
+
+    def pause(self) -> None:
+        self._times.stop()
+
+    def resume(self) -> None:
+        self._times.start()
+
+    def totals(self) -> Mapping[str, float]:
+        skipped = sum(each.hvdkit_skipped_steps for each in self.optimizers())
+        return {**totals(), metrics.SKIPPED: float(skipped)}
+
+    def gauges(self) -> Mapping[str, float]:
+        values = memory()
+        optimizers = self.optimizers()
+        if optimizers:
+            values[metrics.LR] = float(optimizers[0].param_groups[0]["lr"])
+        norms = [each.grad_norm for each in optimizers if each.grad_norm is not None]
+        for each in optimizers:
+            each.grad_norm = None
+        if norms:
+            # Optimizers that were clipped together share the tensor.
+            distinct = list({id(norm): norm for norm in norms}.values())
+            values[metrics.GRAD_NORM] = sum(n**2 for n in numbers(distinct)) ** 0.5
+        scale = loss_scale(optimizers)
+        if scale is not None:
+            values[metrics.LOSS_SCALE] = scale
+        return values

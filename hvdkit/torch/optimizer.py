@@ -20,7 +20,8 @@ from hvdkit.torch.compression import Compression, wire_format
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction.settings import Settings
 from hvdkit.torch.wrapped_modules import check_not_reduced
-from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, check_attributes, wrap, wrapped
+from hvdkit.torch.wrapped_optimizer import WrappedOptimizer, wrapped
+from hvdkit.torch.wrapping import check_attributes, wrap
 from hvdkit.training.trial import TrialPlan
 
 

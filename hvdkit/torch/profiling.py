@@ -125,12 +125,10 @@ class Profiler:
             self._step.enter_context(torch.cuda.nvtx.range(f"step {number}"))
 
     def step_ends(self) -> None:
-        """See `Framework`."""
         self._step.close()
         self._mark()
 
     def stop(self) -> None:
-        """See `Framework`."""
         self._recording.close()
 
     def events(self, rank: int) -> list[Event]:

@@ -1,4 +1,4 @@
-"""The tensors of an optimizer that must be equal on all ranks, see `hvdkit.agreement.replicas`."""
+"""The tensors of an optimizer that must be equal on all ranks: its `Replicas`."""
 
 import math
 import re
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdkit.agreement.replicas import VALUES_ADVICE, Item, Replicas
+from hvdkit.agreement.differences import Item, Replicas
+from hvdkit.agreement.replicas import VALUES_ADVICE
 from hvdkit.torch.digests import bytes_of, digests
 from hvdkit.torch.keras_variables import is_own
 from hvdkit.torch.plain_tensors import is_plain
@@ -40,7 +41,7 @@ _DEVICE = re.compile(r"[a-z]+:\d+")
 
 
 class TensorAccess:
-    """Implements `hvdkit.agreement.replicas.Access` for tensors."""
+    """Implements `hvdkit.agreement.differences.Access` for tensors."""
 
     def digests(self, values: Sequence[torch.Tensor]) -> Sequence[int]:
         return digests(list(values))

@@ -194,7 +194,7 @@ def _may_differ(parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
     owner = records.owner_of(parameter)
     if owner is None:
         return False
-    replicas = owner.replicas
+    replicas = owner.rounds.replicas
     # Without these comparisons, or with other ranks, the script has wrapped an optimizer of its
     # own for these ranks.
     return replicas is None or not replicas.settings.interval or list(replicas.ranks) != list(ranks)

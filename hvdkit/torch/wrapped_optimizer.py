@@ -4,14 +4,14 @@ When `loss.backward()` returns, `p.grad` is the reduced gradient. These function
 gradient, in this order; an indented function is called by the one above it:
 
     records._before                     hook: a gradient is about to be added to `p.grad`
-      OptimizerReducer.enter_task       the first gradient of a pass: begin the pass
+      BackwardPasses.enter_task         the first gradient of a pass: begin the pass
         Gradients.begin_pass            set the reduced gradients aside, as bases
     records._after                      hook: `p.grad` is complete
-      OptimizerReducer.after_accumulation
+      BackwardPasses.after_accumulation
         Gradients.accumulated           record the gradient
           Synchronizer.mark_ready       pack a full bucket and start its collective
     passes.end_pass                     PyTorch calls it at the end of the outermost backward pass
-      OptimizerReducer.end_pass         decide whether the pass is reduced
+      BackwardPasses.end_pass           decide whether the pass is reduced
       Coordinator.send                  start the header and the other buckets
       Coordinator.wait                  wait for the header, compare the ranks' rounds
         Rounds.complete                 wait for the buckets and unpack them into `p.grad`
@@ -31,9 +31,8 @@ rank, all collectives return their arguments, and there are no buckets.
 """
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,8 +47,6 @@ from hvdkit.torch import dynamo
 from hvdkit.torch.plain_tensors import check_has_memory
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.optimizer_reducer import OptimizerReducer
-from hvdkit.torch.reduction.rounds import Rounds
-from hvdkit.torch.reduction.settings import Settings
 from hvdkit.training.tuning import Tuner
 
 
@@ -64,7 +61,7 @@ def _after_load_state_dict(
 
 #: Attributes of the plain optimizer that a wrapped one does not have itself: torch and scripts
 #: replace their values in either of the two.
-_SHARED = ("param_groups", "state", "defaults")
+SHARED = ("param_groups", "state", "defaults")
 
 
 def _shared(name: str) -> Any:
@@ -137,7 +134,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         dynamo.exclude_hvdkit()
         # Copy the attributes instead of calling __init__, which would drop loaded state. An LR
         # scheduler sets an attribute `step` to count steps. Its copy would hide our method.
-        left_out = {"step", *_SHARED}
+        left_out = {"step", *SHARED}
         self.__dict__.update((k, v) for k, v in plain.__dict__.items() if k not in left_out)
         self._plain = plain
         # Some optimizers, such as those around another optimizer, do not call `Optimizer.__init__`.
@@ -331,8 +328,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set attributes, as `load_state_dict` and scripts do."""
-        self._plain.__dict__.update((k, v) for k, v in state.items() if k in _SHARED)
-        super().__setstate__({k: v for k, v in state.items() if k not in _SHARED})
+        self._plain.__dict__.update((k, v) for k, v in state.items() if k in SHARED)
+        super().__setstate__({k: v for k, v in state.items() if k not in SHARED})
 
     def discard_accumulated(self) -> None:
         """Drop accumulated gradients and begin a new window. All ranks call it, or none."""
@@ -379,7 +376,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     @property
     def process_set(self) -> mpi_ops.ProcessSet:
         """The ranks to reduce over."""
-        return self.reducer.process_set
+        return self.reducer.settings.process_set
 
     @property
     def op(self) -> int:
@@ -404,85 +401,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         records = self.reducer.gradients.records.values()
         return {record.parameter: record.name for record in records}
 
-    # --- for `Headers`, and for the comparison of ranks ------------------------------------------
-
-    @property
-    def rounds(self) -> Rounds:
-        """The reduction rounds."""
-        return self.reducer.rounds
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a backward pass is adding to the gradients."""
-        return self.reducer.in_pass
-
     @property
     def replicas(self) -> ReplicaCheck | None:
         """The comparison of parameters and optimizer state; None without `check_parameters`."""
-        return self.reducer.replicas
-
-
-def check_attributes(plain: torch.optim.Optimizer) -> None:
-    """Check that an optimizer means the same as before when it is wrapped.
-
-    Raises:
-        UsageError: a method of the instance was replaced, which the wrapped optimizer would not
-            call, or the optimizer has an attribute that wrapped optimizers have, too.
-    """
-    kind, ours = type(plain), vars(WrappedOptimizer) | WrappedOptimizer.__annotations__
-    for name, value in vars(plain).items():
-        if name not in ours or not hasattr(torch.optim.Optimizer, name):
-            continue
-        # An LR scheduler replaces `step` by a function that calls it.
-        function = inspect.unwrap(getattr(value, "__func__", value))
-        if function is not inspect.unwrap(getattr(kind, name)):
-            raise UsageError(
-                f"the method {name} of this {kind.__name__} was replaced, and a "
-                f"DistributedOptimizer would not call the replacement. Wrap the optimizer first, "
-                f"and then replace the method of the result; or define a subclass of "
-                f"{kind.__name__} with this method"
-            )
-    own = {name for name in ours if not name.startswith("__")}
-    own -= {*vars(torch.optim.Optimizer), *_SHARED}
-    theirs = set(vars(plain)).union(*(vars(c) for c in kind.__mro__ if c not in _BASES))
-    if both := sorted(own & theirs):
-        raise UsageError(
-            f"{kind.__name__} has {', '.join(map(repr, both))}, and so has a DistributedOptimizer, "
-            f"with another meaning. Rename it in {kind.__name__}, for example in a subclass"
-        )
-
-
-# Classes with attributes that all optimizers have.
-_BASES = (torch.optim.Optimizer, object)
-
-
-def wrap(
-    plain: torch.optim.Optimizer,
-    settings: Settings,
-    window: Window,
-    names: dict[torch.nn.Parameter, str],
-    groups: Sequence[Sequence[torch.nn.Parameter]] = (),
-    **ranks: Any,
-) -> WrappedOptimizer:
-    """Return a wrapped optimizer, an instance of the plain optimizer's class.
-
-    Args:
-        plain: the plain optimizer.
-        settings: the settings.
-        window: the accumulation window.
-        names: the names of the optimizer's parameters.
-        groups: parameters that share a bucket.
-        ranks: the arguments of `OptimizerReducer` that describe the ranks, for simulated ones.
-    """
-    kind = type(plain)
-    cls: type[WrappedOptimizer] = type(
-        kind.__name__, (WrappedOptimizer, kind), {"__doc__": kind.__doc__}
-    )
-    optimizer = cls.__new__(cls)
-    optimizer._wrap(plain)
-    optimizer.reducer = OptimizerReducer(optimizer, settings, window, names, groups, **ranks)
-    optimizer.reducer.coordinator.add(optimizer)
-    return optimizer
+        return self.reducer.rounds.replicas
 
 
 def reduced_over(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[int]]:

@@ -107,46 +107,38 @@ def table(seconds: Mapping[Candidate, Sequence[float]], current: Candidate) -> l
     return lines
 
 
+@dataclass(eq=False)
 class Tuner:
     """Measure the candidates, and choose one. Every rank has a tuner with the same arguments.
 
     All ranks call `after_step` after the same steps.
 
-    Args:
+    Attributes:
         collectives: the collectives of the ranks.
         candidates: the candidates, with the current one.
-        current: the current settings.
+        current: the settings at the beginning.
         turns: the number of turns of each candidate.
         steps: the number of measured steps in each turn.
         apply: uses a candidate from the next step on. Not a collective.
         clock: returns seconds.
-
-    Attributes:
-        current: the settings at the beginning.
+        report: called on the first rank when a candidate was chosen.
         state: the settings in use.
         seconds: candidate -> the time of a step in each turn, the maximum over the ranks.
-        report: called on the first rank when a candidate was chosen.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        candidates: Sequence[Candidate],
-        current: Candidate,
-        turns: int,
-        steps: int,
-        apply: Callable[[Candidate], None],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.current = current
-        self.state = TunerState(current)
-        self.seconds: dict[Candidate, list[float]] = {each: [] for each in candidates}
-        self._collectives = collectives
-        self._turns, self._steps = turns, steps
-        self._apply = apply
-        self._clock = clock
+    collectives: Collectives
+    candidates: Sequence[Candidate]
+    current: Candidate
+    turns: int
+    steps: int
+    apply: Callable[[Candidate], None]
+    clock: Callable[[], float] = time.perf_counter
+    report: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.state = TunerState(self.current)
+        self.seconds: dict[Candidate, list[float]] = {each: [] for each in self.candidates}
         self._measuring = self._measure()
-        self.report: Callable[[], None] = lambda: None
 
     @property
     def candidate(self) -> Candidate:
@@ -201,7 +193,7 @@ class Tuner:
 
         After the steps of a candidate, a small collective.
         """
-        for turn in range(self._turns):
+        for turn in range(self.turns):
             # A random order, the same on all ranks, so that a candidate does not follow the same
             # candidate in every turn.
             order = sorted(self.seconds)
@@ -209,23 +201,23 @@ class Tuner:
             for candidate in order:
                 self._use(TunerState(candidate))
                 ends = []
-                for _ in range(WARM_UP + self._steps):
+                for _ in range(WARM_UP + self.steps):
                     yield
-                    ends.append(self._clock())
+                    ends.append(self.clock())
                 times = [end - begin for begin, end in pairwise(ends[WARM_UP - 1 :])]
                 own = round(statistics.median(times) * 1e6)
                 # A rank in `join` adds zero. It would not take part in a change of the settings.
-                (count,) = self._collectives.sum([1], f"{_NAME}.ranks")
-                if count < len(self._collectives.ranks):
+                (count,) = self.collectives.sum([1], f"{_NAME}.ranks")
+                if count < len(self.collectives.ranks):
                     _log.warning(
                         "hvd.autotune has chosen nothing, because a rank has called hvd.join()"
                     )
                     self.cancel()
                     return
-                (slowest,) = self._collectives.max([own], f"{_NAME}.microseconds")
+                (slowest,) = self.collectives.max([own], f"{_NAME}.microseconds")
                 self.seconds[candidate].append(max(slowest, 1) / 1e6)
         self.use(choose(self.seconds, self.current))
-        if self._collectives.is_first:
+        if self.collectives.is_first:
             self.report()
 
     def summary(self) -> str:
@@ -248,7 +240,7 @@ class Tuner:
     def _use(self, state: TunerState) -> None:
         before, self.state = self.state, state
         if state.candidate != before.candidate:
-            self._apply(state.candidate)
+            self.apply(state.candidate)
 
 
 def load(

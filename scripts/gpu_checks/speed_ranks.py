@@ -109,7 +109,7 @@ def passes(shapes: Sequence[models.Shape], device: str, repeats: int) -> dict[st
         numbers of elements, parameters and buckets.
     """
     from hvdkit.reduction import bucketing
-    from hvdkit.torch.reduction.backend import TorchMemory, spec
+    from hvdkit.torch.reduction.memory import TorchMemory, spec
 
     # The values of parameters are not used, so all share the memory of the largest one.
     shared = torch.zeros(max(map(prod, shapes)), device=device)

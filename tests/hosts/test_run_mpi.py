@@ -42,9 +42,9 @@ def test_a_rank_that_is_late_in_init(launches, tmp_path):
     skip_where_unsupported(Configuration("torch", "mpi", 2))
     program = f"""
 import hvdkit.torch as hvd
-mark, init = {str(tmp_path / "mark")!r}, hvd.runtime._runtime._horovod.init
+mark, init = {str(tmp_path / "mark")!r}, hvd.runtime._runtime.horovod.init
 def stop(*args, **kwargs): open(mark, 'w'); os.kill(os.getpid(), 19); init(*args, **kwargs)
-if rank: hvd.runtime._runtime._horovod.init = stop
+if rank: hvd.runtime._runtime.horovod.init = stop
 while not (rank or os.path.exists(mark)): time.sleep(0.1)
 hvd.init()
 """

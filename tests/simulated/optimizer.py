@@ -17,7 +17,7 @@ from hvdkit.torch.optimizer import no_sync
 from hvdkit.torch.reduction import passes
 from hvdkit.torch.reduction.coordination import Coordinator
 from hvdkit.torch.reduction.settings import Settings
-from hvdkit.torch.wrapped_optimizer import wrap
+from hvdkit.torch.wrapping import wrap
 from tests.ranks.torch.oracle import Fails
 from tests.simulated.backend import SimulatedBackend
 from tests.simulated.ranks import SimulatedCollectives

@@ -162,7 +162,8 @@ class Hvdkit(Horovod):
         from hvdkit.reduction.synchronizer import Synchronizer
         from hvdkit.torch.collectives import TorchCollectives
         from hvdkit.torch.compression import wire_format
-        from hvdkit.torch.reduction.backend import TorchBackend, spec
+        from hvdkit.torch.reduction.backend import TorchBackend
+        from hvdkit.torch.reduction.memory import spec
 
         # hvdkit sends some parameters, such as vectors, as bf16. Here, send every buffer as int8.
         chosen = Int8(as_bf16=lambda *_: False) if case.wire == "int8" else case.wire

@@ -15,8 +15,9 @@ from hvdkit.agreement.consistency import (
     digest,
     group_by_text,
 )
+from hvdkit.agreement.differences import find_difference
 from hvdkit.agreement.names import without_layer_numbers, without_model_names
-from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck, find_difference
+from hvdkit.agreement.replicas import CheckSettings, ReplicaCheck
 from hvdkit.agreement.same_data import PASSES, SameData
 from hvdkit.keras import backend
 from hvdkit.keras.fit.agreement import Agreement

@@ -1,13 +1,12 @@
 """Pack, check and unpack the gradients of a bucket inside a TensorFlow graph."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit.reduction.bucketing import Bucket, ParameterSpec
-from hvdkit.reduction.scalar_ops import Scalar
+from hvdkit.reduction.scalar_ops import Scalar, ScalarOps
 
 _NARROW = (tf.float16, tf.bfloat16)
 
@@ -193,13 +192,12 @@ def abs_max(buffer: Wire) -> tf.Tensor:
     return magnitude * abs(buffer.factor)
 
 
-class GraphOps:
-    """`hvdkit.reduction.scalar_ops.ScalarOps` of bool, int32 and float64 scalars."""
+class GraphOps(ScalarOps):
+    """Operations on bool, int32 and float64 scalars of a graph."""
 
     where = staticmethod(tf.where)
     logical_and = staticmethod(tf.logical_and)
     logical_not = staticmethod(tf.logical_not)
-    less = staticmethod(operator.lt)
     minimum = staticmethod(tf.minimum)
     is_finite = staticmethod(tf.math.is_finite)
 

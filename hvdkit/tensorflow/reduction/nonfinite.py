@@ -1,6 +1,5 @@
 """Find gradients that contain NaN or infinity before they are reduced, eagerly or in a graph."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,15 +11,12 @@ from hvdkit.agreement.consistency import grouped
 from hvdkit.agreement.names import unique_names
 from hvdkit.reduction.nonfinite import (
     LAST_FIRST,
-    RAISE,
-    NonFiniteGradients,
     describe,
     describe_groups,
     names_text,
+    raise_or_log,
 )
 from hvdkit.tensorflow.collectives import TensorFlowCollectives
-
-_log = logging.getLogger("hvdkit")
 
 
 class NonFiniteCheck:
@@ -84,7 +80,7 @@ class NonFiniteCheck:
         text = describe(
             self._collectives, _listed(flags, _names_of(sources)), found, count, LAST_FIRST
         )
-        self._raise_or_log(text)
+        raise_or_log(self._collectives, self._policy, text)
         return True
 
     def handle_in_graph(
@@ -129,7 +125,11 @@ class NonFiniteCheck:
                 rank: names_text(_listed(row, names))
                 for rank, row in zip(ranks, rows, strict=False)
             }
-            self._raise_or_log(describe_groups(found, count, grouped(texts), LAST_FIRST))
+            raise_or_log(
+                self._collectives,
+                self._policy,
+                describe_groups(found, count, grouped(texts), LAST_FIRST),
+            )
             return 0
 
         def gather() -> tf.Tensor:
@@ -147,12 +147,6 @@ class NonFiniteCheck:
         )
         done = tf.py_function(report, [sums, gathered], tf.int32)
         return tf.ensure_shape(done, ())
-
-    def _raise_or_log(self, text: str) -> None:
-        if self._policy == RAISE:
-            raise NonFiniteGradients(f"{text}. No rank makes this step.")
-        if self._collectives.is_first:
-            _log.warning("%s. All ranks skip this step.", text)
 
     def _allreduce(self, tensor: tf.Tensor) -> tf.Tensor:
         return mpi_ops._allreduce(

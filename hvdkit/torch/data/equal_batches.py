@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -38,12 +39,12 @@ def equal_batches(
     return EqualBatches(batches, process_set)
 
 
+@dataclass(frozen=True, eq=False)
 class EqualBatches(Generic[Batch]):
     """The result of `equal_batches`."""
 
-    def __init__(self, batches: Iterable[Batch], process_set: mpi_ops.ProcessSet) -> None:
-        self.batches = batches
-        self._process_set = process_set
+    batches: Iterable[Batch]
+    process_set: mpi_ops.ProcessSet
 
     def __iter__(self) -> Iterator[Batch]:
         iterator: Iterator[Batch] | None = None
@@ -59,7 +60,7 @@ class EqualBatches(Generic[Batch]):
                 torch.tensor(len(taken) if error is None else _FAILED, device="cpu"),
                 op=mpi_ops.Min,
                 name="hvdkit.equal_batches",
-                process_set=self._process_set,
+                process_set=self.process_set,
             )
             if error is not None:
                 raise error

@@ -48,6 +48,10 @@ class OptimizerItem:
         """
         state = self._optimizer.state_dict()
         self._check_entries(state)
+        return self.tree(state) | self._window()
+
+    def tree(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tree of a `state_dict`, without the position in an accumulation window."""
         return {
             "state": with_tensors(state["state"], f"{self._subject}['state']"),
             "param_groups": with_tensors(state["param_groups"], f"{self._subject}['param_groups']"),
@@ -62,7 +66,6 @@ class OptimizerItem:
             ],
             "orders": self._orders(state["state"]),
             "tied": _tied(state["state"]),
-            **self._window(),
         }
 
     def _orders(self, state: Mapping[Any, Any]) -> list[list[list[Any]]]:
@@ -283,7 +286,15 @@ class OptimizerItem:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def restore(self, tree: Tree) -> None:
-        """Restore the state in place: LR schedulers and wrappers refer to its containers."""
+        """Restore the state, and the position in an accumulation window."""
+        self.load(tree)
+        if isinstance(optimizer := self._optimizer, WrappedOptimizer):
+            optimizer.discard_accumulated()
+            # Steps without an open window, and of earlier versions, have no position.
+            optimizer.reducer.resume_window(*tree.get("window", (0, 1)))
+
+    def load(self, tree: Tree) -> None:
+        """Load a result of `tree` in place: LR schedulers and wrappers refer to its containers."""
         optimizer = self._optimizer
         parameters = self._parameters()
         state = {
@@ -300,10 +311,6 @@ class OptimizerItem:
         groups = without_tensors(tree["param_groups"])
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        if isinstance(optimizer, WrappedOptimizer):
-            optimizer.discard_accumulated()
-            # Steps without an open window, and of earlier versions, have no position.
-            optimizer.reducer.resume_window(*tree.get("window", (0, 1)))
 
 
 def _tied(state: Mapping[Any, Any]) -> list[list[list[Any]]]:

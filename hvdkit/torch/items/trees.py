@@ -32,6 +32,11 @@ def without_tensors(value: Tree) -> Any:
     return mapped(value, lambda leaf, _: leaf.tensor if isinstance(leaf, TorchTensor) else leaf)
 
 
+def with_specs(value: Tree) -> Tree:
+    """Return a tree with the `TensorSpec` in place of each `TorchTensor`."""
+    return mapped(value, lambda leaf, _: leaf.spec if isinstance(leaf, TorchTensor) else leaf)
+
+
 def with_small_tensors(value: Any, subject: str) -> Tree:
     """Return `value` with a `SmallTensor` in place of each tensor in it.
 
@@ -97,6 +102,11 @@ def leaves(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     found: list[tuple[tuple[Any, ...], Any]] = []
     mapped(value, lambda leaf, path: found.append((path, leaf)))
     return iter(found)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, or in a tree with a `TorchTensor` for each, in order."""
+    return [leaf for _, leaf in leaves(without_tensors(value)) if isinstance(leaf, torch.Tensor)]
 
 
 def at(subject: str, path: tuple[Any, ...]) -> str:

@@ -13,24 +13,28 @@ The other ranks cannot distinguish a slow rank from a rank that never enters the
 too long, Horovod's stall limit ends the job.
 """
 
-import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any, NoReturn
 
 from hvdkit.agreement.collectives import Collectives
 from hvdkit.agreement.consistency import all_equal, digest24, group_by_text
 from hvdkit.errors import HvdkitError
-from hvdkit.reduction.nonfinite import RAISE, NonFiniteGradients, describe
-from hvdkit.reduction.step_errors import BackwardFailed, GradientsChanged, PassesDiffer
-from hvdkit.torch.reduction.headers import FIELDS, Entry, HeaderResult, Optimizer, Slot
+from hvdkit.reduction.nonfinite import NonFiniteGradients, describe, raise_or_log
+from hvdkit.reduction.step_errors import BackwardFailed
+from hvdkit.torch.reduction.headers import (
+    SLOT_LENGTH,
+    Entry,
+    HeaderResult,
+    Optimizer,
+    Slot,
+    own_slot,
+)
+from hvdkit.torch.reduction.round_errors import error_of
 from hvdkit.torch.reduction.rounds import Rounds
 from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes, StragglerReport
-
-_log = logging.getLogger("hvdkit")
-
 
 # Larger than `Rounds.plans_made` can be. It turns a minimum into a maximum.
 _MAX_SYNCHRONIZERS = 1 << 30
@@ -99,7 +103,7 @@ class Coordinator:
                 ordinary = ordinary and not (at.has_late_ranks or gradients.mixed)
                 ordinary = ordinary and (at.participated or not gradients.any_changed())
                 ordinary = ordinary and not (at.skips_step or gradients.nonfinite())
-            newest_first = [each and each.rounds for each in self._newest_first()]
+            newest_first = [each and each.reducer.rounds for each in self._newest_first()]
             digests = [(newest_first.index(rounds), rounds.digest()) for rounds in passed]
             digest = digest24(repr(digests).encode())
             length = len(newest_first)
@@ -187,7 +191,7 @@ class Coordinator:
         except RuntimeError as error:
             error.add_note(
                 f"This rank waited for all other ranks to end a backward pass or to make a step. "
-                f"It is in {self._describe(entry, entry.rounds)}. If no rank has failed, give all "
+                f"It is in {self._text(entry, entry.rounds)}. If no rank has failed, give all "
                 f"ranks the same number of batches, or call hvd.join() at the end of an uneven "
                 f"epoch."
                 + (
@@ -207,14 +211,11 @@ class Coordinator:
             (longest,) = self._collectives.max([length], "hvdkit.rounds.optimizers")
             newest_first += [None] * (longest - length)
         # Keep the optimizers, because rounds have only weak references to them.
-        own = [self._slot(entry, each).numbers for each in newest_first]
+        own = [astuple(own_slot(entry, each)) for each in newest_first]
         summed = self._collectives.sum([n for slot in own for n in slot], "hvdkit.rounds.slots")
         slots = [
-            (
-                each.rounds if each else None,
-                Slot(*summed[k * len(FIELDS) : (k + 1) * len(FIELDS)]),
-            )
-            for k, each in enumerate(newest_first)
+            (each and each.reducer.rounds, Slot(*summed[k : k + SLOT_LENGTH]))
+            for k, each in zip(range(0, len(summed), SLOT_LENGTH), newest_first, strict=True)
         ]
         in_use = [(rounds, slot) for rounds, slot in slots if slot.in_pass or slot.late]
         return HeaderResult(count, in_use[::-1], newest_first)
@@ -222,36 +223,6 @@ class Coordinator:
     def _newest_first(self) -> list[Optimizer | None]:
         """Return the optimizers, the newest first; None for an optimizer that was freed."""
         return [reference() for reference in reversed(self._optimizers)]
-
-    def _slot(self, entry: Entry, optimizer: Optimizer | None) -> Slot:
-        """Return this rank's flags for an optimizer; all 0 if the rank does not have it."""
-        if optimizer is None:
-            return Slot()
-        rounds = optimizer.rounds
-        rounds.check_generation()
-        gradients = rounds.gradients
-        passed, late = rounds in entry.passed, rounds is entry.late
-        if not passed:
-            at = rounds.position  # a pass has done this
-            gradients.begin_round(at.participated, at.skips_step)
-        digest, content = rounds.digest(), gradients.content()
-        return Slot(
-            present=1,
-            in_pass=int(passed),
-            late=int(late),
-            busy=int(not (passed or late) and optimizer.in_pass),
-            unreduced=int(late and gradients.has_unreduced(rounds.position.participated)),
-            changed=int(bool(gradients.mixed)),
-            failed=int(rounds in entry.failed),
-            outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
-            sparse=int(gradients.needs_sparse_bucket()),
-            unplanned=int(not rounds.planned),
-            nonfinite=int(bool(gradients.nonfinite())),
-            digest=digest,
-            squares=digest * digest,
-            content=content,
-            content_squares=content * content,
-        )
 
     # --- rounds ---------------------------------------------------------------------------------
 
@@ -310,9 +281,9 @@ class Coordinator:
         """
         errors: dict[Rounds | None, Exception] = {}
 
-        def attempt(rounds: Rounds, call: Callable[[], None]) -> None:
+        def attempt(rounds: Rounds, call: Callable[..., None], *arguments: Any) -> None:
             try:
-                call()
+                call(*arguments)
             except Exception as error:
                 rounds.gradients.invalidate(str(error))
                 errors[rounds] = error
@@ -336,16 +307,10 @@ class Coordinator:
         names = {rounds: rounds.gradients.nonfinite() for rounds, _ in running}
         for rounds, slot in running:
             if rounds not in errors:
-                complete = functools.partial(
-                    rounds.complete, outdated=bool(slot.outdated), sparse=bool(slot.sparse)
-                )
-                attempt(rounds, complete)
+                attempt(rounds, rounds.complete, bool(slot.outdated), bool(slot.sparse))
         for rounds, slot in running:
             if rounds not in errors:
-                judge = functools.partial(
-                    self._judge_nonfinite, rounds, names[rounds], slot, result
-                )
-                attempt(rounds, judge)
+                attempt(rounds, self._judge_nonfinite, rounds, names[rounds], slot, result)
         for rounds, _ in result.slots:
             if rounds and any_late:
                 rounds.position = rounds.position.after_late_rank()
@@ -403,76 +368,20 @@ class Coordinator:
             # Ranks in `join` take part in sums only.
             details = f"{joined} ranks have called join(), so details of each rank are unknown"
         else:
-            own = self._describe(entry, [rounds for rounds, _ in result.slots])
+            own = self._text(entry, [rounds for rounds, _ in result.slots])
             details = ". ".join(group_by_text(self._collectives, own, "hvdkit.rounds.who"))
-        failed = max(slot.failed for _, slot in result.slots)
-        if failed:
-            error: HvdkitError = BackwardFailed(
-                f"the backward pass raised on {failed} of {result.count} ranks, so no rank can use "
-                f"its gradients. {details}. Call optimizer.drop_pass() on every rank to continue."
-            )
-        elif any(slot.present < result.count for _, slot in result.slots):
-            error = PassesDiffer(
-                f"ranks have wrapped different numbers of optimizers. {details}. Call "
-                f"hvd.DistributedOptimizer equally often on all ranks, then optimizer.zero_grad() "
-                f"to continue."
-            )
-        elif any(slot.busy for _, slot in result.slots):
-            error = PassesDiffer(
-                f"the gradients of an optimizer are reduced while a backward pass in another "
-                f"thread adds to them. {details}. Train in one thread of each process."
-            )
-        elif any(slot.changed for _, slot in result.slots):
-            error = GradientsChanged(
-                f"gradients were changed or removed while p.grad had only what this rank has "
-                f"added, without its reduced part. {details}. After a pass under hvd.no_sync, call "
-                f"optimizer.synchronize() on every rank before gradients are changed. A hook may "
-                f"change the gradient of its own parameter in place, but not remove it, and must "
-                f"be registered after hvd.DistributedOptimizer. Call optimizer.zero_grad() to "
-                f"continue."
-            )
-        elif all(slot.same_position(result.count) for _, slot in result.slots) and any(
-            not slot.same_content(result.count) for _, slot in result.slots
-        ):
-            error = GradientsChanged(
-                f"reduced gradients differ between ranks: some ranks have changed them too early. "
-                f"{details}. If a rank may make no backward pass, or only passes under "
-                f"hvd.no_sync, call hvd.clip_grad_norm_(optimizer, ...) or optimizer.synchronize() "
-                f"on every rank before gradients are changed. To set gradients of each rank before "
-                f"a pass or a step, call optimizer.zero_grad() before. Call optimizer.zero_grad() "
-                f"to continue."
-            )
-        else:
-            error = PassesDiffer(
-                f"ranks are not in the same step, or different parameters need gradients "
-                f"(requires_grad). {details}. Give all ranks the same number of batches "
-                f"(hvd.join() ends an uneven epoch). Call step(), zero_grad() and "
-                f"requires_grad_() on all ranks alike. Then call optimizer.zero_grad() to continue."
-            )
+        error = error_of(result, details)
         # Ranks that are in different steps may have different parameters.
-        same_step = failed and all(slot.same_position(result.count) for _, slot in result.slots)
-        self._reset([rounds for rounds, _ in result.slots], bool(same_step), error)
+        same_step = any(slot.failed for _, slot in result.slots) and result.same_position
+        self._reset([rounds for rounds, _ in result.slots], same_step, error)
         return error
 
-    def _describe(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
-        """Describe the step and round of this rank for each of the optimizers."""
-        oldest_first = [each and each.rounds for each in self._newest_first()[::-1]]
-        texts = []
-        for rounds in optimizers:
-            if rounds is None:
-                texts.append("an optimizer that this rank does not have")
-                continue
-            if rounds in entry.passed:
-                where = "in a backward pass"
-                if rounds in entry.failed:
-                    where += ", which raised"
-            elif rounds is entry.late:
-                where = "at its step"
-            else:
-                where = f"while in {'a pass' if entry.passed else 'the step'} of another optimizer"
-            label = f"optimizer {oldest_first.index(rounds)}: " if len(optimizers) > 1 else ""
-            texts.append(label + rounds.describe(where))
-        return "; ".join(texts)
+    def _text(self, entry: Entry, optimizers: Sequence[Rounds | None]) -> str:
+        """Return a text about the step and round of this rank for each of the optimizers."""
+        oldest_first = [each and each.reducer.rounds for each in self._newest_first()[::-1]]
+        return "; ".join(
+            entry.describe(rounds, oldest_first, len(optimizers) > 1) for rounds in optimizers
+        )
 
     def _judge_nonfinite(
         self, rounds: Rounds, names: list[str], slot: Slot, result: HeaderResult
@@ -493,12 +402,12 @@ class Coordinator:
         skipped, skips = rounds.position.skips_step, bool(slot.nonfinite)
         if skips and not skipped:
             text = describe(self._collectives, names, slot.nonfinite, result.count)
-            if rounds.on_nonfinite == RAISE:
-                error = NonFiniteGradients(f"{text}. Call optimizer.zero_grad() to continue.")
+            advice = "Call optimizer.zero_grad() to continue."
+            try:
+                raise_or_log(self._collectives, rounds.on_nonfinite, text, advice)
+            except NonFiniteGradients as error:
                 self._reset([rounds], True, error)
-                raise error
-            if self._collectives.is_first:
-                _log.warning("%s. All ranks skip this step.", text)
+                raise
         if skips != skipped:
             rounds.position = rounds.position.with_step_skipped(skips)
 

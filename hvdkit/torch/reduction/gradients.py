@@ -26,42 +26,20 @@ Only what is not reduced is reduced in a round. (A second reduction of the base 
 """
 
 import enum
-import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
 
 from hvdkit.agreement.consistency import all_equal, digest24
 from hvdkit.errors import HvdkitError
-from hvdkit.reduction import bucketing
-from hvdkit.reduction.accumulation import Window
 from hvdkit.reduction.nonfinite import IGNORE
-from hvdkit.reduction.wire_format import WireFormat
-from hvdkit.torch.collectives import TorchCollectives
 from hvdkit.torch.digests import digests
-from hvdkit.torch.reduction import holders
-from hvdkit.torch.reduction.backend import TorchBackend, fits, is_writable
 from hvdkit.torch.reduction.last_stages import Stage
+from hvdkit.torch.reduction.memory import fits, is_nonzero, is_writable
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
-from hvdkit.torch.reduction.parts import Part, groups_of
-from hvdkit.torch.reduction.records import Owner, Record, forget, is_changed, is_left, leave
-from hvdkit.torch.reduction.settings import Settings
-
-# The largest number of parameters that an error lists.
-_SHOWN = 3
-
-
-def _is_nonzero(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient has an element that is not 0."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    if not values.numel():
-        return False
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    return bool(torch.stack(torch.aminmax(values)).any())  # faster than `any` of all elements
+from hvdkit.torch.reduction.parameters import Parameters
+from hvdkit.torch.reduction.records import Record, forget, is_changed, is_left, leave
 
 
 class Left(enum.Enum):
@@ -75,23 +53,10 @@ class Left(enum.Enum):
     USED = enum.auto()
 
 
-class Gradients:
-    """The records of an optimizer's parameters, and what happens to their gradients.
+class Gradients(Parameters):
+    """The gradients of an optimizer's parameters, and what happens to them.
 
-    A parameter is planned if its record has a part.
-
-    Args:
-        reducer: the reducer of the optimizer.
-        collectives: the collectives of the ranks to reduce over.
-        settings: the settings of the optimizer.
-        window: the accumulation window.
-        names: the names of the parameters.
-        groups: parameters that share a bucket.
-        make_backend: see `Part`.
-
-    Attributes:
-        records: the id of each parameter of the optimizer -> its record, in order.
-        parts: the planned records.
+    Attributes, beside those of `Parameters`:
         invalid_reason: why the gradients cannot be used; empty if they can.
         left: the kind of gradients that the last round or step has left since `reset`. The script
             may have removed them itself.
@@ -100,99 +65,22 @@ class Gradients:
         stages: the last stages of the gradients, in order.
     """
 
-    def __init__(
-        self,
-        reducer: "weakref.ref[Owner]",
-        collectives: TorchCollectives,
-        settings: Settings,
-        window: Window,
-        names: dict[torch.nn.Parameter, str],
-        groups: Sequence[Sequence[torch.nn.Parameter]] = (),
-        make_backend: Callable[..., TorchBackend] = TorchBackend,
-    ) -> None:
-        self._reducer = reducer
-        self._collectives = collectives
-        self._settings = settings
-        self._reduction = settings.reduction
-        self._window = window
-        self._make_backend = make_backend
-        self._nonfinite = None if settings.on_nonfinite == IGNORE else NonFiniteNames()
-        self._number = itertools.count()
-        self._added = itertools.count(len(names))
-        group_of = {p: number for number, group in enumerate(groups) for p in group}
-        self.records = {
-            id(p): Record(reducer, p, name, next(self._number), group_of.get(p))
-            for p, name in names.items()
-        }
-        self.parts: list[Part] = []
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._nonfinite = NonFiniteNames(self.settings.on_nonfinite != IGNORE)
         self.invalid_reason = ""
         self.left = Left.NOTHING
         self.stages: list[Stage] = []
-        # The ids and the contents of the parameters at the last `refresh`.
-        self._seen: list[int] = []
         # The record whose hooks were called last in the current pass.
         self._latest: Record | None = None
         self.mixed: list[str] = []
-        self.refresh()
-        self.plan_new()
         self.reset()  # another optimizer may have left gradients
 
-    # --- records and plans ----------------------------------------------------------------------
+    # --- converted parameters -------------------------------------------------------------------
 
-    def _owner(self) -> Owner:
-        reducer = self._reducer()
-        assert reducer is not None
-        return reducer
-
-    @property
-    def _planned(self) -> Sequence[Record]:
-        """The records of all parts."""
-        if len(self.parts) == 1:
-            return self.parts[0].records
-        return [record for part in self.parts for record in part.records]
-
-    @property
-    def newest(self) -> int:
-        """The largest number of a planned record; -1 without one."""
-        return max((record.number for record in self._planned), default=-1)
-
-    def _unplanned(self) -> Iterator[Record]:
-        return (record for record in self.records.values() if record.part is None)
-
-    def refresh(self) -> None:
-        """Make records for parameters that the script has added, and register missing hooks.
-
-        The script may add, remove, unfreeze and convert parameters at any time.
-        """
-        parameters = self._owner().parameters()
-        # Compare in C, because this runs several times in each step.
-        seen = [*map(id, parameters), *map(holders.address, parameters)]
-        if seen == self._seen or self._owner().wrapped_again:
-            return
-        known, self.records = self.records, {}
-        for p in parameters:
-            record = known.get(id(p))
-            if record is None:
-                name = f"added.parameter{next(self._added)}"
-                record = Record(self._reducer, p, name, next(self._number))
-            self.records[id(p)] = record
-            if not (p.dtype.is_floating_point or p.dtype.is_complex):
-                seen = []  # its dtype may change
-            elif record.hooks_lost:
-                converted = record.content is not None
-                record.register_hooks()
-                if converted:
-                    self._find_converted_gradient(record)
-                    self._owner().after_conversion()
-        for key, record in known.items():
-            if self.records.get(key) is not record and record.part is not None:
-                record.part.is_stale = True
-        self._seen = seen
-
-    def remove_hooks(self) -> None:
-        """Remove all hooks: later backward passes are not reduced."""
-        for record in chain(self._planned, self._unplanned()):
-            record.remove_hooks()
+    def _note_conversion(self, record: Record) -> None:
+        self._find_converted_gradient(record)
+        self._owner().after_conversion()
 
     def _find_converted_gradient(self, record: Record) -> None:
         """Find out whether the gradient of a converted parameter is reduced.
@@ -204,138 +92,13 @@ class Gradients:
         gradient = record.parameter.grad
         if gradient is None or record.local:
             return
-        mean = self._reduction.average or self._collectives.single_rank
-        if self.left is Left.NOTHING or (mean and self._window.divisor == 1):
+        mean = self.reduction.average or self.collectives.single_rank
+        if self.left is Left.NOTHING or (mean and self.window.divisor == 1):
             record.local = True
             return
         leave(gradient, version=0)
         if is_changed(gradient):
             self.mixed.append(record.name)
-
-    def plan_new(self, frozen: bool = False) -> Sequence[Record]:
-        """Make a part of the parameters without one; return their records.
-
-        Args:
-            frozen: include frozen parameters with a gradient, which the script has assigned. In a
-                round, the ranks have compared them (`signature`).
-        """
-        added = [
-            record
-            for record in self._unplanned()
-            if record.parameter.requires_grad or (frozen and record.parameter.grad is not None)
-        ]
-        if added or not self.parts:
-            self._plan(added)
-        return added
-
-    def _plan(self, records: Sequence[Record]) -> None:
-        self.parts.append(
-            Part(
-                records,
-                self._collectives,
-                self._reduction,
-                self._window,
-                self._consistency_lines(),
-                self._make_backend,
-            )
-        )
-
-    def _consistency_lines(self) -> list[str]:
-        """Return lines that must be the same on every rank."""
-        return [
-            f"optimizer: {self._settings.optimizer}",
-            *(
-                f"parameter {i} of the optimizer is {record.name!r}, "
-                f"{str(record.parameter.dtype).removeprefix('torch.')} "
-                f"{list(record.parameter.shape)}, requires_grad={record.parameter.requires_grad}"
-                for i, record in enumerate(self.records.values())
-            ),
-            f"the optimizer has {len(self.records)} parameters",
-            *self._settings.lines(),
-        ]
-
-    def _is_removed(self, record: Record) -> bool:
-        return self.records.get(id(record.parameter)) is not record
-
-    def plan_outdated(self) -> bool:
-        """Return whether parameters have another dtype, device or shape than the buckets.
-
-        Also true if the script has removed parameters from the optimizer.
-        """
-        return self._has_removed() or any(part.outdated for part in self.parts)
-
-    def _has_removed(self) -> bool:
-        # Do not refresh: a pass without hooks may have added to gradients of converted parameters.
-        present = list(map(id, self._owner().parameters()))
-        if present == list(self.records):
-            return any(part.is_stale for part in self.parts)
-        return not {id(record.parameter) for record in self._planned}.issubset(present)
-
-    def replan(self) -> None:
-        """Make new parts for the parameters as they are now. Not a collective.
-
-        Free the parameters that the script has removed from the optimizer, or replaced there. For
-        example, a pruned layer, or the points of a scene whose number has changed.
-        """
-        self.refresh()
-        kept = [[r for r in part.records if not self._is_removed(r)] for part in self.parts]
-        self.parts.clear()
-        for records in kept:
-            if records:
-                self._plan(records)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The largest size of a bucket with several gradients, in bytes."""
-        return self._reduction.bucket_bytes
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """The wire format."""
-        return self._reduction.format
-
-    def set_buckets(self, size: int, wire_format: WireFormat) -> None:
-        """Make new buckets of another size or format, before the next round. Not a collective.
-
-        Keep a restored state that no round has used yet.
-        """
-        self.forget_removed()
-        synchronizers = [part.synchronizer for part in self.parts]
-        restored = [None if each.planned else each.state for each in synchronizers]
-        self._reduction = replace(self._reduction, bucket_bytes=size, format=wire_format)
-        self.replan()
-        for part, state in zip(self.parts, restored, strict=True):
-            part.synchronizer.resume(state)
-
-    def forget_removed(self) -> None:
-        """Make new parts if the script has removed parameters. Not a collective."""
-        if self._has_removed():
-            self.replan()
-
-    def distinct_bucket_bytes(self, sizes: Sequence[int], wire_format: WireFormat) -> list[int]:
-        """Return `sizes` without those that make the same buckets as an earlier one."""
-        if wire_format.tensor_by_tensor:
-            return list(sizes[:1])
-        plans: dict[tuple[str, ...], int] = {}
-        for size in sizes:
-            key = tuple(
-                bucketing.plan(
-                    part.synchronizer.specs,
-                    size,
-                    groups=groups_of(part.records),
-                    kind=wire_format.kind,
-                ).digest
-                for part in self.parts
-            )
-            plans.setdefault(key, size)
-        return list(plans.values())
-
-    def reduction_lines(self) -> list[str]:
-        """Return lines that describe the gradients and the settings, without the bucket size."""
-        lines = replace(self._reduction, bucket_bytes=1).describe()
-        return lines + [
-            line for part in self.parts for line in bucketing.describe(part.synchronizer.specs)
-        ]
 
     # --- in a backward pass ---------------------------------------------------------------------
 
@@ -351,10 +114,10 @@ class Gradients:
         if self._owner().wrapped_again:
             return False  # the gradients belong to another optimizer
         return bool(
-            not self._collectives.single_rank
-            or self._window.divisor != 1
+            not self.collectives.single_rank
+            or self.window.divisor != 1
             or self.stages
-            or self._nonfinite is not None
+            or self._nonfinite.checks
         )
 
     def begin_pass(self, participated: bool) -> None:
@@ -366,11 +129,11 @@ class Gradients:
         Raises:
             HvdkitError: the script has removed a gradient during an accumulation window.
         """
-        if self._window.made:
+        if self.window.made:
             for record in self._planned:
                 p = record.parameter
                 if record.local and p.grad is None and p.requires_grad:
-                    raise HvdkitError(self._removed_text(record))
+                    raise HvdkitError(self.window.removed_text(record.name))
         self.separate(participated)
 
     def separate(self, participated: bool) -> None:
@@ -403,7 +166,7 @@ class Gradients:
         if gradient is None:
             record.base = None
         elif is_changed(gradient):
-            if _is_nonzero(gradient):
+            if is_nonzero(gradient):
                 self.mixed.append(record.name)
             record.base, record.parameter.grad, record.local = gradient, None, False
 
@@ -425,24 +188,12 @@ class Gradients:
         """
         records = [record for record in self._planned if record.base is not None]
         own = [digest & 0xFFFFFF for digest in digests(self._bases())]
-        sums = self._collectives.sum([*own, *(n * n for n in own)], "hvdkit.rounds.written")
+        sums = self.collectives.sum([*own, *(n * n for n in own)], "hvdkit.rounds.written")
         total, squares = sums[: len(own)], sums[len(own) :]
         for record, n, n2 in zip(records, total, squares, strict=True):
             if not all_equal(count, n, n2):
                 self._add_base(record)
                 record.local = True
-
-    def _removed_text(self, record: Record) -> str:
-        advice = (
-            "Inside a window, call optimizer.zero_grad(), which does nothing there, instead of "
-            "model.zero_grad()"
-            if self._window.mean
-            else "With backward_passes_per_step, remove gradients only after optimizer.step()"
-        )
-        return (
-            f"the gradient of {record.name!r} was removed after {self._window.begun} of "
-            f"{self._window.size} batches of an accumulation window. {advice}."
-        )
 
     def accumulated(self, record: Record, ready: bool) -> None:
         """Record that a pass has added to a gradient.
@@ -474,7 +225,7 @@ class Gradients:
         gradient = record.parameter.grad
         if gradient is None:
             self.mixed.append(f"{record.name}: a hook has set p.grad to None")
-        elif self._nonfinite is not None:
+        elif self._nonfinite.checks:
             self._nonfinite.add(record.name, gradient)
 
     def end_pass(self, local: bool = False) -> bool:
@@ -498,7 +249,7 @@ class Gradients:
         if local or not any_arrived:
             self.rejoin()
         if local:
-            self._forget_nonfinite()  # the next round looks at all local gradients
+            self._nonfinite.clear()  # the next round looks at all local gradients
             for record in self._planned if self._separates else ():
                 if record.base is not None and record.parameter.grad is not None:
                     leave(record.parameter.grad)
@@ -513,7 +264,7 @@ class Gradients:
             reduced: whether the last round of this step has found some, so that the reduced
                 gradients contain them unless the script has removed them.
         """
-        if self._nonfinite is None:
+        if not self._nonfinite.checks:
             return
         for record in self.records.values():
             if record.base is not None and (reduced or is_changed(record.base)):
@@ -523,16 +274,12 @@ class Gradients:
                 if gradient is not None and record.name not in self._nonfinite:
                     self._nonfinite.add(record.name, gradient)
 
-    def _forget_nonfinite(self) -> None:
-        if self._nonfinite is not None:
-            self._nonfinite.clear()
-
     def nonfinite(self) -> list[str]:
         """Return the names of the unreduced gradients with NaN or infinity.
 
         Empty without `on_nonfinite`. In the order in which the gradients were computed.
         """
-        return [] if self._nonfinite is None else self._nonfinite.names()
+        return self._nonfinite.names()
 
     # --- what other ranks must know -------------------------------------------------------------
 
@@ -560,36 +307,6 @@ class Gradients:
         """Return whether the script may have changed a reduced gradient since the last step."""
         return any(map(is_changed, self._bases()))
 
-    def describe(self) -> str:
-        """Describe the signature for an error."""
-        everything = list(self.records.values())
-        needing = [record for record in everything if record.parameter.requires_grad]
-        frozen = [record for record in everything if not record.parameter.requires_grad]
-        reduced = [record for record in everything if record.base is not None]
-        others = [record for record in needing if record.base is None]
-        return (
-            f"{len(needing)} of {len(everything)} parameters need gradients{_except(frozen)}"
-            + (f", {len(reduced)} have a reduced gradient{_except(others)}" if reduced else "")
-            + (f" with the digest {self.content():06x}" if reduced else "")
-            + (f", {len(self.mixed)} were changed ({_first(self.mixed)})" if self.mixed else "")
-            + self._outdated_text()
-        )
-
-    def _outdated_text(self) -> str:
-        """Return a text about parameters that differ from the plan; "" if there are none."""
-        outdated = [
-            f"{record.name} is now {str(record.parameter.dtype).removeprefix('torch.')} "
-            f"{list(record.parameter.shape)} on {record.parameter.device}"
-            for part in self.parts
-            for record in part.changed_layouts()
-        ]
-        if not outdated:
-            return ""
-        return (
-            f", {len(outdated)} have another dtype, device or shape than before "
-            f"({_first(outdated)})"
-        )
-
     def exist(self) -> bool:
         """Return whether there is any gradient."""
         return any(record.parameter.grad is not None for record in self._planned)
@@ -597,7 +314,7 @@ class Gradients:
     def any_nonzero(self) -> bool:
         """Return whether any gradient has a value other than 0. It waits for the device."""
         gradients = (record.parameter.grad for record in self._planned)
-        return any(gradient is not None and _is_nonzero(gradient) for gradient in gradients)
+        return any(gradient is not None and is_nonzero(gradient) for gradient in gradients)
 
     @property
     def are_unused(self) -> bool:
@@ -629,7 +346,7 @@ class Gradients:
 
     def needs_sparse_bucket(self) -> bool:
         """Return whether a sparse gradient has a dense bucket."""
-        return not self._reduction.sparse_as_dense and any(
+        return not self.reduction.sparse_as_dense and any(
             part.needs_sparse_bucket() for part in self.parts
         )
 
@@ -676,7 +393,7 @@ class Gradients:
             if record.base is not None:
                 self._add_base(record)
             record.local = False
-        if self._settings.keep_sparse:
+        if self.settings.keep_sparse:
             for record in self._planned:
                 gradient = record.parameter.grad
                 if gradient is not None and not gradient.is_sparse:
@@ -684,7 +401,7 @@ class Gradients:
         for stage in self.stages:
             gradients = (record.parameter.grad for record in self._planned)
             stage([gradient for gradient in gradients if gradient is not None])
-        self._forget_nonfinite()
+        self._nonfinite.clear()
         if self.left is not Left.UNSAVED:
             self.left = Left.UNUSED if self.exist() else Left.NOTHING
 
@@ -696,7 +413,7 @@ class Gradients:
             gradient = record.parameter.grad
             if gradient is not None and not record.local:
                 leave(gradient)
-        self._forget_nonfinite()
+        self._nonfinite.clear()
         self.left = Left.USED if self.exist() else Left.NOTHING
         for stage in self.stages:
             stage.forget()
@@ -711,13 +428,13 @@ class Gradients:
             stage.forget()
         self.mixed.clear()
         self._latest = None
-        self._forget_nonfinite()
+        self._nonfinite.clear()
         self.left = Left.NOTHING
 
     def invalidate(self, reason: str) -> None:
         """Record why the gradients cannot be used, and begin the next window."""
         self.invalid_reason = reason
-        self._window.close()
+        self.window.close()
         self.reset()
 
     def remove_unreduced(self) -> None:
@@ -728,11 +445,3 @@ class Gradients:
         for record in self._unplanned():
             if record.parameter.requires_grad:
                 record.parameter.grad = None
-
-
-def _first(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
-
-
-def _except(records: Sequence[Record]) -> str:
-    return f" (not: {_first([record.name for record in records])})" if records else ""

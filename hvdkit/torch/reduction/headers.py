@@ -15,7 +15,7 @@ reduced.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any
 
 from hvdkit.agreement.consistency import all_equal
 from hvdkit.torch.reduction.rounds import Rounds
@@ -91,27 +91,13 @@ class Slot:
         """Return whether the ranks must agree on the buckets, given the sums over `count` ranks."""
         return self.unplanned == count == self.present and self.failed == 0 and self.busy == 0
 
-    @property
-    def numbers(self) -> list[int]:
-        """The values of all attributes, in order."""
-        return [getattr(self, name) for name in FIELDS]
+
+#: The length of a slot as a tuple.
+SLOT_LENGTH = len(fields(Slot))
 
 
-FIELDS = [each.name for each in fields(Slot)]
-
-
-class Optimizer(Protocol):
-    """An optimizer of an adapter."""
-
-    @property
-    def rounds(self) -> Rounds:
-        """The optimizer's reduction rounds."""
-        ...
-
-    @property
-    def in_pass(self) -> bool:
-        """Whether a backward pass is adding to the gradients."""
-        ...
+#: An `hvdkit.torch.wrapped_optimizer.WrappedOptimizer`, whose module imports this one.
+Optimizer = Any
 
 
 @dataclass(frozen=True)
@@ -137,6 +123,58 @@ class Entry:
         """The rounds that this rank has entered."""
         return [*self.passed, *([self.late] if self.late else [])]
 
+    def describe(
+        self, rounds: Rounds | None, oldest_first: Sequence[Rounds | None], numbered: bool
+    ) -> str:
+        """Describe the step and round of this rank for an optimizer.
+
+        Args:
+            rounds: the rounds of the optimizer; None if this rank does not have it.
+            oldest_first: the rounds of all optimizers of this rank.
+            numbered: whether to begin with the number of the optimizer.
+        """
+        if rounds is None:
+            return "an optimizer that this rank does not have"
+        if rounds in self.passed:
+            where = "in a backward pass" + (", which raised" if rounds in self.failed else "")
+        elif rounds is self.late:
+            where = "at its step"
+        else:
+            where = f"while in {'a pass' if self.passed else 'the step'} of another optimizer"
+        label = f"optimizer {oldest_first.index(rounds)}: " if numbered else ""
+        return label + rounds.describe(where)
+
+
+def own_slot(entry: Entry, optimizer: Optimizer | None) -> Slot:
+    """Return this rank's flags for an optimizer; all 0 if the rank does not have it."""
+    if optimizer is None:
+        return Slot()
+    rounds = optimizer.reducer.rounds
+    rounds.check_generation()
+    gradients = rounds.gradients
+    passed, late = rounds in entry.passed, rounds is entry.late
+    if not passed:
+        at = rounds.position  # a pass has done this
+        gradients.begin_round(at.participated, at.skips_step)
+    digest, content = rounds.digest(), gradients.content()
+    return Slot(
+        present=1,
+        in_pass=int(passed),
+        late=int(late),
+        busy=int(not (passed or late) and optimizer.reducer.in_pass),
+        unreduced=int(late and gradients.has_unreduced(rounds.position.participated)),
+        changed=int(bool(gradients.mixed)),
+        failed=int(rounds in entry.failed),
+        outdated=int(rounds in entry.outdated or (not passed and rounds.plan_outdated)),
+        sparse=int(gradients.needs_sparse_bucket()),
+        unplanned=int(not rounds.planned),
+        nonfinite=int(bool(gradients.nonfinite())),
+        digest=digest,
+        squares=digest * digest,
+        content=content,
+        content_squares=content * content,
+    )
+
 
 @dataclass(frozen=True)
 class HeaderResult:
@@ -153,15 +191,20 @@ class HeaderResult:
 
     count: int
     slots: Sequence[tuple[Rounds | None, Slot]]
-    optimizers: "Sequence[Optimizer | None]" = ()
+    optimizers: Sequence[Optimizer | None] = ()
 
     @property
     def in_pass(self) -> list[tuple[Rounds | None, Slot]]:
         """The slots of optimizers that a backward pass has reached on any rank."""
         return [(rounds, slot) for rounds, slot in self.slots if slot.in_pass]
 
+    @property
+    def same_position(self) -> bool:
+        """Whether the ranks are in the same round of each optimizer."""
+        return all(slot.same_position(self.count) for _, slot in self.slots)
+
     def rejoin(self) -> None:
         """Restore the gradients of optimizers that had no round."""
         for optimizer in self.optimizers:
             if optimizer is not None:
-                optimizer.rounds.gradients.rejoin()
+                optimizer.reducer.rounds.gradients.rejoin()

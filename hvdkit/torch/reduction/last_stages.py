@@ -8,6 +8,7 @@ this, with the same gradients. A `GradScaler` unscales gradients later.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,15 +27,15 @@ class Stage:
         """Forget the last call: a step has used the gradients, or the script has removed them."""
 
 
+@dataclass(eq=False)
 class Measure(Stage):
     """Call a function with the gradients.
 
-    Args:
+    Attributes:
         function: the function. It does not change the gradients.
     """
 
-    def __init__(self, function: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        self.function = function
+    function: Callable[[Sequence[torch.Tensor]], None]
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
         self.function(gradients)

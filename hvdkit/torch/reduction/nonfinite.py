@@ -8,9 +8,13 @@ class NonFiniteNames:
 
     It computes the sum of each gradient. The sum is not finite if an element of the gradient is not
     finite. The host reads the sums of a device once, when the pass has ended.
+
+    Args:
+        checks: whether to look at gradients. If not, the caller does not add any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checks: bool = True) -> None:
+        self.checks = checks
         # Name -> whether the gradient is finite, or its sum on an accelerator.
         self._finite: dict[str, bool | torch.Tensor] = {}
 
@@ -48,3 +52,9 @@ class NonFiniteNames:
     def clear(self) -> None:
         """Forget all gradients."""
         self._finite.clear()
+
+    def take(self) -> list[str]:
+        """Return the names, and forget all gradients."""
+        names = self.names()
+        self.clear()
+        return names

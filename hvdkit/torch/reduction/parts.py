@@ -11,7 +11,8 @@ from hvdkit.reduction.accumulation import Window
 from hvdkit.reduction.plan import Reduction
 from hvdkit.reduction.synchronizer import Synchronizer
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.reduction.backend import TorchBackend, spec
+from hvdkit.torch.reduction.backend import TorchBackend
+from hvdkit.torch.reduction.memory import spec
 from hvdkit.torch.reduction.records import Record
 
 # Returns the properties that a bucket depends on and that `parameter.data = ...` can change.

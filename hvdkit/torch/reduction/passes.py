@@ -10,48 +10,16 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from horovod.torch import mpi_ops
 
-from hvdkit.reduction.accumulation import Window
 from hvdkit.torch.reduction.coordination import Coordinator
 from hvdkit.torch.reduction.headers import Entry
 from hvdkit.torch.reduction.rounds import Rounds
 
-
-class Reducer(Protocol):
-    """The reducer of an optimizer: an `optimizer_reducer.OptimizerReducer`."""
-
-    number: int
-    graph_task: "weakref.ref[Any] | None"
-    _optimizer: "weakref.ref[Any]"
-    siblings: "Reducers"
-    window: Window
-    rounds: Rounds
-    coordinator: Coordinator
-
-    @property
-    def process_set(self) -> mpi_ops.ProcessSet:
-        """The ranks to reduce over."""
-        ...
-
-    @property
-    def pass_raised(self) -> bool:
-        """Whether a backward pass raised and has not been completed since."""
-        ...
-
-    def optimizer(self) -> Any:
-        """Return the `WrappedOptimizer`."""
-
-    def end_pass(self) -> bool:
-        """Note the end of a pass; return whether its gradients are to be reduced."""
-        ...
-
-    def end_raised_pass(self) -> bool:
-        """Record that the pass raised; return whether other ranks wait in its round."""
-        ...
+#: An `hvdkit.torch.reduction.optimizer_reducer.OptimizerReducer`, whose module imports this one.
+Reducer = Any
 
 
 class Reducers:
@@ -134,7 +102,7 @@ def end_pass(reached: Iterable[Reducer]) -> None:
         try:
             if reducer.end_pass():
                 # A dropped pass fails the reduction that would include its gradients.
-                (failed if reducer.window.dropped else passed).append(reducer)
+                (failed if reducer.window.counts.dropped else passed).append(reducer)
         except Exception as error:
             errors.append(error)
     reduce(passed, failed, errors)
@@ -185,7 +153,7 @@ def reduce(
 
 
 def _order(reducer: Reducer) -> tuple[int, int]:
-    return reducer.process_set.process_set_id or 0, reducer.number
+    return reducer.settings.process_set.process_set_id or 0, reducer.number
 
 
 def _watch_outer_task(node: Any, task: GraphTask) -> None:

@@ -7,46 +7,13 @@ do not keep the optimizer alive. A record that is freed removes its hooks.
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdkit.reduction.synchronizer import Synchronizer
 from hvdkit.torch.reduction.holders import version_of
-
-
-class Planned(Protocol):
-    """The planned parameters that are reduced with one: a `hvdkit.torch.reduction.parts.Part`."""
-
-    synchronizer: Synchronizer[torch.Tensor, Any]
-    is_stale: bool
-
-
-class Owner(Protocol):
-    """The reducer of the optimizer that has a parameter."""
-
-    #: PyTorch's number of the current graph task; None between passes.
-    task: int | None
-    #: Whether another optimizer has wrapped parameters of this one.
-    wrapped_again: bool
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the optimizer's parameters, in order. The script may add and remove some."""
-        ...
-
-    def enter_task(self, task: int) -> None:
-        """Handle that a graph task is about to add its first gradient to a `p.grad`."""
-        ...
-
-    def after_accumulation(self, record: "Record") -> None:
-        """Handle that the `grad` of a parameter is complete."""
-        ...
-
-    def after_conversion(self) -> None:
-        """Handle that a parameter had lost its hooks."""
-        ...
-
 
 # The attribute of a gradient that a step has left: its id and its version then. PyTorch copies the
 # attribute to a copy of the gradient, which has another id. No weak reference: with
@@ -79,20 +46,19 @@ def forget(gradient: torch.Tensor) -> None:
     gradient.__dict__.pop(_LEFT, None)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Record:
     """A parameter of a wrapped optimizer, and the state of its gradient.
 
     `hvdkit.torch.reduction.gradients` has the table of the states.
 
-    Args:
-        owner: the reducer of the optimizer.
+    Attributes:
+        owner: the `OptimizerReducer` that has the parameter.
         parameter: the parameter.
         name: its name, unique within the optimizer.
         number: the number of records of the optimizer before this one.
         group: the number of the parameter's group in the argument `groups`; None for none.
-
-    Attributes:
-        part: the planned parameters that are reduced with this one; None without a plan.
+        part: the `hvdkit.torch.reduction.parts.Part` that has it; None without a plan.
         index: the place in `part`.
         base: the part of the gradient that earlier rounds have reduced, while `p.grad` has only
             what this rank has added.
@@ -101,48 +67,23 @@ class Record:
         repeats: whether a pass adds several times, so that the bucket waits for its end.
         content: the address of the parameter's content when hooks were registered; None without.
         undefined: whether the latest gradient of the parameter was None, so that nothing is added.
+        handles: those of the hooks.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrived",
-        "base",
-        "content",
-        "group",
-        "handles",
-        "index",
-        "local",
-        "name",
-        "number",
-        "owner",
-        "parameter",
-        "part",
-        "repeats",
-        "undefined",
-    )
-
-    def __init__(
-        self,
-        owner: "weakref.ref[Owner]",
-        parameter: torch.nn.Parameter,
-        name: str,
-        number: int,
-        group: int | None = None,
-    ) -> None:
-        self.owner = owner
-        self.parameter = parameter
-        self.name = name
-        self.number = number
-        self.group = group
-        self.part: Planned | None = None
-        self.index = 0
-        self.repeats = False
-        self.content: int | None = None
-        self.handles: Sequence[RemovableHandle] = ()
-        self.base: torch.Tensor | None = None
-        self.local = False
-        self.arrived = 0
-        self.undefined = False
+    owner: "weakref.ref[Any]"
+    parameter: torch.nn.Parameter
+    name: str
+    number: int
+    group: int | None = None
+    part: Any = None
+    index: int = 0
+    base: torch.Tensor | None = None
+    local: bool = False
+    arrived: int = 0
+    repeats: bool = False
+    content: int | None = None
+    undefined: bool = False
+    handles: Sequence[RemovableHandle] = ()
 
     @property
     def has_gradient(self) -> bool:

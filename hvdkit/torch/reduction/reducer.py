@@ -5,10 +5,9 @@ that it applies. If `expect` is called before a backward pass, buckets are sent 
 """
 
 import functools
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,55 +16,49 @@ from horovod.torch import mpi_ops
 from hvdkit.agreement.names import unique_names, without_layer_numbers
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction.accumulation import Window
-from hvdkit.reduction.nonfinite import IGNORE, RAISE, NonFiniteGradients, describe
+from hvdkit.reduction.nonfinite import IGNORE, describe, raise_or_log
 from hvdkit.reduction.plan import Reduction, ReductionState
 from hvdkit.reduction.step_errors import BackwardFailed
 from hvdkit.reduction.synchronizer import Synchronizer
 from hvdkit.torch.collectives import TorchCollectives
-from hvdkit.torch.reduction.backend import TorchBackend, spec
+from hvdkit.torch.reduction.backend import TorchBackend
+from hvdkit.torch.reduction.memory import spec
 from hvdkit.torch.reduction.nonfinite import NonFiniteNames
 from hvdkit.training.stragglers import UPDATE, WAIT, StepTimes
 
-_log = logging.getLogger("hvdkit")
 
-
+@dataclass(eq=False)
 class _Parameters:
     """Parameters that are reduced together.
 
-    Args:
+    Attributes:
         parameters: leaf tensors that need gradients.
         synchronizer: the synchronizer of these parameters.
-        labels: the names of the parameters for an error about NaN; None for no check.
-
-    Attributes:
+        labels: the names of the parameters for an error about NaN.
+        nonfinite: the gradients since the last reduction that are not finite.
         overlaps: whether buckets can be sent during backward passes.
         expected_in: the generation of the collectives at the last `expect`; None after the
             gradients have been passed.
+        hooked: whether the parameters have hooks.
+        arrived: the parameters whose gradients have arrived since `expect`.
     """
 
-    def __init__(
-        self,
-        parameters: list[torch.Tensor],
-        synchronizer: Synchronizer[torch.Tensor, Any],
-        labels: Sequence[str] | None,
-    ) -> None:
-        self.parameters = parameters
-        self.synchronizer = synchronizer
-        #: The gradients since the last reduction that are not finite; None without a check.
-        self.nonfinite = None if labels is None else NonFiniteNames()
-        self._labels = labels or ()
-        self.overlaps = True
-        self.expected_in: int | None = None
-        self._hooked = False
-        self._arrived: set[int] = set()
+    parameters: list[torch.Tensor]
+    synchronizer: Synchronizer[torch.Tensor, Any]
+    labels: Sequence[str]
+    nonfinite: NonFiniteNames
+    overlaps: bool = True
+    expected_in: int | None = None
+    hooked: bool = False
+    arrived: set[int] = field(default_factory=set)
 
     def expect(self, generation: int) -> None:
         """Send buckets while the next backward pass accumulates gradients. Not a collective."""
         self.expected_in = generation
-        self._arrived.clear()
-        if self._hooked:
+        self.arrived.clear()
+        if self.hooked:
             return
-        self._hooked = True
+        self.hooked = True
         # A weak reference, because the garbage collector does not see references of hooks.
         reference = weakref.ref(self)
         for i, parameter in enumerate(self.parameters):
@@ -77,17 +70,17 @@ class _Parameters:
         """Record that a backward pass has accumulated the gradient of parameter `i`."""
         if self.expected_in is None:
             return
-        if i in self._arrived:
+        if i in self.arrived:
             # Several re-entrant checkpoints use the parameter, and each adds to its gradient.
             self.overlaps = False
-        self._arrived.add(i)
+        self.arrived.add(i)
         gradient = self.parameters[i].grad
         if gradient is not None:
             self._send(i, gradient)
 
     def _send(self, i: int, gradient: torch.Tensor) -> None:
-        if self.nonfinite is not None:
-            self.nonfinite.add(self._labels[i], gradient)
+        if self.nonfinite.checks:
+            self.nonfinite.add(self.labels[i], gradient)
         self.synchronizer.mark_ready(i)
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -97,7 +90,7 @@ class _Parameters:
             HvdkitError: a gradient was replaced after it had been sent.
         """
         for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if i in self._arrived and gradient is not parameter.grad:
+            if i in self.arrived and gradient is not parameter.grad:
                 raise HvdkitError(
                     f"the gradient of {self.synchronizer.specs[i].name!r} was replaced between "
                     f"backward() and the optimizer's apply(), after it had been sent to the other "
@@ -107,18 +100,10 @@ class _Parameters:
         # In the order of a backward pass.
         for i in reversed(range(len(gradients))):
             gradient = gradients[i]
-            if gradient is not None and i not in self._arrived:
+            if gradient is not None and i not in self.arrived:
                 self._send(i, gradient)
         self.expected_in = None
-        self._arrived.clear()
-
-    def take_nonfinite(self) -> list[str]:
-        """Return the names of gradients that are not finite, and forget them."""
-        if self.nonfinite is None:
-            return []
-        names = self.nonfinite.names()
-        self.nonfinite.clear()
-        return names
+        self.arrived.clear()
 
 
 def _accumulated(reference: "weakref.ref[_Parameters]", i: int, _: torch.Tensor) -> None:
@@ -282,7 +267,7 @@ class GradientReducer:
             synchronizer.make_plan()
         failed = gradients is None
         given = gradients or [None] * len(known.parameters)
-        nonfinite = known.take_nonfinite()
+        nonfinite = known.nonfinite.take()
         present = [int(gradient is not None) for gradient in given]
         values = [*present, int(failed), int(bool(nonfinite)), 1]
         started = self._collectives.start_sum(values, f"{synchronizer.name}.used")
@@ -301,10 +286,7 @@ class GradientReducer:
         self.skips_step = bool(found) and not failures
         if self.skips_step:
             text = describe(self._collectives, nonfinite, found, count)
-            if self._on_nonfinite == RAISE:
-                raise NonFiniteGradients(f"{text}. No rank makes this step.")
-            if self._collectives.is_first:
-                _log.warning("%s. All ranks skip this step.", text)
+            raise_or_log(self._collectives, self._on_nonfinite, text)
 
     def _parameters(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> _Parameters:
         key = tuple(map(id, parameters))
@@ -325,6 +307,6 @@ class GradientReducer:
             if self._resumed:
                 # In the order of the first calls. A state of other gradients is ignored.
                 synchronizer.resume(self._resumed.pop(0))
-            labels = unique_names(names) if self._on_nonfinite != IGNORE else None
-            self._known[key] = _Parameters(own, synchronizer, labels)
+            found = NonFiniteNames(self._on_nonfinite != IGNORE)
+            self._known[key] = _Parameters(own, synchronizer, unique_names(names), found)
         return self._known[key]

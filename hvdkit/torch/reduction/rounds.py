@@ -11,22 +11,24 @@ ranks, and calls this module:
 The names of collectives are the same in every round, so Horovod's response cache serves all rounds.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from hvdkit.agreement.consistency import RankMismatchError, digest24
 from hvdkit.agreement.replicas import ReplicaCheck
 from hvdkit.agreement.same_data import LAST_STEP, PASSES, SameData
 from hvdkit.reduction.accumulation import Window
 from hvdkit.torch.collectives import TorchCollectives
+from hvdkit.torch.reduction.descriptions import describe
 from hvdkit.torch.reduction.gradients import Gradients
 from hvdkit.torch.reduction.position import Position
 from hvdkit.training.stragglers import StragglerReport
 
 
+@dataclass(eq=False)
 class Rounds:
     """The rounds of one optimizer.
 
-    Args:
+    Attributes:
         collectives: the collectives of the ranks to reduce over.
         gradients: this rank's gradients.
         window: the accumulation window.
@@ -36,32 +38,21 @@ class Rounds:
             the same settings, or none does.
         stragglers: compares the ranks' times before each comparison of `replicas`.
         same_data: compares the gradients of the first steps, together with `replicas`.
-
-    Attributes:
         position: the position of this rank. Assign the next one.
+        compared: the number of the newest record whose parameter the ranks have compared.
+        generation: the generation of the collectives in which the position was counted.
     """
 
-    def __init__(
-        self,
-        collectives: TorchCollectives,
-        gradients: Gradients,
-        window: Window,
-        on_nonfinite: str,
-        replicas: ReplicaCheck | None = None,
-        stragglers: StragglerReport | None = None,
-        same_data: SameData | None = None,
-    ) -> None:
-        self.gradients = gradients
-        self.position = Position()
-        # The number of the newest record whose parameter the ranks have compared.
-        self._compared = -1
-        self.on_nonfinite = on_nonfinite
-        self.replicas = replicas
-        self._collectives = collectives
-        self._window = window
-        self._stragglers = stragglers
-        self._same_data = same_data
-        self._generation: int | None = None
+    collectives: TorchCollectives
+    gradients: Gradients
+    window: Window
+    on_nonfinite: str
+    replicas: ReplicaCheck | None = None
+    stragglers: StragglerReport | None = None
+    same_data: SameData | None = None
+    position: Position = field(default_factory=Position)
+    compared: int = -1
+    generation: int | None = None
 
     # --- the position of this rank --------------------------------------------------------------
 
@@ -77,9 +68,9 @@ class Rounds:
 
     def check_generation(self) -> None:
         """Restart if Horovod was initialised again or ranks returned from `join`."""
-        if self._generation != self._collectives.generation:
+        if self.generation != self.collectives.generation:
             # Ranks may have counted differently, and some may be new.
-            self._generation = self._collectives.generation
+            self.generation = self.collectives.generation
             self._restart()
 
     def _restart(self) -> None:
@@ -89,10 +80,10 @@ class Rounds:
 
     def digest(self) -> int:
         """Return 24 bits: equal on two ranks in the same step and round with equal signatures."""
-        if self._collectives.single_rank:
+        if self.collectives.single_rank:
             return 0
         at = self.position
-        position = (at.step, at.dropped, at.rounds, self._window.position, at.has_late_ranks)
+        position = (at.step, at.dropped, at.rounds, self.window.position, at.has_late_ranks)
         signature = self.gradients.signature()
         return digest24(repr((*position, *signature)).encode())
 
@@ -102,14 +93,14 @@ class Rounds:
         Args:
             where: this rank's activity, such as "in a backward pass".
         """
-        passes, at = self._window.begun, self.position
+        passes, at = self.window.begun, self.position
         return (
             f"step {at.step - at.dropped + 1}"
             + (f", after {at.dropped} reductions that no step() has used" if at.dropped else "")
             + f", reduction {at.rounds + 1}, {where}"
             + (f", pass {passes} of its window" if passes else "")
             + (", after a round with ranks that made no pass" if at.has_late_ranks else "")
-            + f"; {self.gradients.describe()}"
+            + f"; {describe(self.gradients)}"
         )
 
     # --- a round --------------------------------------------------------------------------------
@@ -189,21 +180,21 @@ class Rounds:
 
     def _compare_replicas(self) -> None:
         """Compare the replicas if it is time, or if the optimizer has new parameters."""
-        if self.replicas is None or self._collectives.single_rank:
+        if self.replicas is None or self.collectives.single_rank:
             return
         # The ranks are in the same step, and no rank changes parameters in a backward pass.
         step, newest = self.position.step, self.gradients.newest
-        added = newest > self._compared
+        added = newest > self.compared
         if not (added or self.replicas.settings.is_due(step)):
             return
-        if step and self._stragglers is not None:
-            self._stragglers.report()
+        if step and self.stragglers is not None:
+            self.stragglers.report()
         # Also after `join` and `init`, which set the step to 0.
         self.replicas.compare(step, first=added or not step)
-        self._compared = newest
+        self.compared = newest
         # Only the step, which is the same on all ranks, decides about this collective.
-        if self._same_data is not None and PASSES <= step <= LAST_STEP:
-            self._same_data.compare()
+        if self.same_data is not None and PASSES <= step <= LAST_STEP:
+            self.same_data.compare()
 
     @property
     def plans_made(self) -> int:

@@ -62,7 +62,7 @@ def test_gradients_while_the_buckets_change(hvd, options):
     # All ranks have chosen alike, or the comparison of their settings would have raised.
     assert len({size for (size,) in hvd.allgather_object([tuner.bucket_bytes])}) == 1
     assert tuner.bucket_bytes in {*SIZES, 25_000_000}
-    assert optimizers[0].reducer.gradients.bucket_bytes == tuner.bucket_bytes
+    assert optimizers[0].reducer.gradients.reduction.bucket_bytes == tuner.bucket_bytes
 
 
 def test_a_result_is_used_again(hvd):
@@ -114,7 +114,7 @@ def test_wire_formats_take_turns(hvd):
     assert len({tuple(each) for each in hvd.allgather_object([str(tuner.candidate)])}) == 1
     if hvd.size() > 1:
         assert errors["bf16"] > 10 * errors["none"]
-    assert optimizers[0].reducer.gradients.wire_format.name == tuner.wire_format
+    assert optimizers[0].reducer.gradients.reduction.format.name == tuner.wire_format
     with pytest.raises(UsageError, match="compression is 'fp17'"):
         hvd.autotune(optimizer_of(hvd, plain), wire_formats=["fp17"])
     with pytest.raises(UsageError, match="wire_formats is 'fp16': expected a list"):
@@ -146,7 +146,7 @@ def test_a_checkpoint_restores_a_wire_format(hvd):
                     assert not tuner.done
                     break
                 assert tuner.done
-                assert optimizer.reducer.gradients.wire_format.name == "fp16"
+                assert optimizer.reducer.gradients.reduction.format.name == "fp16"
                 for step in range(4, 8):
                     step_of(hvd, model, optimizer, step)
             results.append([p.detach().clone() for p in model.parameters()])
@@ -194,7 +194,7 @@ def test_join_ends_the_measurement(hvd):
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
     assert tuner.done
     assert not tuner.tuned
-    assert optimizer.reducer.gradients.bucket_bytes == 25_000_000
+    assert optimizer.reducer.gradients.reduction.bucket_bytes == 25_000_000
     assert buckets_of(optimizer) == 1
 
 

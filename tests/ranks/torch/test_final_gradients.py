@@ -257,7 +257,7 @@ def test_loading_a_state_begins_anew_and_leaves_no_collective(hvd, where, compre
         twins.own_loss(3).backward()
     model.load_state_dict(saved[0])
     (own[0] if loads == "plain" else optimizer).load_state_dict(saved[1])
-    optimizer.rounds.complete_deferred()
+    optimizer.reducer.rounds.complete_deferred()
     assert set(mpi_ops._handle_map) <= before
     if loads == "wrapped":
         optimizer.zero_grad()
@@ -266,7 +266,7 @@ def test_loading_a_state_begins_anew_and_leaves_no_collective(hvd, where, compre
         twins.backward(4 + k)
         twins.step()
     twins.check()
-    optimizer.rounds.complete_deferred()
+    optimizer.reducer.rounds.complete_deferred()
     assert set(mpi_ops._handle_map) <= before
 
 

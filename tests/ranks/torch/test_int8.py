@@ -115,7 +115,7 @@ def formats(optimizer):
     plan = synchronizer.plan
     return {
         frozenset(plan.specs[i].name for i in bucket.parameters): codec.name
-        for bucket, codec in zip(plan.buckets, synchronizer._codecs, strict=True)
+        for bucket, codec in zip(plan.buckets, synchronizer._buckets.codecs, strict=True)
     }
 
 

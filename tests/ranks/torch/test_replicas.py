@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hvdkit.agreement.consistency import RankMismatchError
-from hvdkit.agreement.replicas import FOLDER, _compare
+from hvdkit.agreement.differences import _compare
+from hvdkit.agreement.replicas import FOLDER
 from hvdkit.errors import UsageError
 from hvdkit.reduction.accumulation import PassesDiffer
 from tests.logs import recorded

@@ -251,7 +251,7 @@ def test_replaced_parameters_are_freed(hvd):
         scene = nn.Parameter(torch.ones(count))
         optimizer.param_groups[0]["params"][0] = scene
         if count == 3:
-            wire_format = optimizer.reducer.gradients.wire_format
+            wire_format = optimizer.reducer.gradients.reduction.format
             optimizer.reducer.set_buckets(16, wire_format)  # as `hvd.autotune` does
     (scene + offset).sum().backward()
     gc.collect()

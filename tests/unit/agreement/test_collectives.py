@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.agreement.collectives import ProcessSetCollectives, alltoall_in_rounds
+from hvdkit.agreement.collectives import Collectives, alltoall_in_rounds
 from tests.simulated.ranks import on_every_rank
 
 
@@ -49,7 +49,7 @@ def test_a_short_broadcast_is_one_collective(monkeypatch, length, count):
                 super().broadcast_into(buffer, root_rank, name)
 
         collectives.__class__ = Counted
-        taken = ProcessSetCollectives.broadcast(collectives, content(collectives.rank), 1, "one")
+        taken = Collectives.broadcast(collectives, content(collectives.rank), 1, "one")
         return taken, len(calls)
 
     assert on_every_rank(3, run) == [(content(1), count)] * 3

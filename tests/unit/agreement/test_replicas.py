@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdkit.agreement.consistency import RankMismatchError
-from hvdkit.agreement.replicas import (
-    REPAIR,
-    CheckSettings,
-    Item,
-    ReplicaCheck,
-    Replicas,
-    find_difference,
-)
+from hvdkit.agreement.differences import Item, Replicas, find_difference
+from hvdkit.agreement.replicas import REPAIR, CheckSettings, ReplicaCheck
 from tests.simulated.ranks import SimulatedCollectives, SimulatedGroup, on_every_rank
 
 

@@ -10,7 +10,8 @@ from hvdkit.errors import UsageError
 from hvdkit.reduction.bucketing import Bucket
 from hvdkit.reduction.compression import BFloat16, Float16, NoCompression, by_name
 from hvdkit.reduction.wire_format import AbsMax, GlobalMax, Scaling, Sum, run_conditions
-from hvdkit.torch.reduction.backend import TorchMemory, _abs_max
+from hvdkit.torch.reduction.backend import _abs_max
+from hvdkit.torch.reduction.memory import TorchMemory
 from tests.simulated.backend import ring_sum
 
 ELEMENTS = 96

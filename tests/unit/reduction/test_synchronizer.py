@@ -89,7 +89,7 @@ class Backend(SimulatedBackend):
 def make(collectives, specs=SPECS, wire_format=NONE, window=None, context=(), batches=False, **how):
     how = {"bucket_bytes": TWO, "average": False, **how}
     backend = type("Batching", (Backend,), {"batches_abs_max": batches})(collectives, specs)
-    reduction = Reduction(wire_format, **how)
+    reduction, window = Reduction(wire_format, **how), window or Window(1)
     return Synchronizer(specs, backend, collectives, reduction, window, context), backend
 
 

@@ -5,7 +5,7 @@ import torch
 
 def memory_of(*parameters):
     from hvdkit.reduction import bucketing
-    from hvdkit.torch.reduction.backend import TorchMemory, spec
+    from hvdkit.torch.reduction.memory import TorchMemory, spec
 
     (bucket,) = bucketing.plan([spec(f"p{i}", p) for i, p in enumerate(parameters)]).buckets
     return TorchMemory(bucket, [parameters[i] for i in bucket.parameters])

@@ -111,7 +111,8 @@ def check_shapes_and_waits(hvd, monkeypatch, compression, dtype, predivide):
     from hvdkit.reduction.synchronizer import Synchronizer
     from hvdkit.torch.collectives import TorchCollectives
     from hvdkit.torch.compression import wire_format
-    from hvdkit.torch.reduction.backend import TorchBackend, spec
+    from hvdkit.torch.reduction.backend import TorchBackend
+    from hvdkit.torch.reduction.memory import spec
 
     # The third step's first sum overflows in float16, so it is packed again as float32.
     answers = {2: [math.inf]}
@@ -158,11 +159,11 @@ def check_shapes_and_waits(hvd, monkeypatch, compression, dtype, predivide):
 
 def test_a_scale_of_large_tensors_is_one_tensor_for_a_bucket(hvd):
     from hvdkit.reduction import bucketing
-    from hvdkit.torch.reduction import backend
-    from hvdkit.torch.reduction.backend import TorchMemory, spec
+    from hvdkit.torch.reduction import casting
+    from hvdkit.torch.reduction.memory import TorchMemory, spec
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), Calls() as calls:
-        patch.setattr(backend, "_SMALL", -1)
+        patch.setattr(casting, "_SMALL", -1)
         parameters = parameters_of(torch.float32)
         make_gradients(parameters)
         specs = [spec(name, p) for name, p in parameters.items()]
@@ -182,7 +183,7 @@ def test_a_scale_of_large_tensors_is_one_tensor_for_a_bucket(hvd):
 @pytest.mark.parametrize("shape", [(), (0, 4), (50, 30), (2, 3, 4, 4)], ids=str)
 def test_the_accelerators_kernel_rounds_once(hvd, shape):
     """Test on the CPU, which has the same operation but normally uses another one."""
-    from hvdkit.torch.reduction.backend import _cast_scaled_at_once, _Scale
+    from hvdkit.torch.reduction.casting import _cast_scaled_at_once, _Scale
 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     if len(shape) == 4:
@@ -200,7 +201,7 @@ def test_the_accelerators_kernel_rounds_once(hvd, shape):
 
 @pytest.mark.parametrize("factor", [2.0**-70, 0.3, 1.0, 4096.0])
 def test_kernels_for_many_small_tensors_round_once(hvd, factor):
-    from hvdkit.torch.reduction.backend import _cast_scaled_together, _fit
+    from hvdkit.torch.reduction.casting import _cast_scaled_together, _fit
 
     generator = torch.Generator().manual_seed(0)
     shapes = [(), (0, 4), (50, 30), (2, 3, 4, 4)]

@@ -280,7 +280,7 @@ def test_attributes_of_an_optimizer_keep_their_meaning(hvd):
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
         assert optimizer.steps == number + 1
-    for name in ("grad_norm", "rounds", "_stepped"):
+    for name in ("grad_norm", "process_set", "_stepped"):
         with pytest.raises(UsageError, match=f"Counting has '{name}', and so has"):
             hvd.DistributedOptimizer(Counting(model.parameters(), **{name: 7}))
 
@@ -357,7 +357,7 @@ def test_process_sets_are_entered_in_one_order(hvd):
     def listener(identity, number):
         return SimpleNamespace(
             coordinator=sets[identity],
-            process_set=SimpleNamespace(process_set_id=identity),
+            settings=SimpleNamespace(process_set=SimpleNamespace(process_set_id=identity)),
             number=number,
             rounds=f"rounds {number}",
             siblings=passes.Reducers(),

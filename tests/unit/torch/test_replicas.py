@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdkit.agreement.replicas import Replicas
+from hvdkit.agreement.differences import Replicas
 from hvdkit.torch.replicas import torch_replicas
 
 
