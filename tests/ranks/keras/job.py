@@ -1,7 +1,4 @@
-"""Functions for tests of `fit` on several ranks.
-
-Only functions import Keras, because the pytest process imports these modules without a framework.
-"""
+"""Functions for tests of `fit` on several ranks."""
 
 import contextlib
 import json
@@ -9,6 +6,8 @@ import shutil
 import tempfile
 
 import numpy as np
+
+from tests.ranks.frameworks import keras
 
 STEPS = 3
 BATCH = 4
@@ -46,8 +45,6 @@ def all_samples(size, seed=0):
 
 def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
     """Return a compiled model, the same on every rank for equal seeds."""
-    import keras
-
     keras.utils.set_random_seed(seed)
     model = keras.Sequential(
         [
@@ -62,7 +59,6 @@ def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
 
 def skip_without_executions():
     """Skip the test if Keras cannot train several batches in an execution."""
-    import keras
     import pytest
 
     if keras.backend.backend() == "torch":
@@ -71,8 +67,6 @@ def skip_without_executions():
 
 def distributed(hvd, rate=0.0, **options):
     """Return a `DistributedOptimizer`. At a rate of 0, metrics are those of one set of weights."""
-    import keras
-
     return hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.keras.job import common_folder, distributed, of_every_rank, same_everywhere
 
 SAMPLES = 50
@@ -23,8 +26,6 @@ def values():
 
 
 def model_of(optimizer, rank=0, **compiled):
-    import keras
-
     keras.utils.set_random_seed(17 + rank)
     model = keras.Sequential(
         [
@@ -42,13 +43,9 @@ def model_of(optimizer, rank=0, **compiled):
 
 def sampled(hvd, **options):
     """Return a sampler, and its data for `fit`."""
-    import keras
-
     x, y = values()
     sampler = hvd.ResumableSampler(SAMPLES, BATCH, seed=3, **options)
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
         return sampler, sampler.dataset().map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -62,8 +59,6 @@ class Interrupted(Exception):
 
 
 def interrupt_after(batch):
-    import keras
-
     class InterruptAfter(keras.callbacks.Callback):
         count = 0
 
@@ -77,8 +72,6 @@ def interrupt_after(batch):
 
 def everything(model):
     """Return the bytes of the weights and the optimizer state on this rank."""
-    import keras
-
     variables = [*model.weights, *model.optimizer.variables]
     return [keras.ops.convert_to_numpy(variable).tobytes() for variable in variables]
 
@@ -143,8 +136,6 @@ def uninterrupted(hvd):
 
 
 def loss_scaling(hvd):
-    import keras
-
     inner = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, clipnorm=1.0)
     return keras.optimizers.LossScaleOptimizer(
         distributed_of(hvd, inner), initial_scale=2.0**40, dynamic_growth_steps=3
@@ -152,8 +143,6 @@ def loss_scaling(hvd):
 
 
 def float16_wire_and_accumulation(hvd):
-    import keras
-
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 20))
     return distributed_of(hvd, optimizer, compression="fp16", accumulation_steps=3)
 
@@ -175,8 +164,6 @@ def test_optimizer_states_resume(hvd, make_optimizer):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_save_due_in_an_accumulation_window_waits_for_its_end(hvd):
-    from hvdkit.checkpoint.store import Store
-
     def make():
         return distributed(hvd, 0.1, accumulation_steps=3)
 
@@ -190,8 +177,6 @@ def test_a_save_due_in_an_accumulation_window_waits_for_its_end(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_states_of_other_callbacks_resume(hvd):
-    import keras
-
     class Sums(keras.callbacks.Callback):
         total = 0.0
 
@@ -235,8 +220,6 @@ def test_states_of_other_callbacks_resume(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
-    import keras
-
     x, y = values()
 
     def fit(folder=None, interrupted_after=None):
@@ -265,8 +248,6 @@ def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_sampler_that_is_not_passed_to_the_callback_raises(hvd):
-    from hvdkit.errors import UsageError
-
     model = model_of(distributed(hvd), 1)
     _, data = sampled(hvd)
     with common_folder(hvd) as folder, pytest.raises(UsageError, match="data=sampler"):
@@ -276,8 +257,6 @@ def test_a_sampler_that_is_not_passed_to_the_callback_raises(hvd):
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.long_with("keras-tensorflow")
 def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd, reduced):
-    import keras
-
     model = model_of(distributed(hvd) if reduced else keras.optimizers.SGD(), 1)
     sampler, data = sampled(hvd)
     model.fit(data, epochs=2, shuffle=False, verbose=0)
@@ -286,10 +265,6 @@ def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd, reduced):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_separate_models_raises(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
-
     model = model_of(keras.optimizers.SGD(), 1)
     with common_folder(hvd) as folder, pytest.raises(UsageError, match="would train a separate"):
         model.fit(*values(), verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
@@ -299,8 +274,6 @@ def test_a_checkpoint_of_separate_models_raises(hvd):
 @pytest.mark.parametrize("asked_in", [0, 2])
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
-    import keras
-
     class Asks(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == asked_in and hvd.rank() == hvd.size() - 1:
@@ -319,9 +292,6 @@ def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
 
 
 def test_a_checkpointer_of_another_model_beside_the_callback_is_refused(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
     from hvdkit.keras.backend import hvd as adapter
 
     with common_folder(hvd) as folder:
@@ -337,10 +307,6 @@ def test_a_checkpointer_of_another_model_beside_the_callback_is_refused(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
-
     with common_folder(hvd) as folder:
         run(hvd, folder, epochs=1)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -358,7 +324,6 @@ def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_resume_with_another_number_of_ranks(hvd, fraction, later, batches):
     """Half of the ranks resume what all have saved; all resume what half saved after one batch."""
-    import keras
 
     class Numbers(keras.callbacks.Callback):
         def __init__(self):
@@ -407,8 +372,6 @@ def test_moving_statistics_are_restored(hvd):
         checkpoint = hvd.callbacks.Checkpoint(folder, data=sampler)
         model.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=[checkpoint])
         means = model.layers[1].moving_mean
-        import keras
-
         before = keras.ops.convert_to_numpy(means).tolist()
         assert same_everywhere(before) != [0.0] * len(before)
         other = model_of(distributed(hvd, 0.1), hvd.rank())
@@ -420,8 +383,6 @@ def test_moving_statistics_are_restored(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_are_restored_on_their_rank(hvd):
-    import keras
-
     def fit(folder, epochs, resume=True):
         model = model_of("sgd", hvd.rank())
         optimizer = keras.optimizers.Adam(0.05)
@@ -447,8 +408,6 @@ def gathered(content):
 
 def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
     """Keras counts layers over all models of a process: "dense_10" comes before "dense_9"."""
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("PyTorch saves only models of its own backend")
     import torch
@@ -478,8 +437,6 @@ def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
 
 def test_a_loop_of_pytorch_with_a_keras_model(hvd):
     """Each rank has its own dropout masks and moving statistics, also after a restore."""
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("PyTorch trains only models of its own backend")
     import torch

@@ -8,8 +8,11 @@ import pytest
 
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.frameworks import LazyModule
 from tests.ranks.keras.job import common_folder, of_every_rank, same_everywhere
 from tests.ranks.keras.test_checkpoint import Interrupted, interrupt_after
+
+comparisons = LazyModule("hvdkit.keras.fit.comparisons")
 
 BATCH, BATCHES, EPOCHS = 4, 4, 12
 
@@ -87,8 +90,6 @@ def plateaus(path):
 
 @pytest.mark.parametrize("kind", [Outer, Whole])
 def test_fit_is_distributed(hvd, kind):
-    from hvdkit.keras.fit import comparisons
-
     comparisons.logged.discard("separate")
     validation = batches(hvd.rank(), hvd.size())
     model = compiled(kind(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))))

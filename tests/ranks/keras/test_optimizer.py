@@ -14,8 +14,12 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from hvdkit.keras.optimizer import distribution_of
+from hvdkit.reduction.accumulation import PassesDiffer
 from tests.logs import recorded
+from tests.ranks.frameworks import LazyModule, tf
 from tests.ranks.keras import oracle
+
+tensorflow_adapter = LazyModule("hvdkit.tensorflow")
 
 
 def fitted(hvd, optimizer, steps=3, seed=None, **options):
@@ -138,7 +142,6 @@ def check_training_continues(hvd, loaded):
 def test_only_training_is_compiled_without_xla(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("for the TensorFlow backend")
-    import tensorflow as tf
     from tensorflow.python.ops import control_flow_util
 
     traced = []
@@ -172,8 +175,6 @@ def test_a_plain_optimizer_may_use_xla(hvd):
 def test_apply_in_a_function_for_xla_raises(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("for the TensorFlow backend")
-    import tensorflow as tf
-
     model = oracle.dense_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
     variables = model.trainable_variables
@@ -325,8 +326,6 @@ def test_invalid_arguments_raise(hvd, message):
 def test_a_strategy_raises(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("for the TensorFlow backend")
-    import tensorflow as tf
-
     with (
         tf.distribute.OneDeviceStrategy("cpu:0").scope(),
         pytest.raises(UsageError, match="OneDeviceStrategy of tf.distribute"),
@@ -387,10 +386,6 @@ def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     """A second sum is an error on every rank. A second mean is a warning."""
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
     model = oracle.dense_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=getattr(hvd, op))
     inputs, targets = oracle.data(hvd.size(), 1).of_rank(hvd.rank())
@@ -434,10 +429,6 @@ def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
     """A rank traces by itself, so a trace must not start a collective."""
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
     model = oracle.dense_model()
     variables = model.trainable_variables
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -458,10 +449,6 @@ def test_a_tape_beside_a_wrapped_optimizer(hvd):
     """A graph reduces gradients to log their norm, and applies others: once each."""
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
     model = oracle.dense_model()
     variables = model.trainable_variables
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
@@ -484,10 +471,6 @@ def test_a_wrapped_optimizer_after_a_loop_with_a_tape(hvd):
     """The tape's gradients went to another optimizer, so nothing is reduced twice."""
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
     model = oracle.dense_model()
     variables = model.trainable_variables
     inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))
@@ -520,8 +503,6 @@ def test_different_settings_raise_on_every_rank(hvd):
 
 
 def test_different_numbers_of_passes_raise_on_every_rank(hvd):
-    from hvdkit.reduction.accumulation import PassesDiffer
-
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4)
     variable = keras.Variable(np.ones(2, "float32"))
     for _ in range(1 if hvd.rank() else 2):

@@ -12,14 +12,13 @@ from hvdkit.agreement.replicas import FOLDER
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.frameworks import keras
 from tests.ranks.keras import oracle
 from tests.ranks.keras.job import common_folder, skip_without_executions
 from tests.ranks.keras.test_uses import same_everywhere, weights_of
 
 
 def model_of(hvd, local=False, use_ema=False, together=1, **options):
-    import keras
-
     keras.utils.set_random_seed(1)
     first, last = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((3,)), first, last])
@@ -34,7 +33,6 @@ def model_of(hvd, local=False, use_ema=False, together=1, **options):
 
 def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1, callbacks=()):
     """Train, and call `change(batch)` before each batch on one rank."""
-    import keras
 
     class Change(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -106,7 +104,6 @@ def test_ranks_are_compared_at_the_end_of_fit(hvd, tmp_path):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_callback_of_one_rank_that_changes_weights_at_the_end(hvd, tmp_path):
     """The comparison is after `on_train_end`, also in a `fit` of a few batches."""
-    import keras
 
     class Double(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
@@ -134,8 +131,6 @@ def test_a_callback_of_one_rank_that_changes_weights_at_the_end(hvd, tmp_path):
     "kind", ["EarlyStopping", "SwapEMAWeights", "LearningRateScheduler", "ReduceLROnPlateau"]
 )
 def test_a_callback_that_changes_the_model_must_be_on_every_rank(hvd, kind):
-    import keras
-
     callback = {
         "EarlyStopping": lambda: keras.callbacks.EarlyStopping(
             "loss", patience=0, restore_best_weights=True
@@ -157,8 +152,6 @@ def test_a_callback_that_changes_the_model_must_be_on_every_rank(hvd, kind):
 @pytest.mark.long_with("keras-tensorflow")
 def test_early_stopping_of_one_rank_stops_all_ranks(hvd):
     """Without `restore_best_weights`, it changes nothing on its rank."""
-    import keras
-
     stopping = keras.callbacks.EarlyStopping("loss", patience=0, baseline=0.0)
     model = model_of(hvd)
     fit(hvd, model, batches=3, callbacks=[stopping] if hvd.rank() == 0 else [])
@@ -215,8 +208,6 @@ def test_batches_that_are_executed_together_are_counted(hvd, tmp_path):
 @pytest.mark.long_with("keras-tensorflow")
 def test_ranks_that_number_layers_differently(hvd, tmp_path):
     """A rank may have made other models before."""
-    import keras
-
     if hvd.rank() == 1:
         keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model = model_of(hvd, check_interval=1)
@@ -238,8 +229,6 @@ def test_an_option_of_the_optimizer_on_one_rank(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd, tmp_path):
     """`BackupAndRestore` deletes its files in `on_train_end`."""
-    import keras
-
     model = model_of(hvd)
     with common_folder(hvd) as folder:
         with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 3: "):
@@ -271,7 +260,6 @@ def test_local_layers_differ(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_of_several_optimizers(hvd):
     """Their slots differ between ranks, and each rank saves its own."""
-    import keras
 
     def fitted(folder):
         inside = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)

@@ -7,8 +7,10 @@ import os
 import numpy as np
 import pytest
 
+from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import (
     BATCH,
     STEPS,
@@ -24,8 +26,6 @@ from tests.ranks.keras.job import (
 
 
 def kinds_of_metrics():
-    import keras
-
     return [
         "accuracy",
         keras.metrics.AUC(name="auc"),
@@ -63,8 +63,6 @@ def test_metrics_are_those_of_one_process_with_all_data(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_all_callbacks_read_reduced_logs(hvd):
-    import keras
-
     class Reader(keras.callbacks.Callback):
         def __init__(self):
             super().__init__()
@@ -94,7 +92,6 @@ def test_all_callbacks_read_reduced_logs(hvd):
 
 def test_losses_of_outputs_weight_ranks_by_rows(hvd):
     """On TensorFlow, Keras counts the rows of rank 0, and 1 for each batch of other ranks."""
-    import keras
 
     def of_rank(rank):
         x = np.random.default_rng(rank).normal(size=(8 + (rank > 0), 3)) * (1 + 3 * rank)
@@ -137,8 +134,6 @@ def test_validation_every_other_epoch(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
-    import keras
-
     validation = samples(0, 1) if hvd.rank() == 0 else None
     stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=0)
     model = classifier(distributed(hvd), kinds_of_metrics())
@@ -153,8 +148,6 @@ def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
 
 
 def test_custom_metrics(hvd):
-    import keras
-
     from hvdkit.keras.fit.metrics import is_additive
 
     class Worst(keras.metrics.Metric):
@@ -212,8 +205,6 @@ def test_custom_metrics(hvd):
 
 
 def test_other_logs_are_averaged(hvd):
-    import keras
-
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -243,7 +234,6 @@ def test_other_logs_are_averaged(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_results_that_are_arrays(hvd):
     """An array that is not the result of a metric stays that of each rank, with one warning."""
-    import keras
 
     class Own(keras.Sequential):
         def train_step(self, *arguments):
@@ -293,8 +283,6 @@ def test_results_that_are_arrays(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_result_under_another_name_warns(hvd):
-    import keras
-
     class Renaming(keras.Sequential):
         def train_step(self, *arguments):
             logs = super().train_step(*arguments)
@@ -312,8 +300,6 @@ def test_a_result_under_another_name_warns(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_different_metrics_raise(hvd):
-    from hvdkit.agreement.consistency import RankMismatchError
-
     metrics = ["accuracy"] if hvd.rank() else ["accuracy", "mae"]
     model = classifier(distributed(hvd), metrics)
     with pytest.raises(RankMismatchError, match=r"metrics and logs.*First difference: .*mae"):
@@ -322,8 +308,6 @@ def test_different_metrics_raise(hvd):
 
 def opposed_targets(hvd, rate=0.1, **options):
     """Return a model of one weight, initially 0, and data with target 6 on rank 0, otherwise -1."""
-    import keras
-
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
     model = keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -335,8 +319,6 @@ def opposed_targets(hvd, rate=0.1, **options):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
-    import keras
-
     model, data = opposed_targets(hvd)
     stopping = keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=1e-4)
     best = keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True)
@@ -351,8 +333,6 @@ def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
-    import keras
-
     model, data = opposed_targets(hvd)
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.05)
     history = fit(
@@ -365,8 +345,6 @@ def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_only_rank_0_writes_files(hvd):
-    import keras
-
     with common_folder(hvd) as folder:
         own = os.path.join(folder, str(hvd.rank()))
         os.mkdir(own)
@@ -388,8 +366,6 @@ def test_only_rank_0_writes_files(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_class_of_the_script_runs_on_every_rank_and_writes_on_rank_0(hvd):
-    import keras
-
     class Best(keras.callbacks.ModelCheckpoint):
         scores = ()
 
@@ -457,8 +433,6 @@ def test_only_rank_0_prints_the_progress_bar(hvd):
     "raising", [False, pytest.param(True, marks=pytest.mark.long_with("keras-tensorflow"))]
 )
 def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
-    import keras
-
     model, (x, y) = opposed_targets(hvd)
     if hvd.rank() == hvd.size() - 1:
         y[BATCH] = np.nan
@@ -475,8 +449,6 @@ def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
-    import keras
-
     model, (x, y) = opposed_targets(hvd)
     if hvd.rank() == 1:
         # The callback also reacts to infinity.
@@ -488,8 +460,6 @@ def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
-    import keras
-
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.model.stop_training = epoch == 1
@@ -502,8 +472,6 @@ def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
-    import keras
-
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 1
@@ -521,8 +489,6 @@ def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
-    import keras
-
     class Stop(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             self.model.stop_training = epoch == 1
@@ -536,8 +502,6 @@ def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_an_accumulation_window_closes_before_validation(hvd):
-    import keras
-
     class Updates(keras.callbacks.Callback):
         def __init__(self):
             super().__init__()
@@ -559,8 +523,6 @@ def test_an_accumulation_window_closes_before_validation(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_backup_and_restore_resumes_all_ranks(hvd):
-    import keras
-
     class Interrupted(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
@@ -636,8 +598,6 @@ def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_in_a_callback_of_one_rank(hvd):
-    import keras
-
     class Evaluates(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if hvd.rank() == 1:
@@ -656,8 +616,6 @@ def test_a_metric_average_callback_reduces_with_a_plain_optimizer(hvd):
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
 
     def trained(callbacks):
-        import keras
-
         model = classifier(keras.optimizers.SGD(0.0))
         history = fit(hvd, model, callbacks=callbacks).history
         return {name: values[0] for name, values in history.items()}

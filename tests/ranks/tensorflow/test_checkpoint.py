@@ -15,6 +15,7 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 from tests.ranks.tensorflow.test_digits import QUIET, example
 
@@ -72,9 +73,6 @@ def test_the_rest_of_an_epoch_on_another_number_of_ranks(hvd):
 
 def trained(hvd, folder, compression, interrupted_after=None):
     """Return the bytes of the state and the losses after 24 steps; None if interrupted."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(hvd.rank())
     sampler = hvd.ResumableSampler(40, 2, seed=2)
     x = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
@@ -131,9 +129,6 @@ def test_a_resumed_loop_is_bit_identical(hvd, compression):
 
 def steps_of(hvd, kind, rate=0.1):
     """Return a model with a local layer, its optimizer and a training step."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(1)
     local = keras.layers.Dense(3)
     model = keras.Sequential([keras.Input((4,)), local, keras.layers.Dense(2)])
@@ -188,9 +183,6 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, kind, rank, changed):
 
 
 def test_two_models_with_equal_names_are_both_compared(hvd, tmp_path):
-    import keras
-    import tensorflow as tf
-
     def named(changed):
         models = {}
         for name in ("generator", "critic"):
@@ -234,8 +226,6 @@ def count_until_stopped(hvd, folder, variable):
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all(hvd):
-    import tensorflow as tf
-
     variable = tf.Variable([1.0])
     with common_folder(hvd) as folder:
         with pytest.raises(hvd.Stopped) as stopped:
@@ -247,8 +237,6 @@ def test_a_signal_to_one_rank_saves_and_stops_all(hvd):
 
 
 def test_a_restore_discards_the_gradients_of_a_window(hvd):
-    import keras
-
     import hvdkit.keras
 
     variable = keras.Variable([0.0])
@@ -274,9 +262,6 @@ def test_a_restore_discards_the_gradients_of_a_window(hvd):
 
 
 def test_moving_statistics_are_restored_on_their_rank(hvd):
-    import keras
-    import tensorflow as tf
-
     class Centered(keras.layers.Layer):
         """Subtract the sum of this rank's inputs so far."""
 
@@ -311,10 +296,6 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
 
 
 def test_a_checkpoint_of_other_variables_raises_on_every_rank(hvd):
-    import tensorflow as tf
-
-    from hvdkit.errors import UsageError
-
     with common_folder(hvd) as folder:
         with hvd.Checkpointer(folder, model=[tf.Variable([1.0, 2.0], name="v")]) as c:
             c.save(1)
@@ -382,8 +363,6 @@ def test_resume_needs_a_folder(name):
 
 
 def test_another_model_on_one_rank_is_an_error_at_the_save(hvd):
-    import keras
-
     def built(units):
         model = keras.Sequential([keras.layers.Dense(units)])
         model.build((None, 3))
@@ -398,8 +377,6 @@ def test_another_model_on_one_rank_is_an_error_at_the_save(hvd):
 
 
 def test_sharded_variables(hvd):
-    import tensorflow as tf
-
     size, rank = hvd.size(), hvd.rank()
     rows = 3 * size + 1
     first, end = 3 * rank, 3 * rank + (4 if rank == size - 1 else 3)

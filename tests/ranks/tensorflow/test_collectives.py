@@ -6,21 +6,18 @@ import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError, check_consistency
+from tests.ranks.frameworks import tf
 from tests.ranks.tensorflow.oracle import assert_raised_on_all_ranks
 
 WHERE = ["eager", "graph"]
 
 
 def run(function, where, *arguments):
-    import tensorflow as tf
-
     return tf.function(function)(*arguments) if where == "graph" else function(*arguments)
 
 
 def traced(function):
     """Call `function` while a graph is traced, and return the result."""
-    import tensorflow as tf
-
     results = []
 
     @tf.function(autograph=False)
@@ -84,8 +81,6 @@ def test_a_consistency_check_while_tracing_raises_on_every_rank(hvd):
 
 
 def test_process_set(hvd):
-    import tensorflow as tf
-
     from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
     members = [0, *range(2, hvd.size())]
@@ -123,8 +118,6 @@ def test_rank_and_size_ops(hvd, where):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_grouped_and_scattering_collectives(hvd, where):
-    import tensorflow as tf
-
     n, rank = hvd.size(), hvd.rank()
     own = tf.range(2.0 * n) * (rank + 1)
 
@@ -155,8 +148,6 @@ def test_grouped_and_scattering_collectives(hvd, where):
 
 
 def test_a_mean_of_integers_warns(hvd):
-    import tensorflow as tf
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hvd.allreduce(tf.constant([hvd.rank()]), name="whole")
@@ -169,8 +160,6 @@ def test_a_mean_of_integers_warns(hvd):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_scalars_are_gathered_to_a_vector(hvd, where):
-    import tensorflow as tf
-
     def gathered(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -187,8 +176,6 @@ def test_scalars_are_gathered_to_a_vector(hvd, where):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_gradients_through_collectives(hvd, where):
-    import tensorflow as tf
-
     n, rank = hvd.size(), hvd.rank()
 
     def gradients(x):
@@ -217,8 +204,6 @@ def test_gradients_through_collectives(hvd, where):
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_allreduce_with_compression(hvd, compression):
-    import tensorflow as tf
-
     kind = getattr(hvd.Compression, compression)
     result = hvd.allreduce(tf.fill([3], 0.26), op=hvd.Sum, compression=kind, name="compressed")
     assert result.dtype == tf.float32
@@ -231,8 +216,6 @@ def test_allreduce_with_compression(hvd, compression):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_join_with_different_numbers_of_batches(hvd, where):
-    import tensorflow as tf
-
     from hvdkit.tensorflow import runtime
 
     join = tf.function(hvd.join) if where == "graph" else hvd.join
@@ -253,8 +236,6 @@ def test_join_with_different_numbers_of_batches(hvd, where):
 
 
 def test_different_shapes_raise_on_every_rank(hvd):
-    import tensorflow as tf
-
     own = tf.ones(3 + min(hvd.rank(), 1))
     for function in (
         lambda: hvd.allreduce(own, name="shapes"),

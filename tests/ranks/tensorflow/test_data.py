@@ -5,18 +5,18 @@ import os
 import numpy as np
 import pytest
 
+from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import UsageError
+from tests.ranks.frameworks import tf
+
 
 def numbered(count, start=0):
-    import tensorflow as tf
-
     x = np.arange(start, start + count)
     return tf.data.Dataset.from_tensor_slices((x.astype(np.float32), x))
 
 
 def of_all_ranks(hvd, values, name):
     """Return the int64 values of all ranks, whose numbers may differ."""
-    import tensorflow as tf
-
     return hvd.allgather(tf.constant(values, tf.int64), name=name).numpy().tolist()
 
 
@@ -53,8 +53,6 @@ def test_drop_uses_each_element_at_most_once_in_equal_steps(hvd, count):
 
 
 def test_a_shuffle_with_a_seed_before_shard(hvd):
-    import tensorflow as tf
-
     # The order also depends on the global seed, which earlier tests may have set differently.
     tf.random.set_seed(0)
     share = hvd.shard(numbered(21).shuffle(21, seed=4), tail="pad").batch(2)
@@ -74,8 +72,6 @@ def test_a_dataset_of_unknown_size_is_counted(hvd):
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_shares_of_files(hvd, tmp_path, tail):
-    import tensorflow as tf
-
     counts = [5, 0, 9, 1, 3, 8]
     begins = np.cumsum([0, *counts]).tolist()
     names = [tmp_path / f"part-{i}" for i in range(len(counts))]
@@ -101,8 +97,6 @@ def test_shares_of_files(hvd, tmp_path, tail):
 
 
 def test_shard_in_a_process_set(hvd):
-    from hvdkit.errors import UsageError
-
     members = hvd.add_process_set(list(range(1, hvd.size())))
     try:
         if members.included():
@@ -146,8 +140,6 @@ def infinite_on_one(rank):
 
 
 def unreadable_on_one(rank):
-    import tensorflow as tf
-
     if rank == 1:
         broken = numbered(20).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no"), y))
         return {"dataset": broken}
@@ -174,15 +166,11 @@ def different_file_names(rank):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_differences_between_ranks_raise_on_every_rank(hvd, different, message):
-    from hvdkit.agreement.consistency import RankMismatchError
-
     with pytest.raises(RankMismatchError, match=message):
         hvd.shard(**different(hvd.rank()))
 
 
 def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):
-    from hvdkit.errors import UsageError
-
     for tail in ("drop", "pad"):
         message = f"{hvd.size() - 1} elements for {hvd.size()} ranks"
         with pytest.raises(UsageError, match=message):
@@ -190,10 +178,6 @@ def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):
 
 
 def test_an_unreadable_file_raises_on_every_rank(hvd, tmp_path):
-    import tensorflow as tf
-
-    from hvdkit.errors import UsageError
-
     names = [tmp_path / f"part-{i}" for i in range(hvd.size())]
     if hvd.rank() == 0:
         for name in names[:-1]:

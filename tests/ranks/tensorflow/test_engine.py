@@ -1,18 +1,15 @@
-"""The engine under TensorFlow: results of collectives, and effects of its patches.
-
-Only functions import TensorFlow, because the pytest process collects tests without a framework.
-"""
+"""The engine under TensorFlow: results of collectives, and effects of its patches."""
 
 import numpy as np
 import pytest
+
+from tests.ranks.frameworks import keras, tf
 
 DTYPES = ["float16", "float32", "float64", "int32", "int64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_collectives_give_what_all_ranks_have(hvd, dtype):
-    import tensorflow as tf
-
     numbers = [np.arange(1, 102).astype(dtype) * (rank + 1) for rank in range(hvd.size())]
     own = tf.constant(numbers[hvd.rank()])
     total = hvd.allreduce(own, op=hvd.Sum, name=f"sum {dtype}")
@@ -27,8 +24,6 @@ def test_collectives_give_what_all_ranks_have(hvd, dtype):
 
 
 def test_allreduce_in_a_graph_is_differentiable(hvd):
-    import tensorflow as tf
-
     @tf.function
     def gradient(x):
         with tf.GradientTape() as tape:
@@ -42,8 +37,6 @@ def test_allreduce_in_a_graph_is_differentiable(hvd):
 
 def small_bfloat16s(hvd):
     """Return each rank's whole numbers, whose sum over four ranks is exact in bfloat16."""
-    import tensorflow as tf
-
     numbers = np.random.default_rng(1).integers(-60, 61, (hvd.size(), 103))
     return numbers, tf.constant(numbers[hvd.rank()], tf.bfloat16)
 
@@ -77,14 +70,10 @@ def test_bfloat16_eagerly(hvd):
 
 
 def bfloat16_of(numbers):
-    import tensorflow as tf
-
     return tf.cast(tf.constant(numbers, tf.float32), tf.bfloat16).numpy().astype(np.float64)
 
 
 def test_bfloat16_in_a_graph(hvd):
-    import tensorflow as tf
-
     numbers, own = small_bfloat16s(hvd)
     root = hvd.size() - 1
 
@@ -107,8 +96,6 @@ def test_bfloat16_in_a_graph(hvd):
 
 
 def test_bfloat16_variables_are_broadcast_in_place(hvd):
-    import tensorflow as tf
-
     numbers, own = small_bfloat16s(hvd)
     variable = tf.Variable(own, name="bfloat16")
     hvd.broadcast_([variable], root_rank=1, name="bfloat16-variable")
@@ -116,8 +103,6 @@ def test_bfloat16_variables_are_broadcast_in_place(hvd):
 
 
 def test_keras_3_variables_are_broadcast(hvd):
-    import keras
-
     # Horovod's function; hvdkit's has another implementation.
     from horovod.tensorflow import broadcast_variables
 
@@ -144,8 +129,6 @@ def flat(variables):
 
 
 def test_an_input_that_is_used_elsewhere_is_left_alone(hvd):
-    import tensorflow as tf
-
     @tf.function
     def function(x):
         made = x * 2.0

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.ranks.collective_cases import Case, draw_case
+from tests.ranks.frameworks import tf
 
 
 def scaled(x, factor):
     """The identity, whose gradient is multiplied by a factor."""
-    import tensorflow as tf
 
     @tf.custom_gradient
     def identity(x):
@@ -49,8 +49,6 @@ def defined(case: Case, tensors):
     Args:
         tensors: the same tensor of each member.
     """
-    import tensorflow as tf
-
     kind = case.collective.removeprefix("grouped_")
     n = case.size
     if kind == "broadcast":
@@ -76,8 +74,6 @@ def defined(case: Case, tensors):
 
 def loss_of(case: Case, member, inputs, outputs):
     """The loss of a member. The inputs are also used without the collective."""
-    import tensorflow as tf
-
     loss = tf.zeros((), tf.float64)
     for k, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
         weights = case.weights(member, k, y.shape)
@@ -96,8 +92,6 @@ def differentiated(case: Case, members, run):
         members: the members whose tensors this process has.
         run: a function of the members' tensors. It returns the outputs, and the loss.
     """
-    import tensorflow as tf
-
     leaves = [[tf.constant(x) for x in case.inputs()[i]] for i in members]
     with contextlib.ExitStack() as tapes:
         outer = tapes.enter_context(tf.GradientTape())
@@ -129,8 +123,6 @@ def expected(case: Case):
 
 
 def check(hvd, case: Case, process_set, graph):
-    import tensorflow as tf
-
     member = case.members.index(hvd.rank())
     values, all_gradients = expected(case)
 
@@ -183,8 +175,6 @@ def test_many_drawn_calls(hvd, graph, draws):
 
 
 def test_a_residual_beside_a_reducescatter(hvd):
-    import tensorflow as tf
-
     u, x = tf.ones([2, 3]), tf.ones([2 * hvd.size(), 3])
     with tf.GradientTape() as tape:
         tape.watch(u)
@@ -194,8 +184,6 @@ def test_a_residual_beside_a_reducescatter(hvd):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_an_infinite_gradient_of_a_broadcast(hvd, graph):
-    import tensorflow as tf
-
     def gradient():
         x = tf.ones([3])
         with tf.GradientTape() as tape:
@@ -208,8 +196,6 @@ def test_an_infinite_gradient_of_a_broadcast(hvd, graph):
 
 
 def test_adasum_has_no_gradient(hvd):
-    import tensorflow as tf
-
     if not hvd.mpi_enabled() or hvd.size() & (hvd.size() - 1):
         return  # Gloo has no Adasum. It needs a power of two.
     x = tf.ones([3])
@@ -221,8 +207,6 @@ def test_adasum_has_no_gradient(hvd):
 
 
 def test_a_contrastive_loss_trains_as_one_process(hvd):
-    import tensorflow as tf
-
     n = hvd.size()
     generator = np.random.default_rng(0)
     images, texts = generator.normal(size=(2, 2 * n, 4))

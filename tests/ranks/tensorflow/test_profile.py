@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from hvdkit.profiling import trace_file
+from tests.ranks.frameworks import tf
 from tests.ranks.tensorflow.test_checkpoint import common_folder
 from tests.ranks.traces import check
 
 
 @pytest.mark.long
 def test_one_trace_of_all_ranks(hvd):
-    import tensorflow as tf
-
     weights = [tf.Variable(tf.ones((30, 30))) for _ in range(3)]
 
     @tf.function

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import HvdkitError
 from hvdkit.reduction.compression import BFloat16, Float16, NoCompression
 from hvdkit.reduction.plan import Reduction
 from hvdkit.reduction.wire_format import AbsMax, GlobalMax, Sum, WireFormat
+from tests.ranks.frameworks import tf
 
 SHAPES = [(10, 20), (7,), (300, 5), (3, 3, 3)]
 FORMATS = {"none": NoCompression, "bf16": BFloat16, "fp16": Float16}
@@ -36,8 +38,6 @@ def magnitudes(hvd, step, scale=1.0):
 
 
 def reducer(wire_format=None, **settings):
-    import tensorflow as tf
-
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     passes = settings.pop("passes", 1)
@@ -59,8 +59,6 @@ def reducer(wire_format=None, **settings):
     ],
 )
 def test_means(hvd, name, bucket_bytes, traced):
-    import tensorflow as tf
-
     reduce = reducer(FORMATS[name](), bucket_bytes=bucket_bytes)
     function = tf.function(reduce) if traced else reduce
     for step in range(4):
@@ -94,8 +92,6 @@ MAGNITUDES = {
     ],
 )
 def test_float16_repeats_buckets_after_an_overflow(hvd, name):
-    import tensorflow as tf
-
     function = tf.function(reducer(Float16(), bucket_bytes=4000))
     for step, scale in enumerate(MAGNITUDES[name]):
         own = [tf.constant(g) for g in gradients_of(hvd.rank(), step, scale)]
@@ -113,8 +109,6 @@ def test_float16_repeats_buckets_after_an_overflow(hvd, name):
     [("none", math.nan), ("fp16", math.inf), ("fp16", math.nan), ("bf16", math.inf)],
 )
 def test_infinity_and_nan_reach_every_rank(hvd, name, poison):
-    import tensorflow as tf
-
     function = tf.function(reducer(FORMATS[name]()))
     for step in range(5):
         own = gradients_of(hvd.rank(), step)
@@ -147,8 +141,6 @@ def simulated_states(ranks):
 
 def test_the_float16_state_equals_that_of_the_simulation(hvd):
     """The scale computed in the graph equals that computed by Python."""
-    import tensorflow as tf
-
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     program = f"import json; from {__name__} import *; print(json.dumps(simulated_states(%d)))"
@@ -168,8 +160,6 @@ def test_the_float16_state_equals_that_of_the_simulation(hvd):
 @pytest.mark.parametrize("saved_after", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_after):
     """`fit` reduces in a graph, and eagerly if `flush` closes an accumulation window."""
-    import tensorflow as tf
-
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
@@ -199,8 +189,6 @@ def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_afte
 
 
 def test_float64_keeps_its_precision(hvd):
-    import tensorflow as tf
-
     reduce = reducer()
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0, dtype="float64")]
     for result, mean in zip(reduce(own), mean_of(hvd, 0, dtype="float64"), strict=True):
@@ -208,16 +196,12 @@ def test_float64_keeps_its_precision(hvd):
 
 
 def test_mean_over_passes(hvd):
-    import tensorflow as tf
-
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     for result, mean in zip(reducer(passes=4)(own), mean_of(hvd, 0), strict=True):
         np.testing.assert_allclose(result.numpy(), mean / 4, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_and_predivided_averages(hvd):
-    import tensorflow as tf
-
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     mean = mean_of(hvd, 0)
     for result, expected in zip(reducer(average=False)(own), mean, strict=True):
@@ -228,8 +212,6 @@ def test_sums_and_predivided_averages(hvd):
 
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients(hvd, as_dense):
-    import tensorflow as tf
-
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     reduce = GradientReducer(Reduction(NoCompression(), sparse_as_dense=as_dense))
@@ -253,9 +235,6 @@ def test_sparse_gradients(hvd, as_dense):
 
 @pytest.mark.parametrize(("shape", "sparse"), [((None, 4), True), (None, False)])
 def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
-    import tensorflow as tf
-
-    from hvdkit.errors import HvdkitError
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     reduce = GradientReducer(Reduction(NoCompression()))
@@ -267,8 +246,6 @@ def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
 
 
 def test_missing_gradients(hvd):
-    import tensorflow as tf
-
     reduce = reducer()
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     own[1] = None
@@ -279,8 +256,6 @@ def test_missing_gradients(hvd):
 
 def test_another_trace_needs_no_consistency_check(hvd):
     """A rank with a smaller last batch traces again, without the other ranks."""
-    import tensorflow as tf
-
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     reduce = GradientReducer(Reduction(NoCompression()))
@@ -311,8 +286,6 @@ class Int8(WireFormat):
 
 
 def test_a_custom_wire_format(hvd):
-    import tensorflow as tf
-
     function = tf.function(reducer(Int8(), bucket_bytes=4000))
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     for result, mean in zip(function(own), mean_of(hvd, 0), strict=True):
@@ -321,8 +294,6 @@ def test_a_custom_wire_format(hvd):
 
 
 def test_different_variables_raise_while_tracing(hvd):
-    import tensorflow as tf
-
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
     length = 4 if hvd.rank() else 5
