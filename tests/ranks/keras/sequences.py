@@ -239,7 +239,9 @@ def fit_with_weights(world: World, number: int) -> None:
 @action
 def fit_with_validation(world: World, number: int) -> None:
     x, y = world.rows(number + 1, 2)
-    history = world.fit(number, epochs=2, validation_data=(world.own(x), world.own(y)))
+    own = world.own(x), world.own(y)
+    history = world.fit(number, epochs=2, validation_data=own, validation_freq=1 + number % 2)
+    assert len(history.history["val_loss"]) == 2 - number % 2
     same_everywhere([history.history["loss"], history.history["val_loss"]])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
-from tests.ranks.frameworks import keras, tf
+from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import (
     STEPS,
     all_samples,
@@ -133,14 +133,6 @@ def test_a_callback_broadcasts_each_model_that_it_is_passed_for(hvd):
     assert begin[0] == wanted
     for model in models:
         same_everywhere(contents(model.weights))
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_without_a_broadcast_weights_differ(hvd):
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), check_parameters=False)
-    model = classifier(optimizer, seed=hvd.rank())
-    fit(hvd, model)
-    assert len({str(weights) for weights in of_every_rank(contents(model.weights))}) == hvd.size()
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -430,30 +422,6 @@ def test_collectives_on_values(hvd):
     assert array(hvd.reducescatter(np.arange(float(size)) * rank)) == [rank * total / size]
     with pytest.raises(UsageError, match="broadcast_model"):
         hvd.broadcast_global_variables(0)
-
-
-def test_a_loss_of_gathered_values_trains_as_one_process(hvd):
-    n, rank = hvd.size(), hvd.rank()
-    w = keras.Variable(np.array([1.0], "float32"))
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    optimizer.build([w])
-    x = np.array([[rank + 1.0]], "float32")
-
-    def loss():
-        return keras.ops.mean(hvd.gather_for_loss(w * x, name="rows") ** 2)
-
-    if keras.backend.backend() == "tensorflow":
-        with tf.GradientTape() as tape:
-            value = loss()
-        optimizer.apply([tape.gradient(value, w.value)], [w])
-    else:
-        import torch
-
-        loss().backward()
-        with torch.no_grad():
-            optimizer.apply([w.value.grad], [w])
-    squares = sum((r + 1) ** 2 for r in range(n)) / n
-    assert keras.ops.convert_to_numpy(w)[0] == pytest.approx(1 - 2 * squares)
 
 
 @pytest.mark.long_with("keras-tensorflow")

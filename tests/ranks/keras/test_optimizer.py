@@ -187,15 +187,6 @@ def test_apply_in_a_function_for_xla_raises(hvd):
         step()
 
 
-def test_steps_per_execution(hvd):
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("the PyTorch backend has no steps_per_execution")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="fp16")
-    model = fitted(hvd, optimizer, steps=9, steps_per_execution=4)
-    assert int(optimizer.iterations) == 9
-    assert oracle.same_everywhere(hvd, model.get_weights())
-
-
 def test_a_variable_without_a_gradient_is_unchanged(hvd):
     model = oracle.dense_model()
     unused = keras.Variable(np.ones(3, "float32"), name="unused")

@@ -124,15 +124,6 @@ def test_training_metrics_without_validation_are_reduced(hvd):
 
 
 @pytest.mark.long_with("keras-tensorflow")
-def test_validation_every_other_epoch(hvd):
-    model = classifier(distributed(hvd))
-    validation = samples(hvd.rank(), 1)
-    history = fit(hvd, model, epochs=4, validation_data=validation, validation_freq=2).history
-    assert (len(history["loss"]), len(history["val_loss"])) == (4, 2)
-    same_everywhere(history)
-
-
-@pytest.mark.long_with("keras-tensorflow")
 def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
     validation = samples(0, 1) if hvd.rank() == 0 else None
     stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=0)
@@ -315,20 +306,6 @@ def opposed_targets(hvd, rate=0.1, **options):
     model.compile(optimizer, loss="mse")
     x = np.ones((STEPS * BATCH, 1), "float32")
     return model, (x, x * (6.0 if hvd.rank() == 0 else -1.0))
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
-    model, data = opposed_targets(hvd)
-    stopping = keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=1e-4)
-    best = keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True)
-    history = fit(
-        hvd, model, data=data, validation_data=data, epochs=50, callbacks=[stopping, best]
-    ).history
-    epochs = same_everywhere(len(history["loss"]))
-    same_everywhere([weight.tolist() for weight in model.get_weights()])
-    # On rank 0 only, the loss would fall in all epochs; on the others it would rise at once.
-    assert 3 < epochs < 50
 
 
 @pytest.mark.long_with("keras-tensorflow")
@@ -568,32 +545,6 @@ def test_a_checkpoint_replaces_different_initial_epochs(hvd):
         history = fit(hvd, model, initial_epoch=first, epochs=3, callbacks=callbacks)
         # The history contains the restored epoch.
         assert same_everywhere(history.epoch) == [0, 1, 2]
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_evaluate_outside_of_fit_is_not_coordinated(hvd):
-    model = classifier(distributed(hvd))
-    fit(hvd, model)
-    x, y = samples(hvd.rank())
-    plain = classifier("sgd")
-    if hvd.rank() == 0:
-        loss = model.evaluate(x, y, verbose=0)[0]
-        assert loss == pytest.approx(plain.evaluate(x, y, verbose=0)[0], rel=1e-6)
-    # The other ranks continue without it.
-    fit(hvd, model)
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
-    model = classifier(distributed(hvd))
-    callback = hvd.callbacks.MetricAverageCallback()
-    for _ in range(2):
-        found = model.evaluate(
-            *samples(hvd.rank()), verbose=0, callbacks=[callback], return_dict=True
-        )
-        expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
-        close(found, expected)
-        assert {type(value) for value in found.values()} == {float}
 
 
 @pytest.mark.long_with("keras-tensorflow")

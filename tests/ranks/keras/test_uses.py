@@ -670,15 +670,6 @@ def test_a_plain_optimizer_logs_one_warning(hvd):
     assert all(f"each of {hvd.size()} ranks" in message for message in messages)
 
 
-@pytest.mark.long_with("keras-tensorflow")
-def test_local_fit_on_one_rank(hvd):
-    model = classifier("sgd")
-    if hvd.rank() == 0:
-        with hvd.local_fit():
-            fit(model, 0)
-    same_everywhere("the others did not wait")
-
-
 @pytest.mark.parametrize("on_all_ranks", [False, True])
 def test_a_callback_list_in_a_loop_without_compile(hvd, on_all_ranks):
     """It is not coordinated, because a script may make it on rank 0 only."""

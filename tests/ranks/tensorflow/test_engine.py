@@ -23,18 +23,6 @@ def test_collectives_give_what_all_ranks_have(hvd, dtype):
     np.testing.assert_array_equal(joined.numpy(), np.concatenate(parts))
 
 
-def test_allreduce_in_a_graph_is_differentiable(hvd):
-    @tf.function
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            weighted = hvd.allreduce(x, op=hvd.Sum, name="in-a-graph") * (hvd.rank() + 1.0)
-        return tape.gradient(weighted, x)
-
-    expected = sum(rank + 1 for rank in range(hvd.size()))
-    assert gradient(tf.ones(5)).numpy().tolist() == [expected] * 5
-
-
 def small_bfloat16s(hvd):
     """Return each rank's whole numbers, whose sum over four ranks is exact in bfloat16."""
     numbers = np.random.default_rng(1).integers(-60, 61, (hvd.size(), 103))

@@ -204,23 +204,3 @@ def test_adasum_has_no_gradient(hvd):
         y = hvd.allreduce(x, op=hvd.Adasum, name="adasum")
     with pytest.raises(NotImplementedError, match="Adasum.*has no gradient: expected Average"):
         tape.gradient(y, x)
-
-
-def test_a_contrastive_loss_trains_as_one_process(hvd):
-    n = hvd.size()
-    generator = np.random.default_rng(0)
-    images, texts = generator.normal(size=(2, 2 * n, 4))
-    w = tf.Variable(generator.normal(size=(4, 3)))
-
-    def gradient(own, gathered, wrap):
-        with tf.GradientTape() as tape:
-            a, b = images[own] @ w, texts[own] @ w
-            logits = a @ tf.transpose(gathered(b, "texts"))
-            labels = tf.constant(np.arange(2 * n)[own])
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-        return wrap(tape).gradient(loss, w)
-
-    mine = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
-    found = gradient(mine, hvd.gather_for_loss, hvd.DistributedGradientTape)
-    alone = gradient(slice(0, 2 * n), lambda rows, _: rows, lambda tape: tape)
-    np.testing.assert_allclose(found, alone, rtol=1e-9)

@@ -188,13 +188,6 @@ def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_afte
     assert resumed.state() == {}  # a rank that starts now has no state
 
 
-def test_float64_keeps_its_precision(hvd):
-    reduce = reducer()
-    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0, dtype="float64")]
-    for result, mean in zip(reduce(own), mean_of(hvd, 0, dtype="float64"), strict=True):
-        np.testing.assert_allclose(result.numpy(), mean, rtol=1e-14, atol=1e-15)
-
-
 def test_mean_over_passes(hvd):
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     for result, mean in zip(reducer(passes=4)(own), mean_of(hvd, 0), strict=True):
@@ -210,29 +203,6 @@ def test_sums_and_predivided_averages(hvd):
         np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(hvd, as_dense):
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
-    reduce = GradientReducer(Reduction(NoCompression(), sparse_as_dense=as_dense))
-    table = tf.Variable(tf.zeros((50, 4)))
-    # Ranks have different numbers of rows, and all have row 1.
-    indices = [1, *range(2, 3 + hvd.rank())]
-
-    @tf.function
-    def function(rows, values):
-        slices = tf.IndexedSlices(values, rows, tf.constant([50, 4]))
-        (reduced,) = reduce([slices], [table])
-        assert isinstance(reduced, tf.IndexedSlices) != as_dense
-        return tf.convert_to_tensor(reduced)
-
-    result = function(tf.constant(indices), tf.ones((len(indices), 4)) * (hvd.rank() + 1.0))
-    expected = np.zeros((50, 4))
-    for rank in range(hvd.size()):
-        expected[[1, *range(2, 3 + rank)]] += (rank + 1) / hvd.size()
-    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize(("shape", "sparse"), [((None, 4), True), (None, False)])
 def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
@@ -243,32 +213,6 @@ def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
     gradient = tf.IndexedSlices(dense, tf.range(5), tf.constant([5, 4])) if sparse else dense
     with pytest.raises(HvdkitError, match="'table.*Give the variable a static shape"):
         reduce([gradient], [table])
-
-
-def test_missing_gradients(hvd):
-    reduce = reducer()
-    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
-    own[1] = None
-    results = reduce(own)
-    assert results[1] is None
-    np.testing.assert_allclose(results[2].numpy(), mean_of(hvd, 0)[2], rtol=1e-5, atol=1e-6)
-
-
-def test_another_trace_needs_no_consistency_check(hvd):
-    """A rank with a smaller last batch traces again, without the other ranks."""
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
-    reduce = GradientReducer(Reduction(NoCompression()))
-    variable = tf.Variable(tf.zeros(3))
-
-    @tf.function
-    def function(batch):
-        return reduce([tf.reduce_sum(batch, 0)], [variable])[0]
-
-    function(tf.ones((8, 3)))
-    rows = 8 if hvd.rank() else 5
-    mean = (8 * (hvd.size() - 1) + 5) / hvd.size()
-    np.testing.assert_allclose(function(tf.ones((rows, 3))).numpy(), mean)
 
 
 class Int8(WireFormat):

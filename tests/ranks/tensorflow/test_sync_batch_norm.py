@@ -265,27 +265,6 @@ def test_a_model_with_several_layers(hvd, run_eagerly):
     assert_same_on_all_ranks(hvd, own)
 
 
-def test_keras_fit(hvd):
-    def fitted(kind, x, batch, wrap):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(5, "tanh"), kind(), keras.layers.Dense(1)]
-        )
-        model.compile(wrap(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
-        model.fit(x, x.sum(1), batch_size=batch, epochs=3, shuffle=False, verbose=0)
-        return [v.numpy() for v in model.trainable_variables]
-
-    n = hvd.size()
-    shares = [(numbers(rank, 12, 4) + rank).astype("float32") for rank in range(n)]
-    own = fitted(hvd.SyncBatchNormalization, shares[hvd.rank()], 6, hvd.DistributedOptimizer)
-    # A batch of one process consists of the ranks' batches of that step.
-    whole = np.concatenate([share[k : k + 6] for k in (0, 6) for share in shares])
-    plain = fitted(keras.layers.BatchNormalization, whole, 6 * n, lambda optimizer: optimizer)
-    for mine, theirs in zip(own, plain, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4)
-    assert_same_on_all_ranks(hvd, own)
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 def test_two_calls_of_one_function_in_a_graph(hvd, layers):
     """Each rank is slow in another call, so that it could meet other ranks' other call."""

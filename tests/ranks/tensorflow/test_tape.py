@@ -71,26 +71,6 @@ def assert_close(gradients, expected, tolerance=1e-12):
         assert np.abs(gradient.numpy() - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize(
-    ("compression", "op", "where"),
-    [("none", "Average", "eager"), ("fp16", "Average", "graph"), ("bf16", "Sum", "graph")],
-)
-def test_gradients_equal_those_of_one_process_with_all_data(hvd, where, op, compression):
-    variables = variables_of()
-    gradients = reduced_gradients(
-        hvd,
-        variables,
-        where,
-        data_of(hvd.rank()),
-        op=getattr(hvd, op),
-        compression=getattr(hvd.Compression, compression),
-    )
-    mean = "mean" if op == "Average" else "sum"
-    tolerance = {"none": 1e-12, "fp16": 4e-3, "bf16": 3e-2}[compression]
-    assert_close(gradients, expected_gradients(variables, range(hvd.size()), mean), tolerance)
-    assert_same_on_all_ranks(hvd, gradients)
-
-
 @pytest.mark.parametrize("method", ["gradient", "jacobian"])
 @pytest.mark.parametrize("models", [1, 2])
 def test_two_calls_of_one_function_in_a_graph(hvd, models, method):
@@ -298,50 +278,6 @@ def test_local_layers_of_a_keras_model(hvd):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("where", "dense"), [("eager", True), ("graph", False)])
-def test_gradients_of_embeddings(hvd, where, dense):
-    table = tf.Variable(numbers(1, 9, 2))
-    bias = tf.Variable(numbers(2, 2))
-    rows = [0, 3, 3, hvd.rank()][: hvd.rank() + 2]
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((tf.gather(table, rows) + bias) ** 2)
-        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense)
-        return tape.gradient(loss, [table, bias])
-
-    of_table, of_bias = (tf.function(step) if where == "graph" else step)()
-    assert isinstance(of_table, tf.IndexedSlices) != dense
-    if not dense:
-        # Optimizers square rows one by one.
-        assert len(set(of_table.indices.numpy())) == len(of_table.indices)
-    expected_table, expected_bias = np.zeros((9, 2)), np.zeros(2)
-    for rank in range(hvd.size()):
-        for row in [0, 3, 3, rank][: rank + 2]:
-            gradient = 2 * (table.numpy()[row] + bias.numpy()) / hvd.size()
-            expected_table[row] += gradient
-            expected_bias += gradient
-    np.testing.assert_allclose(tf.convert_to_tensor(of_table).numpy(), expected_table, rtol=1e-12)
-    np.testing.assert_allclose(of_bias.numpy(), expected_bias, rtol=1e-12)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_a_missing_gradient(hvd, where):
-    variables = variables_of()
-    unused = tf.Variable(1.0)
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = loss_of(variables, data_of(hvd.rank()))
-        tape = hvd.DistributedGradientTape(tape, groups=2)
-        return tape.gradient(loss, [*variables[:2], unused, *variables[2:], variables[0]])
-
-    result = (tf.function(step) if where == "graph" else step)()
-    assert result[2] is None
-    expected = expected_gradients(variables, range(hvd.size()))
-    assert_close([*result[:2], *result[3:]], [*expected, expected[0]])
-
-
 @pytest.mark.parametrize(("compression", "where"), [("none", "eager"), ("fp16", "graph")])
 def test_ranks_use_different_variables(hvd, where, compression):
     """The gradient of a table is sparse, also on ranks that do not use the table."""
@@ -487,56 +423,6 @@ def test_two_tapes_and_equal_models_in_one_graph(hvd):
     for gradients in (second, fourth):
         assert_close(gradients, expected_gradients(other, range(hvd.size())), 4e-3)
     assert not np.array_equal(third[0].numpy(), first[0].numpy())
-
-
-def test_ranks_may_trace_at_different_times(hvd):
-    # A graph is traced again for a batch of another size, perhaps on one rank only.
-    variables = variables_of()
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = loss_of(variables, x)
-        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
-
-    for sizes in ([4] * hvd.size(), [4, *[3] * (hvd.size() - 1)], range(1, hvd.size() + 1)):
-        gradients = step(tf.constant(data_of(hvd.rank())[: sizes[hvd.rank()]]))
-        each = [
-            plain_gradients(lambda r=r, n=n: loss_of(variables, data_of(r)[:n]), variables)
-            for r, n in enumerate(sizes)
-        ]
-        expected = [np.mean([g.numpy() for g in gs], axis=0) for gs in zip(*each, strict=True)]
-        assert_close(gradients, expected)
-
-
-def test_training_in_a_custom_loop(hvd):
-    def model_of():
-        keras.utils.set_random_seed(3)
-        return keras.Sequential(
-            [keras.Input((INPUTS,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-        )
-
-    def trained(model, batches, wrap):
-        optimizer = keras.optimizers.Adam(0.01)
-
-        @tf.function
-        def step(x):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((model(x) - tf.reduce_sum(x, 1, keepdims=True)) ** 2)
-            gradients = wrap(tape).gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-        for x in batches:
-            step(tf.constant(x, tf.float32))
-        return [v.numpy() for v in model.trainable_variables]
-
-    steps = range(5)
-    own = trained(model_of(), [data_of(hvd.rank(), s) for s in steps], hvd.DistributedGradientTape)
-    whole = [np.concatenate([data_of(r, s) for r in range(hvd.size())]) for s in steps]
-    reference = trained(model_of(), whole, lambda tape: tape)
-    for mine, theirs in zip(own, reference, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert_same_on_all_ranks(hvd, own)
 
 
 @pytest.mark.parametrize(

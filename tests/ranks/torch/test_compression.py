@@ -160,21 +160,6 @@ def test_other_dtypes(hvd, compression, dtype):
         assert (error <= bound).all(), step
 
 
-def test_dtypes_that_are_not_compressed(hvd):
-    parameter = nn.Parameter(torch.zeros(16, dtype=torch.complex64, device=DEVICE))
-    gradient = torch.complex(*noise(hvd.rank(), 0, 32).float().view(2, 16)).to(DEVICE)
-    expected = hvd.allreduce(torch.view_as_real(gradient), name="complex")
-    for compression in ("none", "fp16", "bf16"):
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=0.0), compression=compression
-        )
-        (parameter * gradient.conj()).sum().real.backward()
-        optimizer.step()
-        got = torch.view_as_real(parameter.grad)
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-        optimizer.zero_grad()
-
-
 def test_horovods_compressors_are_ours(hvd):
     import horovod.torch
 

@@ -127,9 +127,6 @@ def test_sparse_gradients_in_a_process_set(hvd, members):
         hvd.remove_process_set(process_set)
 
 
-# Ranks with different numbers of batches
-
-
 # find_unused_parameters
 
 
@@ -156,9 +153,6 @@ def test_unused_sparse_parameters(hvd, find, compression):
             assert model[1].weight.grad.is_sparse
             share = 1 / hvd.size()
             assert model[1].weight.grad.to_dense().tolist() == [[0, 0], [share] * 2, *[[0, 0]] * 2]
-
-
-# Frozen parameters
 
 
 # Ranks that differ

@@ -1,6 +1,5 @@
 """The code of docs/migrating.md and of sections that it links, compared with DDP or one process."""
 
-import copy
 import functools
 import io
 import os
@@ -77,24 +76,6 @@ def test_every_line_of_the_table_runs(hvd):
         exec(f"{line} pass" if line.endswith(":") else line, names)
     assert names["totals"].tolist() == [hvd.size()] * 3
     hvd.barrier()
-
-
-def test_a_loss_of_all_ranks_rows(hvd):
-    """Each rank computes the loss of its own rows with those of all ranks, as in SimCLR."""
-    weight = torch.tensor([1.5, -0.5], dtype=torch.float64, requires_grad=True)
-    rows = torch.arange(4.0 * hvd.size(), dtype=torch.float64).reshape(-1, 2)
-
-    def loss_of_rank(rank, gathered, own):
-        return (own @ gathered.T).square().mean() * (rank + 1)
-
-    x = rows[2 * hvd.rank() :][:2] * weight
-    loss_of_rank(hvd.rank(), hvd.gather_for_loss(x), x).backward()
-    gradient = hvd.allreduce(weight.grad)
-    alone = weight.detach().requires_grad_()
-    parts = (rows * alone).split(2)
-    losses = [loss_of_rank(rank, rows * alone, part) for rank, part in enumerate(parts)]
-    (sum(losses) / hvd.size()).backward()
-    torch.testing.assert_close(gradient, alone.grad)
 
 
 class Model(nn.Module):
@@ -193,21 +174,6 @@ def test_the_script_for_horovod_before_and_after(hvd):
     assert_same_on_all_ranks(hvd, models[1])
 
 
-def test_buffers(hvd):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    optimizer = wrapped(hvd, model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        optimizer.step()
-    own = copy.deepcopy(dict(model.named_buffers()))
-    hvd.broadcast_parameters(model.named_buffers(), root_rank=0)
-    assert_same_on_all_ranks(hvd, nn.ParameterList([model[1].running_mean, model[1].running_var]))
-    if hvd.rank() == 1:
-        assert not torch.equal(own["1.running_mean"], model[1].running_mean)
-
-
 def train_in_one_process(hvd, steps, make=sgd):
     """Train a model with the mean gradient of all ranks; `steps` has functions model -> loss."""
     reference = small_model()
@@ -253,13 +219,6 @@ def test_uneven_data(hvd):
     ]
     assert_close(model, train_in_one_process(hvd, steps, adamw))
     assert_same_on_all_ranks(hvd, model)
-
-
-def test_a_sum_in_place(hvd):
-    totals = torch.ones(3)
-    assert hvd.allreduce_(totals, op=hvd.Sum, name="in place") is totals
-    assert totals.tolist() == [hvd.size()] * 3
-    hvd.barrier()
 
 
 def gan():
