@@ -364,6 +364,11 @@ def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
     assert int(optimizer.iterations) == int(plain.iterations) == data.steps // passes
 
 
+def skip_without_tapes():
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+
+
 @pytest.mark.parametrize(
     ("where", "op"),
     [
@@ -375,8 +380,7 @@ def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
 )
 def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     """A second sum is an error on every rank. A second mean is a warning."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
+    skip_without_tapes()
     model = oracle.dense_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=getattr(hvd, op))
     inputs, targets = oracle.data(hvd.size(), 1).of_rank(hvd.rank())
@@ -418,8 +422,7 @@ def test_gradients_that_a_tape_has_reduced(hvd, where, op):
 
 def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
     """A rank traces by itself, so a trace must not start a collective."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
+    skip_without_tapes()
     model = oracle.dense_model()
     variables = model.trainable_variables
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -438,8 +441,7 @@ def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
 
 def test_a_tape_beside_a_wrapped_optimizer(hvd):
     """A graph reduces gradients to log their norm, and applies others: once each."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
+    skip_without_tapes()
     model = oracle.dense_model()
     variables = model.trainable_variables
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
@@ -460,8 +462,7 @@ def test_a_tape_beside_a_wrapped_optimizer(hvd):
 
 def test_a_wrapped_optimizer_after_a_loop_with_a_tape(hvd):
     """The tape's gradients went to another optimizer, so nothing is reduced twice."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
+    skip_without_tapes()
     model = oracle.dense_model()
     variables = model.trainable_variables
     inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))

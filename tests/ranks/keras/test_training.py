@@ -435,46 +435,30 @@ def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
     assert same_everywhere(int(model.optimizer.iterations)) == 1
 
 
-@pytest.mark.long_with("keras-tensorflow")
-def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = epoch == 1
+#: Hook in which one rank stops at its second call -> epochs and batches that all ranks train. Only
+#: a callback with a hook of batches stops them within an epoch.
+STOPS = {
+    "on_epoch_end": (2, 2 * STEPS),
+    "on_epoch_begin": (2, 2 * STEPS),
+    "on_train_batch_end": (1, 2),
+}
 
-    callbacks = [Stop()] if hvd.rank() == 1 else []
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("is_lambda", [False, True])
+@pytest.mark.parametrize("hook", STOPS)
+def test_a_stop_on_one_rank_stops_all(hvd, hook, is_lambda):
+    def stop(number, logs=None):
+        model.stop_training = number == 1
+
     model = classifier(distributed(hvd, 0.1))
+    callback = keras.callbacks.LambdaCallback(**{hook: stop})
+    if not is_lambda:
+        callback = type("Stop", (keras.callbacks.Callback,), {hook: staticmethod(stop)})()
+    callbacks = [callback] if hvd.rank() == 1 else []
     history = fit(hvd, model, epochs=5, callbacks=callbacks).history
-    assert same_everywhere(len(history["loss"])) == 2
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = batch == 1
-
-    def stop(batch, logs):
-        model.stop_training = batch == 1
-
-    for callback in (Stop(), keras.callbacks.LambdaCallback(on_train_batch_end=stop)):
-        model = classifier(distributed(hvd, 0.1))
-        callbacks = [callback] if hvd.rank() == 1 else []
-        history = fit(hvd, model, epochs=5, callbacks=callbacks).history
-        assert same_everywhere(len(history["loss"])) == 1
-        assert same_everywhere(int(model.optimizer.iterations)) == 2
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.model.stop_training = epoch == 1
-
-    callbacks = [Stop()] if hvd.rank() == 1 else []
-    model = classifier(distributed(hvd, 0.1))
-    history = fit(hvd, model, epochs=5, callbacks=callbacks).history
-    assert same_everywhere(len(history["loss"])) == 2
-    assert same_everywhere(int(model.optimizer.iterations)) == 2 * STEPS
+    done = len(history["loss"]), int(model.optimizer.iterations)
+    assert tuple(same_everywhere(done)) == STOPS[hook]
 
 
 @pytest.mark.long_with("keras-tensorflow")

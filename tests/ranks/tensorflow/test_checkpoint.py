@@ -1,9 +1,7 @@
 """`hvd.Checkpointer` and `hvd.ResumableSampler` on several ranks, and examples with them."""
 
 import contextlib
-import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -33,42 +31,6 @@ def common_folder(hvd):
         of_every_rank(hvd, "done")
         if own:
             shutil.rmtree(own)
-
-
-def batches(sampler, data):
-    return [batch.numpy().tolist() for batch in sampler.batches(data)]
-
-
-@pytest.mark.parametrize("count", [8, 13])
-def test_ranks_share_all_samples_in_equal_steps(hvd, count):
-    sampler = hvd.ResumableSampler(count, 3, seed=1)
-    data = sampler.dataset()
-    for _ in range(2):
-        by_rank = of_every_rank(hvd, batches(sampler, data))
-        assert {len(each) for each in by_rank} == {sampler.batches_per_epoch}
-        seen = sorted(i for each in by_rank for batch in each for i in batch)
-        extra = len(seen) - count
-        assert 0 <= extra < hvd.size()
-        assert set(seen) == set(range(count))
-
-
-def test_the_rest_of_an_epoch_on_another_number_of_ranks(hvd):
-    size, count = hvd.size(), 61
-    sampler = hvd.ResumableSampler(count, 2, seed=1)
-    iterator = sampler.batches(sampler.dataset())
-    done = [next(iterator).numpy().tolist() for _ in range(3)]
-    half = hvd.add_process_set(range(size // 2))
-    try:
-        left = []
-        if half.included():
-            other = hvd.ResumableSampler(count, 2, seed=1, process_set=half)
-            other.restore(other.plan_restore(sampler.save()))
-            left = batches(other, other.dataset())
-        seen = [i for each in of_every_rank(hvd, [*done, *left]) for b in each for i in b]
-        assert set(seen) == set(range(count))
-        assert len(seen) - count < size
-    finally:
-        hvd.remove_process_set(half)
 
 
 def trained(hvd, folder, compression, interrupted_after=None):
@@ -214,26 +176,6 @@ def clear_reducers():
     tape._reducer.cache_clear()
     tape._reducers.clear()
     tape._saved_states.clear()
-
-
-def count_until_stopped(hvd, folder, variable):
-    with hvd.Checkpointer(folder, model=[variable]) as checkpointer:
-        for step in range(1, 100):
-            variable.assign_add([1.0])
-            if step == 3 and hvd.rank() == hvd.size() - 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            checkpointer.maybe_save(step)
-
-
-def test_a_signal_to_one_rank_saves_and_stops_all(hvd):
-    variable = tf.Variable([1.0])
-    with common_folder(hvd) as folder:
-        with pytest.raises(hvd.Stopped) as stopped:
-            count_until_stopped(hvd, folder, variable)
-        assert stopped.value.code == hvd.RESUMABLE
-        with hvd.Checkpointer(folder, model=[variable]) as c:
-            assert of_every_rank(hvd, c.restore().step) == [stopped.value.step] * hvd.size()
-    assert variable.numpy() == [1.0 + stopped.value.step]
 
 
 def test_a_restore_discards_the_gradients_of_a_window(hvd):

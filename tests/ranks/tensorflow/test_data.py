@@ -111,63 +111,56 @@ def test_shard_in_a_process_set(hvd):
         hvd.remove_process_set(members)
 
 
-def different_shuffles(rank):
-    return {"dataset": numbered(20).shuffle(20, seed=rank)}
+def broken():
+    return numbered(20).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no"), y))
 
 
-def different_sizes(rank):
-    return {"dataset": numbered(20 + (rank == 1))}
+#: What differs on rank 1 -> the arguments of a rank, and a part of the error.
+DIFFERENCES = {
+    "shuffles": (
+        lambda rank: {"dataset": numbered(20).shuffle(20, seed=rank)},
+        "rank 0: first elements.*the same order",
+    ),
+    "sizes": (
+        lambda rank: {"dataset": numbered(20 + (rank == 1))},
+        "20 elements; rank 1: 21 elements",
+    ),
+    "elements": (
+        lambda rank: {"dataset": numbered(20).map(lambda x, y: (x, x if rank == 1 else y))},
+        "rank 1: .*float32.*float32",
+    ),
+    "values": (
+        lambda rank: {"dataset": numbered(20, start=int(rank == 1))},
+        "rank 1: first elements",
+    ),
+    "tails": (
+        lambda rank: {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"},
+        "rank 1: batch_size=None, tail='pad'",
+    ),
+    "invalid": (
+        lambda rank: {"dataset": numbered(20), "batch_size": 0 if rank == 1 else 4},
+        "no problem; rank 1: batch_size is 0",
+    ),
+    "infinite": (
+        lambda rank: {"dataset": numbered(20).repeat() if rank == 1 else numbered(20)},
+        "rank 1: the dataset is infinite",
+    ),
+    "unreadable": (
+        lambda rank: {"dataset": broken() if rank == 1 else numbered(20)},
+        "rank 1: the dataset cannot be read",
+    ),
+    "file names": (
+        lambda rank: {"dataset": [f"a{int(rank == 1)}"], "reader": lambda name: numbered(5)},
+        "the files to shard.*rank 1: file a1",
+    ),
+}
 
 
-def different_elements(rank):
-    return {"dataset": numbered(20).map(lambda x, y: (x, x if rank == 1 else y))}
-
-
-def different_values(rank):
-    return {"dataset": numbered(20, start=int(rank == 1))}
-
-
-def different_tails(rank):
-    return {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"}
-
-
-def invalid_on_one(rank):
-    return {"dataset": numbered(20), "batch_size": 0 if rank == 1 else 4}
-
-
-def infinite_on_one(rank):
-    return {"dataset": numbered(20).repeat() if rank == 1 else numbered(20)}
-
-
-def unreadable_on_one(rank):
-    if rank == 1:
-        broken = numbered(20).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no"), y))
-        return {"dataset": broken}
-    return {"dataset": numbered(20)}
-
-
-def different_file_names(rank):
-    return {"dataset": [f"a{int(rank == 1)}"], "reader": lambda name: numbered(5)}
-
-
-@pytest.mark.parametrize(
-    ("different", "message"),
-    [
-        (different_shuffles, "rank 0: first elements.*the same order"),
-        (different_sizes, "20 elements; rank 1: 21 elements"),
-        (different_elements, "rank 1: .*float32.*float32"),
-        (different_values, "rank 1: first elements"),
-        (different_tails, "rank 1: batch_size=None, tail='pad'"),
-        (invalid_on_one, "no problem; rank 1: batch_size is 0"),
-        (infinite_on_one, "rank 1: the dataset is infinite"),
-        (unreadable_on_one, "rank 1: the dataset cannot be read"),
-        (different_file_names, "the files to shard.*rank 1: file a1"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_differences_between_ranks_raise_on_every_rank(hvd, different, message):
+@pytest.mark.parametrize("different", DIFFERENCES)
+def test_differences_between_ranks_raise_on_every_rank(hvd, different):
+    arguments, message = DIFFERENCES[different]
     with pytest.raises(RankMismatchError, match=message):
-        hvd.shard(**different(hvd.rank()))
+        hvd.shard(**arguments(hvd.rank()))
 
 
 def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):

@@ -175,14 +175,8 @@ def test_different_variables_raise_on_every_rank(hvd):
 
 
 def test_invalid_variables_raise(hvd):
-    for variables, root, message in (
-        ([tf.Variable("text", name="words")], 0, r"'words:0', has dtype string"),
-        ([tf.Variable(1.0), 3.0], 0, r"variables\[1\]: found a float: expected a tf.Variable"),
-        (tf.Variable([1.0]), 0, "is one ResourceVariable: expected a list"),
-        ([tf.Variable(1.0)], hvd.size(), rf"root_rank is {hvd.size()}: expected one of \[0, 1"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            hvd.broadcast_variables(variables, root_rank=root)
+    with pytest.raises(UsageError, match="is one ResourceVariable: expected a list"):
+        hvd.broadcast_variables(tf.Variable([1.0]), root_rank=0)
     with tf.Graph().as_default(), pytest.raises(UsageError, match="a tf.Graph of TensorFlow 1"):
         hvd.broadcast_variables([], root_rank=0)
 

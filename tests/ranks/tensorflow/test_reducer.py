@@ -13,7 +13,9 @@ from hvdkit.errors import HvdkitError
 from hvdkit.reduction.compression import BFloat16, Float16, NoCompression
 from hvdkit.reduction.plan import Reduction
 from hvdkit.reduction.wire_format import AbsMax, GlobalMax, Sum, WireFormat
-from tests.ranks.frameworks import tf
+from tests.ranks.frameworks import LazyModule, tf
+
+reducers = LazyModule("hvdkit.tensorflow.reduction.reducer")
 
 SHAPES = [(10, 20), (7,), (300, 5), (3, 3, 3)]
 FORMATS = {"none": NoCompression, "bf16": BFloat16, "fp16": Float16}
@@ -38,10 +40,10 @@ def magnitudes(hvd, step, scale=1.0):
 
 
 def reducer(wire_format=None, **settings):
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     passes = settings.pop("passes", 1)
-    reduce = GradientReducer(Reduction(wire_format or NoCompression(), **settings), passes=passes)
+    reduce = reducers.GradientReducer(
+        Reduction(wire_format or NoCompression(), **settings), passes=passes
+    )
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     return lambda gradients: reduce(gradients, variables)
 
@@ -141,13 +143,11 @@ def simulated_states(ranks):
 
 def test_the_float16_state_equals_that_of_the_simulation(hvd):
     """The scale computed in the graph equals that computed by Python."""
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     program = f"import json; from {__name__} import *; print(json.dumps(simulated_states(%d)))"
     found = subprocess.run(
         [sys.executable, "-c", program % hvd.size()], check=True, stdout=subprocess.PIPE, timeout=60
     )
-    reduce = GradientReducer(Reduction(Float16()))
+    reduce = reducers.GradientReducer(Reduction(Float16()))
     variable = tf.Variable(tf.zeros(40))
     function = tf.function(lambda gradient: reduce([gradient], [variable]))
     for step, expected in enumerate(json.loads(found.stdout)):
@@ -160,12 +160,10 @@ def test_the_float16_state_equals_that_of_the_simulation(hvd):
 @pytest.mark.parametrize("saved_after", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_after):
     """`fit` reduces in a graph, and eagerly if `flush` closes an accumulation window."""
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
 
     def start(state=None):
-        reduce = GradientReducer(Reduction(Float16(), bucket_bytes=4000))
+        reduce = reducers.GradientReducer(Reduction(Float16(), bucket_bytes=4000))
         if state is not None:
             reduce.restore_state(state)
         return reduce, tf.function(lambda *gradients: reduce(gradients, variables))
@@ -188,26 +186,21 @@ def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_afte
     assert resumed.state() == {}  # a rank that starts now has no state
 
 
-def test_mean_over_passes(hvd):
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [({"passes": 4}, "1 / 4"), ({"average": False}, "ranks"), ({"predivide": 3.0}, "1")],
+    ids=str,
+)
+def test_divisors(hvd, settings, factor):
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
-    for result, mean in zip(reducer(passes=4)(own), mean_of(hvd, 0), strict=True):
-        np.testing.assert_allclose(result.numpy(), mean / 4, rtol=1e-5, atol=1e-6)
-
-
-def test_sums_and_predivided_averages(hvd):
-    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
-    mean = mean_of(hvd, 0)
-    for result, expected in zip(reducer(average=False)(own), mean, strict=True):
-        np.testing.assert_allclose(result.numpy(), expected * hvd.size(), rtol=1e-5, atol=1e-5)
-    for result, expected in zip(reducer(predivide=3.0)(own), mean, strict=True):
-        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
+    factor = eval(factor, {"ranks": hvd.size()})
+    for result, mean in zip(reducer(**settings)(own), mean_of(hvd, 0), strict=True):
+        np.testing.assert_allclose(result.numpy(), factor * mean, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("shape", "sparse"), [((None, 4), True), (None, False)])
 def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
-    reduce = GradientReducer(Reduction(NoCompression()))
+    reduce = reducers.GradientReducer(Reduction(NoCompression()))
     table = tf.Variable(tf.zeros((5, 4)), shape=tf.TensorShape(shape), name="table")
     dense = tf.ones((5, 4))
     gradient = tf.IndexedSlices(dense, tf.range(5), tf.constant([5, 4])) if sparse else dense
@@ -238,10 +231,8 @@ def test_a_custom_wire_format(hvd):
 
 
 def test_different_variables_raise_while_tracing(hvd):
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     length = 4 if hvd.rank() else 5
-    reduce = GradientReducer(Reduction(NoCompression()))
+    reduce = reducers.GradientReducer(Reduction(NoCompression()))
     variable = tf.Variable(tf.zeros(length), name="mine")
     with pytest.raises(RankMismatchError, match=r"rank 0: gradient 0 is 'mine:0', float32 \[5\]"):
         tf.function(lambda: reduce([tf.ones(length)], [variable]))()

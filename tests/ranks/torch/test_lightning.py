@@ -217,53 +217,6 @@ def one_layer(L, **methods):
     return type("Model", (Model,), methods)()
 
 
-@pytest.mark.long
-def test_a_gan_with_manual_optimization(hvd):
-    L, HvdkitStrategy = lightning()
-
-    class Gan(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
-            self.critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-        def training_step(self, batch, index):
-            noise, real = batch
-            of_generator, of_critic = self.optimizers()
-            for optimizer, loss in (
-                (of_generator, lambda: -self.critic(self.generator(noise)).mean()),
-                (
-                    of_critic,
-                    lambda: (
-                        (self.critic(self.generator(noise)) - self.critic(real)).square().mean()
-                    ),
-                ),
-            ):
-                self.toggle_optimizer(optimizer)
-                optimizer.zero_grad()
-                self.manual_backward(loss())
-                self.clip_gradients(optimizer, 0.5, "norm")
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-        def configure_optimizers(self):
-            return [
-                torch.optim.SGD(self.generator.parameters(), lr=0.1),
-                torch.optim.Adam(self.critic.parameters(), lr=0.02, eps=1e-2),
-            ]
-
-    data = torch.Generator().manual_seed(1)
-    dataset = TensorDataset(torch.randn(32, 2, generator=data), torch.randn(32, 2, generator=data))
-    models = []
-    for size, strategy in ((hvd.size(), HvdkitStrategy()), (1, None)):
-        torch.manual_seed(2)
-        models.append(Gan())
-        make_trainer(L, strategy, max_epochs=3).fit(models[-1], loader_of(dataset, size))
-    torch.testing.assert_close(flat(models[0]), flat(models[1]), rtol=1e-4, atol=1e-5)
-    assert_same_on_all_ranks(hvd, models[0])
-
-
 class Stream(IterableDataset):
     """A data set without a length."""
 

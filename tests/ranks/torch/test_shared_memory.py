@@ -75,11 +75,12 @@ def test_parts_of_a_bucket_and_tensors_that_are_not_in_place(hvd):
     assert bucket.sum().item() == hvd.size() * len(part)
 
 
-def test_ranks_that_have_joined_count_as_zeros(hvd):
-    tensor = empty(3000, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_that_have_joined_count_as_zeros(hvd, dtype):
+    tensor = empty(3000, dtype)
     for number in range(hvd.rank() + 1):
         tensor.fill_(1.0)
-        reduce_all(tensor, f"joined {number}")
+        reduce_all(tensor, f"joined {number} {dtype}")
         assert tensor.eq(hvd.size() - number).all()
     hvd.join()
 
