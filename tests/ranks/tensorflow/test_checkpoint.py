@@ -16,6 +16,7 @@ from hvdkit.errors import UsageError
 from tests.ranks.frameworks import keras, tf
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 from tests.ranks.tensorflow.test_digits import QUIET, example
+from tests.ranks.tensorflow.test_elastic import forget_tapes
 
 
 def of_every_rank(hvd, value):
@@ -82,9 +83,9 @@ def trained(hvd, folder, compression, interrupted_after=None):
 def test_a_resumed_loop_is_bit_identical(hvd, compression):
     with common_folder(hvd) as folder, common_folder(hvd) as other:
         assert trained(hvd, folder, compression, interrupted_after=14) is None
-        clear_reducers()
+        forget_tapes()
         resumed = trained(hvd, folder, compression)
-        clear_reducers()
+        forget_tapes()
         assert resumed == trained(hvd, other, compression)
         assert len({str(content) for content, _ in of_every_rank(hvd, resumed)}) == 1
 
@@ -167,15 +168,6 @@ def test_two_models_with_equal_names_are_both_compared(hvd, tmp_path):
             pytest.raises(RankMismatchError, match=f"'model-{changed}: out/kernel' on rank"),
         ):
             named(changed)
-
-
-def clear_reducers():
-    """Reset the reducers to the state of a new process."""
-    from hvdkit.tensorflow import tape
-
-    tape._reducer.cache_clear()
-    tape._reducers.clear()
-    tape._saved_states.clear()
 
 
 def test_a_restore_discards_the_gradients_of_a_window(hvd):

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from hvdkit.agreement.consistency import RankMismatchError
-from tests.ranks.torch.oracle import Twins, batch_of, loss_of, sgd, small_model
-
-
-def wrapped(hvd, model, **options):
-    return hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+from tests.ranks.torch.oracle import Twins, batch_of, loss_of, small_model, wrapped
 
 
 def two_groups(model):

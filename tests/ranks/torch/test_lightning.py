@@ -17,6 +17,8 @@ from hvdkit.errors import RESUMABLE, UsageError
 from tests.ranks.torch.oracle import (
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
+    assert_trains_alike,
+    flat,
     on_all_ranks,
 )
 
@@ -163,22 +165,13 @@ def make_trainer(L, strategy, **arguments):
     return L.Trainer(**(quiet | defaults | arguments))
 
 
-def flat(module):
-    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
-
-
 def check(hvd, setting):
     L, HvdkitStrategy = lightning()
     strategy = HvdkitStrategy(compression=setting.compression)
     model, before = train(L, setting, hvd.size(), hvd.rank(), strategy)
     alone, _ = train(L, setting, 1, 0, None)
     strategy.set_world_ranks()
-    got, expected = flat(model), flat(alone)
-    moved = (expected - before).norm()
-    assert moved > 0.01, "the training does not move the weights"
-    error = (got - expected).norm() / moved
-    assert error < setting.tolerance, f"{setting}: error {error}"
-    assert_same_on_all_ranks(hvd, model)
+    assert_trains_alike(hvd, model, alone, before, setting.tolerance)
     buffers = [buffer.tolist() for buffer in model.buffers()]
     assert all(each == buffers for each in on_all_ranks(hvd, buffers))
     if hvd.rank() == 0:
@@ -594,10 +587,7 @@ def test_fabric_trains_like_one_process(hvd, seed):
     alone = L.Fabric(devices=1, **kind)
     reference, _ = train(1, 0, alone)
     together.strategy.set_world_ranks()
-    moved = (flat(reference) - before).norm()
-    assert moved > 0.01
-    assert (flat(model) - flat(reference)).norm() / moved < (0.1 if bf16 else 1e-4)
-    assert_same_on_all_ranks(hvd, model)
+    assert_trains_alike(hvd, model, reference, before, 0.1 if bf16 else 1e-4)
 
 
 def test_fabric_refuses_what_cannot_be_right(hvd):

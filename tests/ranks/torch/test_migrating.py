@@ -24,6 +24,7 @@ from tests.ranks.torch.oracle import (
     sgd,
     small_model,
     whole_batch,
+    wrapped,
 )
 
 
@@ -50,10 +51,6 @@ def table():
     """Return the rows of the table of DDP's lines: code of DDP, code of hvdkit."""
     rows = guide().partition("| DDP |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[re.findall("`([^`]+)`", cell) for cell in row.split("|")[1:3]] for row in rows]
-
-
-def wrapped(hvd, model, make=sgd, **options):
-    return hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
 
 
 def test_every_line_of_the_table_runs(hvd):
