@@ -312,26 +312,3 @@ def test_torchs_scaler_does_not_go_with_accumulation(hvd, call):
     with pytest.raises(UsageError, match=r"use hvd\.GradScaler") as caught:
         getattr(scaler, call)(optimizer)
     assert_raised_on_all_ranks(hvd, caught)
-
-
-# float16 is what GradScaler is for. On a CPU it has few kernels.
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])], ids=str
-)
-def test_with_autocast(hvd, dtype):
-    model = small_model(torch.float32)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05), accumulation_steps=2, compression="bf16"
-    )
-    scaler = hvd.GradScaler(DEVICE.type)
-    losses = []
-    for _ in range(20):
-        with torch.autocast(DEVICE.type, dtype=dtype):
-            loss = loss_of(model, batch_of(hvd.rank(), 0, torch.float32))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
-    assert losses[-1] < losses[0]
-    assert_same_on_all_ranks(hvd, model)
