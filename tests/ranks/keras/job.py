@@ -1,9 +1,6 @@
 """Functions for tests of `fit` on several ranks."""
 
-import contextlib
 import json
-import shutil
-import tempfile
 
 import numpy as np
 
@@ -75,16 +72,3 @@ def fit(hvd, model, *, epochs=1, data=None, **options):
     x, y = samples(hvd.rank()) if data is None else data
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
     return model.fit(x, y, epochs=epochs, **options)
-
-
-@contextlib.contextmanager
-def common_folder(hvd):
-    """Yield a folder that is common to all ranks."""
-    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
-    try:
-        yield of_every_rank(own)[0]
-    finally:
-        # Wait until no rank uses the folder.
-        of_every_rank("done")
-        if own:
-            shutil.rmtree(own)

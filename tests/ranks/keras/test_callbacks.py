@@ -7,12 +7,12 @@ import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import (
     STEPS,
     all_samples,
     classifier,
-    common_folder,
     distributed,
     fit,
     of_every_rank,
@@ -242,7 +242,7 @@ def test_the_number_of_batches_is_known_on_some_ranks_only(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_best_model_checkpoint_is_written_once(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         path = os.path.join(folder, f"{hvd.rank()}.keras")
         callback = hvd.callbacks.BestModelCheckpoint(monitor="loss")
         callback.filepath = path

@@ -11,8 +11,13 @@ import pytest
 
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras, tf
-from tests.ranks.keras.job import common_folder, distributed, of_every_rank, same_everywhere
+from tests.ranks.keras.job import (
+    distributed,
+    of_every_rank,
+    same_everywhere,
+)
 
 SAMPLES = 50
 BATCH = 4
@@ -124,7 +129,7 @@ def run(
     ],
 )
 def test_a_resumed_fit_is_bit_identical(hvd, every, after):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         assert run(hvd, folder, interrupted_after=after, **every) is None
         resumed = run(hvd, folder, **every)
     assert resumed == uninterrupted(hvd)
@@ -156,7 +161,7 @@ def distributed_of(hvd, optimizer, **options):
 @pytest.mark.parametrize("make_optimizer", [loss_scaling, float16_wire_and_accumulation])
 def test_optimizer_states_resume(hvd, make_optimizer):
     make = functools.partial(make_optimizer, hvd)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         assert run(hvd, folder, interrupted_after=6, make=make, every_steps=1) is None
         resumed = run(hvd, folder, make=make)
     assert resumed == run(hvd, make=make)
@@ -167,7 +172,7 @@ def test_a_save_due_in_an_accumulation_window_waits_for_its_end(hvd):
     def make():
         return distributed(hvd, 0.1, accumulation_steps=3)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         run(hvd, folder, interrupted_after=6, make=make, every_steps=2, keep_last=None)
         found = same_everywhere([info.step for info in Store(folder).steps()])
     # Saves are due after 2 and 4 batches. With four ranks, the first epoch, and so a window, ends
@@ -198,7 +203,7 @@ def test_states_of_other_callbacks_resume(hvd):
             Sums(),
         ]
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         broken, kept = make(), {"epochs": 9, "validated": True}
         assert run(hvd, folder, 9, callbacks=broken, every_steps=2, **kept) is None
         resumed, whole, again = make(), make(), make()
@@ -240,7 +245,7 @@ def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
             return None
         return everything(model), history.history
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         assert fit(folder, interrupted_after=17) is None
         resumed = fit(folder)
     assert resumed == fit()
@@ -250,7 +255,7 @@ def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
 def test_a_sampler_that_is_not_passed_to_the_callback_raises(hvd):
     model = model_of(distributed(hvd), 1)
     _, data = sampled(hvd)
-    with common_folder(hvd) as folder, pytest.raises(UsageError, match="data=sampler"):
+    with shared_folder(hvd) as folder, pytest.raises(UsageError, match="data=sampler"):
         model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
@@ -266,7 +271,7 @@ def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd, reduced):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_separate_models_raises(hvd):
     model = model_of(keras.optimizers.SGD(), 1)
-    with common_folder(hvd) as folder, pytest.raises(UsageError, match="would train a separate"):
+    with shared_folder(hvd) as folder, pytest.raises(UsageError, match="would train a separate"):
         model.fit(*values(), verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
@@ -280,7 +285,7 @@ def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.01)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         model = model_of(distributed(hvd), 1)
         sampler, data = sampled(hvd)
         callback = hvd.callbacks.Checkpoint(folder, data=sampler)
@@ -294,7 +299,7 @@ def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
 def test_a_checkpointer_of_another_model_beside_the_callback_is_refused(hvd):
     from hvdkit.keras.backend import hvd as adapter
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         model = model_of(distributed(hvd), 1)
         other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         callback = hvd.callbacks.Checkpoint(Path(folder) / "fit")
@@ -307,7 +312,7 @@ def test_a_checkpointer_of_another_model_beside_the_callback_is_refused(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         run(hvd, folder, epochs=1)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(distributed(hvd), loss="mse")
@@ -330,7 +335,7 @@ def test_local_layers_are_restored_on_their_rank(hvd):
         model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
         return everything(model)
 
-    with common_folder(hvd) as folder, common_folder(hvd) as other:
+    with shared_folder(hvd) as folder, shared_folder(hvd) as other:
         fit(folder, 1)
         resumed = fit(folder, 2)
         assert resumed == fit(other, 2)
@@ -359,7 +364,7 @@ def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
         made.set_weights([np.full_like(w, value + k) for k, w in enumerate(made.get_weights())])
         return made, torch.optim.SGD([v.value for v in made.trainable_variables], 0.1)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         # Rank 0 has dense_9, dense_10 and dense_11.
         saved, optimizer = model(9 - hvd.rank(), 1.0)
         with adapter.Checkpointer(folder, model=saved, optimizer=optimizer) as checkpointer:
@@ -404,7 +409,7 @@ def test_a_loop_of_pytorch_with_a_keras_model(hvd):
 
     model, optimizer = training()
     train(model, optimizer)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         with adapter.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
             checkpointer.save(12)
         own = contents(model, trainable=False)

@@ -11,8 +11,12 @@ from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
 from tests.commit_files import read_commit, write_commit
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import LazyModule, keras, tf
-from tests.ranks.keras.job import common_folder, of_every_rank, same_everywhere
+from tests.ranks.keras.job import (
+    of_every_rank,
+    same_everywhere,
+)
 from tests.ranks.keras.test_checkpoint import Interrupted, interrupt_after
 from tests.unit.monitor.simulated import Kept
 
@@ -134,7 +138,7 @@ def fit(hvd, model, callbacks, interrupted_after=None, epochs=EPOCHS):
 )
 def test_a_resumed_fit_is_bit_identical(hvd, make, options):
     expected = same_everywhere(fit(hvd, make(hvd, hvd.rank(), **options), []))
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
         with pytest.raises(Interrupted):
             fit(hvd, make(hvd, hvd.rank(), **options), [checkpoint], BATCHES + 3)
@@ -324,7 +328,7 @@ def test_the_optimizer_of_compile_trains_nothing(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_an_optimizer_that_is_missing_is_named(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         fit(hvd, gan(hvd), [hvd.callbacks.Checkpoint(folder)], epochs=1)
         model = gan(hvd)
         model.others = {}

@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras, tf
-from tests.ranks.keras.job import common_folder, of_every_rank, same_everywhere
+from tests.ranks.keras.job import (
+    of_every_rank,
+    same_everywhere,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -82,7 +86,7 @@ def prepared(hvd):
     names = script_names(hvd)
     model = names["model"] = names["build_model"]()
     before = os.getcwd()
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         os.chdir(folder)
         try:
             if hvd.rank() == 0:

@@ -7,8 +7,11 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras
-from tests.ranks.keras.job import common_folder, skip_without_executions
+from tests.ranks.keras.job import (
+    skip_without_executions,
+)
 from tests.unit.monitor.simulated import Kept
 
 
@@ -124,7 +127,7 @@ def test_the_learning_rate_of_a_multi_optimizer_is_that_of_its_first_optimizer(h
 def test_steps_continue_after_a_resume(hvd):
     x, y = data(hvd)
     runs = []
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         for epochs in (1, 2):
             kept = Kept()
             callbacks = [

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,6 +15,7 @@ from hvdkit.errors import UsageError
 from hvdkit.keras.optimizer import distribution_of
 from hvdkit.reduction.accumulation import PassesDiffer
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import LazyModule, tf
 from tests.ranks.keras import oracle
 
@@ -31,13 +31,6 @@ def fitted(hvd, optimizer, steps=3, seed=None, **options):
     targets = rng.normal(size=(4 * steps, oracle.TARGETS))
     model.fit(inputs, targets, batch_size=4, shuffle=False, verbose=0)
     return model
-
-
-def shared_folder(hvd):
-    """Return a folder of the first rank, for all ranks."""
-    own = tempfile.mkdtemp() if hvd.rank() == 0 else ""
-    every = hvd.backend.collectives().allgather(own.encode(), "tests.folder")
-    return Path(every[0].decode())
 
 
 def wait_for_all(hvd):
@@ -72,37 +65,35 @@ print(json.dumps([
 @pytest.mark.long_with("keras-torch")
 def test_a_saved_model_loads_with_and_without_hvdkit(hvd, name):
     model = fitted(hvd, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
-    folder = shared_folder(hvd)
-    path = folder / name
-    if hvd.rank() == 0:
-        model.save(path)
+    with shared_folder(hvd) as folder:
+        path = folder / name
+        if hvd.rank() == 0:
+            model.save(path)
+            if name.endswith(".keras"):
+                config = json.loads(zipfile.ZipFile(path).read("config.json"))
+                assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
+                assert "hvdkit" not in json.dumps(config)
+            own = [v.numpy() for v in model.optimizer.variables]
+            plain = keras.models.load_model(path).optimizer
+            assert distribution_of(plain) is None
+            assert (plain.__class__.__name__, int(plain.iterations)) == ("Adam", 3)
+            # Keras does not build the optimizer of an HDF5 file before its first use.
+            assert len(plain.variables) == len(own) or name.endswith(".h5")
+            for variable, expected in zip(plain.variables, own, strict=False):
+                np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+            if name.endswith(".h5"):
+                # In a process that does not import hvdkit, which takes long.
+                command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=50, check=True
+                )
+                assert json.loads(done.stdout.splitlines()[-1]) == ["Adam", 3, False]
+        wait_for_all(hvd)
+        loaded = hvd.load_model(path, compression="bf16")
+        assert distribution_of(loaded.optimizer) is not None
+        assert int(loaded.optimizer.iterations) == 3
         if name.endswith(".keras"):
-            config = json.loads(zipfile.ZipFile(path).read("config.json"))
-            assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
-            assert "hvdkit" not in json.dumps(config)
-        own = [v.numpy() for v in model.optimizer.variables]
-        plain = keras.models.load_model(path).optimizer
-        assert distribution_of(plain) is None
-        assert (plain.__class__.__name__, int(plain.iterations)) == ("Adam", 3)
-        # Keras does not build the optimizer of an HDF5 file before its first use.
-        assert len(plain.variables) == len(own) or name.endswith(".h5")
-        for variable, expected in zip(plain.variables, own, strict=False):
-            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
-        if name.endswith(".h5"):
-            # In a process that does not import hvdkit, which takes long.
-            command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-            assert json.loads(done.stdout.splitlines()[-1]) == ["Adam", 3, False]
-    wait_for_all(hvd)
-    loaded = hvd.load_model(path, compression="bf16")
-    assert distribution_of(loaded.optimizer) is not None
-    assert int(loaded.optimizer.iterations) == 3
-    if name.endswith(".keras"):
-        check_training_continues(hvd, loaded)
-    wait_for_all(hvd)
-    if hvd.rank() == 0:
-        path.unlink()
-        folder.rmdir()
+            check_training_continues(hvd, loaded)
 
 
 def test_a_rank_that_loads_a_model_trains_with_ranks_that_build_it(hvd):

@@ -12,9 +12,12 @@ from hvdkit.agreement.replicas import FOLDER
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras
 from tests.ranks.keras import oracle
-from tests.ranks.keras.job import common_folder, skip_without_executions
+from tests.ranks.keras.job import (
+    skip_without_executions,
+)
 from tests.ranks.keras.test_uses import same_everywhere, weights_of
 
 
@@ -230,7 +233,7 @@ def test_an_option_of_the_optimizer_on_one_rank(hvd):
 def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd, tmp_path):
     """`BackupAndRestore` deletes its files in `on_train_end`."""
     model = model_of(hvd)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 3: "):
             fit(
                 hvd,
@@ -275,7 +278,7 @@ def test_local_layers_of_several_optimizers(hvd):
         fit(hvd, model, batches=2, callbacks=[hvd.callbacks.Checkpoint(folder)])
         return [np.array(keras.ops.convert_to_numpy(v)) for v in model.optimizer.variables]
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         trained = fitted(folder)
         # The next job restores the state, and has no batch left to train.
         restored = fitted(folder)
@@ -286,7 +289,7 @@ def test_local_layers_of_several_optimizers(hvd):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
-    with common_folder(hvd) as folder, contextlib.chdir(tmp_path):
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
         model = model_of(hvd)
         saves = hvd.callbacks.Checkpoint(folder, every_steps=2)
         change = {3: lambda: times_two(model.layers[0].kernel)}
@@ -302,5 +305,5 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_are_saved(hvd, tmp_path):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         fit(hvd, model_of(hvd, local=True), callbacks=[hvd.callbacks.Checkpoint(folder)], batches=2)

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tests.ranks.keras.job import common_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.keras.sequences import ACTIONS, Setting, run_sequence
 from tests.searching import search_settings
 
@@ -45,6 +45,6 @@ def test_sequences_of_user_actions(rank_pool, tmp_path, request):
 @pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("setting", [{}, {"kind": "adam", "passes": 3, "compression": "fp16"}])
 def test_each_action_is_always_run(hvd, setting):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         actions = [(each, k) for k in (4, 5) for each in ACTIONS]
         run_sequence(hvd, Setting(**setting), actions, Path(folder))

@@ -10,13 +10,13 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import (
     BATCH,
     STEPS,
     all_samples,
     classifier,
-    common_folder,
     distributed,
     fit,
     of_every_rank,
@@ -322,7 +322,7 @@ def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_only_rank_0_writes_files(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         own = os.path.join(folder, str(hvd.rank()))
         os.mkdir(own)
         callbacks = [
@@ -366,7 +366,7 @@ def test_a_class_of_the_script_runs_on_every_rank_and_writes_on_rank_0(hvd):
             super().on_epoch_begin(epoch, logs)
             hvd.allreduce(1.0, name="bar")
 
-    with common_folder(hvd) as folder, recorded("hvdkit.keras") as records:
+    with shared_folder(hvd) as folder, recorded("hvdkit.keras") as records:
         own = os.path.join(folder, str(hvd.rank()))
         os.mkdir(own)
         best = Best(os.path.join(own, "sub", "best.keras"), monitor="loss", save_best_only=True)
@@ -489,7 +489,7 @@ def test_backup_and_restore_resumes_all_ranks(hvd):
             if epoch == 2:
                 raise KeyboardInterrupt
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
 
         def backup():
             # Each rank has its own folder. Only that of rank 0 has a backup.
@@ -522,7 +522,7 @@ def test_ranks_begin_at_different_epochs(hvd, left):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_replaces_different_initial_epochs(hvd):
     first = 2 * (hvd.rank() == 0)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         fit(hvd, classifier(distributed(hvd)), callbacks=[hvd.callbacks.Checkpoint(folder)])
         model = classifier(distributed(hvd))
         callbacks = [hvd.callbacks.Checkpoint(folder)]

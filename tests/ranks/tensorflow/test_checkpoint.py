@@ -1,9 +1,7 @@
 """`hvd.Checkpointer` and `hvd.ResumableSampler` on several ranks, and examples with them."""
 
 import contextlib
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras, tf
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 from tests.ranks.tensorflow.test_digits import QUIET, example
@@ -21,17 +20,6 @@ from tests.ranks.tensorflow.test_elastic import forget_tapes
 
 def of_every_rank(hvd, value):
     return hvd.allgather_object(value)
-
-
-@contextlib.contextmanager
-def common_folder(hvd):
-    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
-    try:
-        yield of_every_rank(hvd, own)[0]
-    finally:
-        of_every_rank(hvd, "done")
-        if own:
-            shutil.rmtree(own)
 
 
 def trained(hvd, folder, compression, interrupted_after=None):
@@ -81,7 +69,7 @@ def trained(hvd, folder, compression, interrupted_after=None):
 @pytest.mark.long
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_a_resumed_loop_is_bit_identical(hvd, compression):
-    with common_folder(hvd) as folder, common_folder(hvd) as other:
+    with shared_folder(hvd) as folder, shared_folder(hvd) as other:
         assert trained(hvd, folder, compression, interrupted_after=14) is None
         forget_tapes()
         resumed = trained(hvd, folder, compression)
@@ -118,7 +106,7 @@ def steps_of(hvd, kind, rate=0.1):
     [("graph", 0, "kernel"), ("eager", 1, "kernel_momentum"), ("optimizer", 0, "kernel")],
 )
 def test_ranks_that_differ_are_not_saved(hvd, tmp_path, kind, rank, changed):
-    with common_folder(hvd) as folder, contextlib.chdir(tmp_path):
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
         model, optimizer, step = steps_of(hvd, kind)
         with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
             for number in range(1, 4):
@@ -163,7 +151,7 @@ def test_two_models_with_equal_names_are_both_compared(hvd, tmp_path):
 
     for changed in ("generator", "critic"):
         with (
-            common_folder(hvd) as folder,
+            shared_folder(hvd) as folder,
             contextlib.chdir(tmp_path),
             pytest.raises(RankMismatchError, match=f"'model-{changed}: out/kernel' on rank"),
         ):
@@ -181,7 +169,7 @@ def test_a_restore_discards_the_gradients_of_a_window(hvd):
         optimizer.apply_gradients([(keras.ops.convert_to_tensor([gradient]), variable)])
 
     with (
-        common_folder(hvd) as folder,
+        shared_folder(hvd) as folder,
         hvd.Checkpointer(folder, model=[variable.value], optimizer=optimizer) as checkpointer,
     ):
         apply(1.0)
@@ -213,7 +201,7 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
         shared = hvd.SyncBatchNormalization(momentum=0.5)(norm(Centered()(inputs)))
         return keras.Model(inputs, shared)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         saved, restored = model(), model()
         with hvd.Checkpointer(folder, model=saved) as c:
             saved(tf.fill((4, 3), 1.0 + hvd.rank()) * tf.range(4.0)[:, None], training=True)
@@ -230,7 +218,7 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
 
 
 def test_a_checkpoint_of_other_variables_raises_on_every_rank(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         with hvd.Checkpointer(folder, model=[tf.Variable([1.0, 2.0], name="v")]) as c:
             c.save(1)
         own = tf.Variable([0.0] * (2 + hvd.rank() % 2), name="v")
@@ -302,7 +290,7 @@ def test_another_model_on_one_rank_is_an_error_at_the_save(hvd):
         model.build((None, 3))
         return model
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         checkpointer = hvd.Checkpointer(folder, model=built(2 if hvd.rank() == 0 else 4))
         with pytest.raises(UsageError, match=r"rank 1 has .*kernel F32\[3, 4\] where rank 0 has"):
             checkpointer.save(1)
@@ -314,7 +302,7 @@ def test_sharded_variables(hvd):
     size, rank = hvd.size(), hvd.rank()
     rows = 3 * size + 1
     first, end = 3 * rank, 3 * rank + (4 if rank == size - 1 else 3)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         own = tf.Variable(tf.range(first, end, dtype=tf.float32)[:, None] * tf.ones((1, 2)))
         expected = own.numpy()
 

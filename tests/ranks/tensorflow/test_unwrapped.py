@@ -8,8 +8,8 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
 from tests.ranks.frameworks import keras, tf
-from tests.ranks.tensorflow.test_checkpoint import common_folder
 
 STEPS = 12
 
@@ -59,7 +59,7 @@ class Training:
     @contextlib.contextmanager
     def checkpointer(self):
         with (
-            common_folder(self.hvd) as folder,
+            shared_folder(self.hvd) as folder,
             self.hvd.Checkpointer(
                 folder, model=self.model, optimizer=self.optimizer
             ) as checkpointer,
@@ -142,7 +142,7 @@ def test_layers_that_a_tape_does_not_reduce(hvd):
         training.train(False)
     assert not texts
     with (
-        common_folder(hvd) as folder,
+        shared_folder(hvd) as folder,
         hvd.Checkpointer(folder, model=training.model) as checkpointer,
     ):
         checkpointer.save(STEPS)

@@ -8,7 +8,7 @@ import torch
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from hvdkit.training.tuning import Candidate
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import batch_of, loss_of, sgd, small_model, train_step, wrapped
 
 # Bytes: the gradients of the small model have 800.

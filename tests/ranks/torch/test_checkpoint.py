@@ -21,7 +21,8 @@ from hvdkit.checkpoint.items import LARGEST_STATISTICS
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.logs import recorded
-from tests.ranks.torch.checkpoints import restore_once, save_once, shared_folder
+from tests.ranks.folders import shared_folder
+from tests.ranks.torch.checkpoints import restore_once, save_once
 
 
 def samples(count=61):

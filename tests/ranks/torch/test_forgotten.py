@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.agreement import same_data
 from tests.logs import recorded
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 
 SAMPLES = 96
 

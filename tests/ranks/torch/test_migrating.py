@@ -7,13 +7,13 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.ranks.folders import shared_folder
 from tests.ranks.rank_pool import REPOSITORY
 from tests.ranks.torch.oracle import (
     adamw,
@@ -84,12 +84,6 @@ class Model(nn.Module):
         return self.layers(x)
 
 
-def shared_folder(hvd):
-    """Return a folder that all ranks see, and rank 0's object that removes it."""
-    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
-    return hvd.broadcast_object(made.name if made else None, root_rank=0), made
-
-
 def run_script(script, rank, **names):
     torch.manual_seed(rank)
     names |= {"Model": Model}
@@ -144,17 +138,14 @@ def test_the_script_for_ddp_before_and_after(hvd):
     samples = torch.randn(8 * hvd.size() * 3 - 5, 7, generator=generator, dtype=torch.float64)
     dataset = torch.utils.data.TensorDataset(samples[:, :5], samples[:, 5:])
     before, after = scripts(1)
-    folder, made = shared_folder(hvd)
-    run_with_ddp(hvd, before, samples, f"{folder}/ddp")
-    model = run_script(after, hvd.rank(), dataset=dataset, path=f"{folder}/hvdkit")["model"]
-    assert_same_on_all_ranks(hvd, model)
-    hvd.barrier()
-    for name, value in torch.load(f"{folder}/ddp").items():
-        torch.testing.assert_close(torch.load(f"{folder}/hvdkit")[name], value)
-        torch.testing.assert_close(model.state_dict()[name], value)
-    hvd.barrier()
-    if made:
-        made.cleanup()
+    with shared_folder(hvd) as folder:
+        run_with_ddp(hvd, before, samples, f"{folder}/ddp")
+        model = run_script(after, hvd.rank(), dataset=dataset, path=f"{folder}/hvdkit")["model"]
+        assert_same_on_all_ranks(hvd, model)
+        hvd.barrier()
+        for name, value in torch.load(f"{folder}/ddp").items():
+            torch.testing.assert_close(torch.load(f"{folder}/hvdkit")[name], value)
+            torch.testing.assert_close(model.state_dict()[name], value)
 
 
 def test_the_script_for_horovod_before_and_after(hvd):

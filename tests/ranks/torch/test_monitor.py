@@ -9,7 +9,7 @@ from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.monitor import JSONLLogger, metrics
 from hvdkit.runtime.counters import counters
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import (
     DEVICE,
     batch_of,

@@ -11,7 +11,7 @@ import torch
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.profiling import clocks, trace_file
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import batch_of, loss_of, sgd, small_model, wrapped
 from tests.ranks.traces import check
 

@@ -13,7 +13,7 @@ from hvdkit.agreement.replicas import FOLDER, _compare
 from hvdkit.errors import UsageError
 from hvdkit.reduction.accumulation import PassesDiffer
 from tests.logs import recorded
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import (
     adamw,
     assert_close,

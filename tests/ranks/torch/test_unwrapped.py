@@ -11,7 +11,7 @@ from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.alone import run_alone
 from tests.logs import recorded
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import (
     adamw,
     assert_raised_on_all_ranks,
