@@ -27,49 +27,6 @@ def steps_labels_and_weights(dataset):
     return [len(batch[1]) for batch in batches], labels, weights
 
 
-@pytest.mark.parametrize("count", [8, 13])
-def test_pad_uses_every_element_once_in_equal_steps(hvd, count):
-    share = hvd.shard(numbered(count), batch_size=3, shuffle=True, tail="pad")
-    for epoch in range(2):
-        steps, labels, weights = steps_labels_and_weights(share)
-        rows = -(-count // hvd.size())
-        assert sum(steps) == rows
-        assert of_all_ranks(hvd, steps, f"steps {epoch}") == steps * hvd.size()
-        all_labels = of_all_ranks(hvd, labels, f"labels {epoch}")
-        all_weights = of_all_ranks(hvd, weights, f"weights {epoch}")
-        real = [y for y, w in zip(all_labels, all_weights, strict=True) if w]
-        assert sorted(real) == list(range(count))
-        assert set(all_weights) <= {0, 1}
-
-
-@pytest.mark.parametrize("count", [8, 13])
-def test_drop_uses_each_element_at_most_once_in_equal_steps(hvd, count):
-    share = hvd.shard(numbered(count), batch_size=3, shuffle=4)
-    steps, labels, weights = steps_labels_and_weights(share)
-    assert not weights
-    assert of_all_ranks(hvd, steps, "steps") == steps * hvd.size()
-    used = count - count % hvd.size()
-    assert sorted(of_all_ranks(hvd, labels, "labels")) == list(range(used))
-
-
-def test_a_shuffle_with_a_seed_before_shard(hvd):
-    # The order also depends on the global seed, which earlier tests may have set differently.
-    tf.random.set_seed(0)
-    share = hvd.shard(numbered(21).shuffle(21, seed=4), tail="pad").batch(2)
-    for epoch in range(3):
-        _, labels, weights = steps_labels_and_weights(share)
-        pairs = zip(of_all_ranks(hvd, labels, "y"), of_all_ranks(hvd, weights, "w"), strict=True)
-        assert sorted(y for y, w in pairs if w) == list(range(21)), epoch
-
-
-def test_a_dataset_of_unknown_size_is_counted(hvd):
-    share = hvd.shard(numbered(30).filter(lambda x, y: y % 2 == 1))
-    labels = [int(y) for _, y in share]
-    assert int(share.cardinality()) == len(labels) == 15 // hvd.size()
-    used = 15 - 15 % hvd.size()
-    assert sorted(of_all_ranks(hvd, labels, "labels")) == [2 * i + 1 for i in range(used)]
-
-
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_shares_of_files(hvd, tmp_path, tail):
     counts = [5, 0, 9, 1, 3, 8]

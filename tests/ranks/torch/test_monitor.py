@@ -5,9 +5,8 @@ import time
 import pytest
 import torch
 
-from hvdkit.agreement.consistency import RankMismatchError
-from hvdkit.errors import HvdkitError, UsageError
-from hvdkit.monitor import JSONLLogger, metrics
+from hvdkit.errors import UsageError
+from hvdkit.monitor import metrics
 from hvdkit.runtime.counters import counters
 from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import (
@@ -235,15 +234,6 @@ def test_a_process_set(hvd):
             assert [list(r.ranks) for r in kept.records] == [list(range(1, hvd.size()))] * 3
     finally:
         hvd.remove_process_set(some)
-
-
-def test_errors_are_the_same_on_every_rank(hvd):
-    with pytest.raises(RankMismatchError, match="rank 1: logger: JSONLLogger"):
-        hvd.Monitor([JSONLLogger("m.jsonl") if hvd.rank() == 1 else Kept()])
-    with pytest.raises(HvdkitError, match="JSONLLogger cannot be opened: .*null"):
-        hvd.Monitor([JSONLLogger(f"/dev/null/{hvd.rank()}.jsonl")])
-    with pytest.raises(UsageError, match="loggers is .*: expected a list of loggers"):
-        hvd.Monitor(JSONLLogger("m.jsonl"))
 
 
 @pytest.mark.parametrize(
