@@ -2,12 +2,10 @@
 
 import copy
 import random
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from hvdkit.agreement.consistency import RankMismatchError
 from tests.ranks.torch.oracle import Twins, batch_of, loss_of, small_model, wrapped
@@ -43,26 +41,6 @@ def test_values_of_all_parameter_groups_are_compared(hvd):
     with pytest.raises(RankMismatchError, match=r"'2\.bias' on rank 1"):
         loss_of(model, batch_of(hvd.rank(), 0)).backward()
     assert optimizer is not None
-
-
-@pytest.mark.parametrize("none", [False, True])
-def test_alternating_optimizers_where_a_rank_has_no_batch(hvd, none):
-    """The second pass of an iteration reaches both, so gradients are left of it."""
-    pair = nn.ModuleList([small_model(), small_model()])
-    twins = Twins(hvd, model=pair, parts=list)
-
-    def loss(models, rank, number):
-        return sum(loss_of(each, batch_of(rank, number)) for each in models)
-
-    for step in range(3):
-        for k in range(2):
-            for optimizers in (twins.optimizers, twins.plain):
-                optimizers[k].zero_grad(set_to_none=none)
-            busy = range(step == 1, hvd.size())
-            twins.backward(partial(loss, number=2 * step + k), busy)
-            for optimizers in (twins.optimizers, twins.plain):
-                optimizers[k].step()
-    twins.check()
 
 
 def test_autograd_grad_after_a_pass_without_communication(hvd):
