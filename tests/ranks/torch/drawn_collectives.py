@@ -253,11 +253,14 @@ def run(hvd, seed: int, draws: int, largest: int) -> list[str]:
                 [placed(c.own(k, rank), of_rank.random() < 0.5) for k in range(len(c.rows))]
                 for c in batch
             ]
-            # Horovod never fuses tensors with such names.
-            prefix = f"{'hvdkit' * (number % 2)}.{number % 5}"
+            # Horovod never fuses tensors whose names begin with hvdkit.
+            names = [
+                f"{'hvdkit.' * (c.seed % 3 == 0 and 'grouped' not in c.kind)}{number % 5}.{k}"
+                for k, c in enumerate(batch)
+            ]
             # Each rank submits them in another order.
             handles = {
-                k: submit(hvd, batch[k], inputs[k], f"{prefix}.{k}", process_set, members)
+                k: submit(hvd, batch[k], inputs[k], names[k], process_set, members)
                 for k in of_rank.permutation(len(batch))
             }
             for k, call in enumerate(batch):
