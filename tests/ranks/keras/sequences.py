@@ -10,7 +10,6 @@ so the ranks are not compared with it.
 To add an action, write a function with the decorator `action`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.agreement.consistency import RankMismatchError
+from tests.ranks.actions import Actions
 from tests.ranks.frameworks import keras, tf
 from tests.ranks.keras.job import of_every_rank, same_everywhere
 
@@ -199,14 +199,7 @@ class World:
         return bool(self.hvd.rank() == number % self.hvd.size())
 
 
-Action = Callable[[World, int], None]
-ACTIONS: dict[str, Action] = {}
-
-
-def action(function: Action) -> Action:
-    """Register a function as action."""
-    ACTIONS[function.__name__] = function
-    return function
+ACTIONS = action = Actions()
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]], folder: Path) -> None:

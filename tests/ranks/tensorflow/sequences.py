@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.ranks.actions import Actions
 from tests.ranks.frameworks import keras, tf
 
 INPUTS, HIDDEN, WORDS = 4, 5, 7
@@ -274,14 +275,7 @@ def update(variables: dict[str, Any], gradients: dict[str, Any], optimizer: Any)
         variable.assign(variable - 0.05 * dense_of(gradient))
 
 
-Action = Callable[[World, int], None]
-ACTIONS: dict[str, Action] = {}
-
-
-def action(function: Action) -> Action:
-    """Register a function as action."""
-    ACTIONS[function.__name__] = function
-    return function
+ACTIONS = action = Actions()
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> None:

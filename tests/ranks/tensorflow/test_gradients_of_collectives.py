@@ -7,7 +7,7 @@ import operator
 import numpy as np
 import pytest
 
-from tests.ranks.collective_cases import Case, draw_case
+from tests.ranks.collective_cases import Case, search
 from tests.ranks.frameworks import tf
 
 
@@ -23,13 +23,7 @@ def scaled(x, factor):
 
 def call(hvd, case: Case, tensors, process_set):
     """Make the call of a case; return the list of its outputs."""
-    options = {"process_set": process_set}
-    if case.op:
-        options |= {
-            "op": getattr(hvd, case.op),
-            "prescale_factor": case.prescale,
-            "postscale_factor": case.postscale,
-        }
+    options = {"process_set": process_set} | case.options(hvd)
     if case.collective != "grouped_reducescatter":  # It has no name in Horovod.
         options["name"] = case.name and case.name.replace(" ", "_")
     function = getattr(hvd, case.collective)
@@ -144,34 +138,15 @@ def check(hvd, case: Case, process_set, graph):
         np.testing.assert_allclose(gradient, all_gradients[member][k], rtol=1e-7, atol=1e-9)
 
 
-def search(hvd, seeds, graph):
-    cases = [draw_case(seed, hvd.size()) for seed in seeds]
-    everyone = tuple(range(hvd.size()))
-    sets = {
-        members: hvd.add_process_set(list(members))
-        for members in sorted({tuple(case.members) for case in cases} - {everyone})
-    }
-    for case in cases:
-        if hvd.rank() in case.members:
-            process_set = sets.get(tuple(case.members), hvd.global_process_set)
-            try:
-                check(hvd, case, process_set, graph)
-            except Exception as error:
-                error.add_note(str(case))
-                raise
-    for each in sets.values():
-        hvd.remove_process_set(each)
-
-
 @pytest.mark.parametrize(("graph", "draws"), [(False, 30), (True, 10)])
 def test_drawn_calls(hvd, graph, draws):
-    search(hvd, range(draws), graph)
+    search(hvd, range(draws), functools.partial(check, graph=graph))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("graph", "draws"), [(False, 400), (True, 100)])
 def test_many_drawn_calls(hvd, graph, draws):
-    search(hvd, range(1000, 1000 + draws), graph)
+    search(hvd, range(1000, 1000 + draws), functools.partial(check, graph=graph))
 
 
 def test_a_residual_beside_a_reducescatter(hvd):
