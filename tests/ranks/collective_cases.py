@@ -5,8 +5,9 @@ factor that `Case.factor` returns.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,16 @@ class Case:
     transposed: Sequence[bool]
     name: str | None
     second: bool
+
+    def options(self, hvd: Any) -> dict[str, Any]:
+        """Return arguments of the reduction."""
+        if not self.op:
+            return {}
+        return {
+            "op": getattr(hvd, self.op),
+            "prescale_factor": self.prescale,
+            "postscale_factor": self.postscale,
+        }
 
     @property
     def size(self) -> int:
@@ -142,3 +153,24 @@ def draw_case(
         # The second derivative of reducescatter has another factor, that of its backward pass.
         second=second and kind != "reducescatter" and draw.random() < 0.3,
     )
+
+
+def search(hvd: Any, seeds: Iterable[int], check: Callable[[Any, Case, Any], None]) -> None:
+    """Draw cases, and let the members of each one check it.
+
+    Args:
+        check: called with the adapter, the case and its process set.
+    """
+    cases = [draw_case(seed, hvd.size()) for seed in seeds]
+    sets = {tuple(range(hvd.size())): hvd.global_process_set}
+    added = sorted({tuple(case.members) for case in cases} - sets.keys())
+    sets |= {members: hvd.add_process_set(list(members)) for members in added}
+    for case in cases:
+        if hvd.rank() in case.members:
+            try:
+                check(hvd, case, sets[tuple(case.members)])
+            except Exception as error:
+                error.add_note(str(case))
+                raise
+    for members in added:
+        hvd.remove_process_set(sets[members])

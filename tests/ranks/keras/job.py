@@ -1,14 +1,10 @@
-"""Functions for tests of `fit` on several ranks.
+"""Functions for tests of `fit` on several ranks."""
 
-Only functions import Keras, because the pytest process imports these modules without a framework.
-"""
-
-import contextlib
 import json
-import shutil
-import tempfile
 
 import numpy as np
+
+from tests.ranks.frameworks import keras
 
 STEPS = 3
 BATCH = 4
@@ -46,8 +42,6 @@ def all_samples(size, seed=0):
 
 def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
     """Return a compiled model, the same on every rank for equal seeds."""
-    import keras
-
     keras.utils.set_random_seed(seed)
     model = keras.Sequential(
         [
@@ -62,7 +56,6 @@ def classifier(optimizer, metrics=("accuracy",), seed=1, **compiled):
 
 def skip_without_executions():
     """Skip the test if Keras cannot train several batches in an execution."""
-    import keras
     import pytest
 
     if keras.backend.backend() == "torch":
@@ -71,8 +64,6 @@ def skip_without_executions():
 
 def distributed(hvd, rate=0.0, **options):
     """Return a `DistributedOptimizer`. At a rate of 0, metrics are those of one set of weights."""
-    import keras
-
     return hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
 
 
@@ -81,16 +72,3 @@ def fit(hvd, model, *, epochs=1, data=None, **options):
     x, y = samples(hvd.rank()) if data is None else data
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
     return model.fit(x, y, epochs=epochs, **options)
-
-
-@contextlib.contextmanager
-def common_folder(hvd):
-    """Yield a folder that is common to all ranks."""
-    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
-    try:
-        yield of_every_rank(own)[0]
-    finally:
-        # Wait until no rank uses the folder.
-        of_every_rank("done")
-        if own:
-            shutil.rmtree(own)

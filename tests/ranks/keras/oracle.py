@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tests.ranks.frameworks import tf
+
 FEATURES, TARGETS, WORDS = 6, 3, 20
 
 
@@ -126,7 +128,6 @@ def loop_step(model: Any, optimizer: Any) -> Callable[[np.ndarray, np.ndarray], 
                 optimizer.apply([v.value.grad for v in variables], variables)
 
         return step
-    import tensorflow as tf
 
     @tf.function
     def traced(inputs: Any, targets: Any) -> None:

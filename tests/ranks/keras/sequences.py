@@ -10,13 +10,15 @@ so the ranks are not compared with it.
 To add an action, write a function with the decorator `action`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvdkit.agreement.consistency import RankMismatchError
+from tests.ranks.actions import Actions
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.keras.job import of_every_rank, same_everywhere
 
 BATCH, FEATURES = 4, 3
@@ -46,8 +48,6 @@ class Setting:
 
 def model_of(setting: Setting, own_step: bool) -> Any:
     """Return a model, in float64 unless it is mixed, the same on every rank."""
-    import keras
-
     keras.utils.set_random_seed(1)
     dtype = "mixed_float16" if setting.model == "mixed" else "float64"
     inputs = keras.Input((FEATURES,), dtype="float64")
@@ -59,9 +59,6 @@ def model_of(setting: Setting, own_step: bool) -> Any:
 
 
 def _own_step_class() -> Any:
-    import keras
-    import tensorflow as tf
-
     class OwnStep(keras.Model):
         def train_step(self, data: Any) -> dict[str, Any]:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
@@ -79,8 +76,6 @@ class World:
     """The state of a sequence on one rank."""
 
     def __init__(self, hvd: Any, setting: Setting, folder: Path) -> None:
-        import keras
-
         self.hvd = hvd
         self.setting = setting
         self.folder = folder
@@ -94,8 +89,6 @@ class World:
         self.compile(new=True)
 
     def optimizer(self) -> Any:
-        import keras
-
         if self.setting.kind == "sgd":
             # Larger rates diverge with the statistics of four rows.
             rate = 0.01 if self.setting.model == "norm" else 0.05
@@ -156,8 +149,6 @@ class World:
 
     def check(self) -> None:
         """Compare ranks and reference, and copy the ranks' values to the reference."""
-        import keras
-
         bound = TOLERANCE[self.setting.compression]
         pairs = list(
             zip(self.model.trainable_variables, self.reference.trainable_variables, strict=True)
@@ -185,8 +176,6 @@ class World:
 
     def broadcast(self, rank: int) -> None:
         """Copy the state of one rank to all ranks and to the reference."""
-        import keras
-
         self.hvd.broadcast_model(self.model, root_rank=rank)
         if not self.reference.optimizer.built and self.model.optimizer.built:
             self.reference.optimizer.build(self.reference.trainable_variables)
@@ -210,20 +199,11 @@ class World:
         return bool(self.hvd.rank() == number % self.hvd.size())
 
 
-Action = Callable[[World, int], None]
-ACTIONS: dict[str, Action] = {}
-
-
-def action(function: Action) -> Action:
-    """Register a function as action."""
-    ACTIONS[function.__name__] = function
-    return function
+ACTIONS = action = Actions()
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]], folder: Path) -> None:
     """Run a sequence of actions on this rank, and then a `fit`."""
-    import keras
-
     before = keras.config.floatx()
     keras.config.set_floatx("float64")
     try:
@@ -252,15 +232,15 @@ def fit_with_weights(world: World, number: int) -> None:
 @action
 def fit_with_validation(world: World, number: int) -> None:
     x, y = world.rows(number + 1, 2)
-    history = world.fit(number, epochs=2, validation_data=(world.own(x), world.own(y)))
+    own = world.own(x), world.own(y)
+    history = world.fit(number, epochs=2, validation_data=own, validation_freq=1 + number % 2)
+    assert len(history.history["val_loss"]) == 2 - number % 2
     same_everywhere([history.history["loss"], history.history["val_loss"]])
 
 
 @action
 def fit_with_a_callback_that_looks_at_batches(world: World, number: int) -> None:
     """Fit with a callback on one rank only."""
-    import keras
-
     seen: list[int] = []
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: seen.append(b))
     world.fit(number, callbacks=[callback] if world.chosen(number) else [])
@@ -270,7 +250,6 @@ def fit_with_a_callback_that_looks_at_batches(world: World, number: int) -> None
 @action
 def stop_in_the_first_batch(world: World, number: int) -> None:
     """Stop training in a callback of one rank. The epoch ends after this batch on all ranks."""
-    import keras
 
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -293,8 +272,6 @@ def stop_in_the_first_batch(world: World, number: int) -> None:
 @action
 def stop_early(world: World, number: int) -> None:
     """Fit with EarlyStopping and validation data that differ between ranks."""
-    import keras
-
     x, y = world.rows(number + 1, 1)
     stop = keras.callbacks.EarlyStopping("val_loss", patience=number % 2, min_delta=1e-3)
     validation = (world.own(x), world.own(y) * (1 + world.hvd.rank()))
@@ -303,8 +280,6 @@ def stop_early(world: World, number: int) -> None:
 
 @action
 def other_learning_rate(world: World, number: int) -> None:
-    import keras
-
     rate = 0.01 * (1 + number % 5)
     world.reference.optimizer.learning_rate.assign(rate)
     world.fit(number, callbacks=[keras.callbacks.LearningRateScheduler(lambda *_: rate)])
@@ -392,8 +367,6 @@ def load_on_one_rank(world: World, number: int) -> None:
 @action
 def forget_the_broadcast(world: World, number: int) -> None:
     """Fit with different weights, which raises on every rank; then broadcast."""
-    from hvdkit.agreement.consistency import RankMismatchError
-
     if world.hvd.size() == 1:
         return
     if world.chosen(number):

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks.keras.job import common_folder, distributed, of_every_rank, same_everywhere
+from hvdkit.checkpoint.store import Store
+from hvdkit.errors import UsageError
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras, tf
+from tests.ranks.keras.job import (
+    distributed,
+    of_every_rank,
+    same_everywhere,
+)
 
 SAMPLES = 50
 BATCH = 4
@@ -23,8 +31,6 @@ def values():
 
 
 def model_of(optimizer, rank=0, **compiled):
-    import keras
-
     keras.utils.set_random_seed(17 + rank)
     model = keras.Sequential(
         [
@@ -42,13 +48,9 @@ def model_of(optimizer, rank=0, **compiled):
 
 def sampled(hvd, **options):
     """Return a sampler, and its data for `fit`."""
-    import keras
-
     x, y = values()
     sampler = hvd.ResumableSampler(SAMPLES, BATCH, seed=3, **options)
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
         return sampler, sampler.dataset().map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -62,8 +64,6 @@ class Interrupted(Exception):
 
 
 def interrupt_after(batch):
-    import keras
-
     class InterruptAfter(keras.callbacks.Callback):
         count = 0
 
@@ -77,8 +77,6 @@ def interrupt_after(batch):
 
 def everything(model):
     """Return the bytes of the weights and the optimizer state on this rank."""
-    import keras
-
     variables = [*model.weights, *model.optimizer.variables]
     return [keras.ops.convert_to_numpy(variable).tobytes() for variable in variables]
 
@@ -131,7 +129,7 @@ def run(
     ],
 )
 def test_a_resumed_fit_is_bit_identical(hvd, every, after):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         assert run(hvd, folder, interrupted_after=after, **every) is None
         resumed = run(hvd, folder, **every)
     assert resumed == uninterrupted(hvd)
@@ -143,8 +141,6 @@ def uninterrupted(hvd):
 
 
 def loss_scaling(hvd):
-    import keras
-
     inner = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, clipnorm=1.0)
     return keras.optimizers.LossScaleOptimizer(
         distributed_of(hvd, inner), initial_scale=2.0**40, dynamic_growth_steps=3
@@ -152,8 +148,6 @@ def loss_scaling(hvd):
 
 
 def float16_wire_and_accumulation(hvd):
-    import keras
-
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.1, 20))
     return distributed_of(hvd, optimizer, compression="fp16", accumulation_steps=3)
 
@@ -167,7 +161,7 @@ def distributed_of(hvd, optimizer, **options):
 @pytest.mark.parametrize("make_optimizer", [loss_scaling, float16_wire_and_accumulation])
 def test_optimizer_states_resume(hvd, make_optimizer):
     make = functools.partial(make_optimizer, hvd)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         assert run(hvd, folder, interrupted_after=6, make=make, every_steps=1) is None
         resumed = run(hvd, folder, make=make)
     assert resumed == run(hvd, make=make)
@@ -175,12 +169,10 @@ def test_optimizer_states_resume(hvd, make_optimizer):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_save_due_in_an_accumulation_window_waits_for_its_end(hvd):
-    from hvdkit.checkpoint.store import Store
-
     def make():
         return distributed(hvd, 0.1, accumulation_steps=3)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         run(hvd, folder, interrupted_after=6, make=make, every_steps=2, keep_last=None)
         found = same_everywhere([info.step for info in Store(folder).steps()])
     # Saves are due after 2 and 4 batches. With four ranks, the first epoch, and so a window, ends
@@ -190,8 +182,6 @@ def test_a_save_due_in_an_accumulation_window_waits_for_its_end(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_states_of_other_callbacks_resume(hvd):
-    import keras
-
     class Sums(keras.callbacks.Callback):
         total = 0.0
 
@@ -213,7 +203,7 @@ def test_states_of_other_callbacks_resume(hvd):
             Sums(),
         ]
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         broken, kept = make(), {"epochs": 9, "validated": True}
         assert run(hvd, folder, 9, callbacks=broken, every_steps=2, **kept) is None
         resumed, whole, again = make(), make(), make()
@@ -235,8 +225,6 @@ def test_states_of_other_callbacks_resume(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
-    import keras
-
     x, y = values()
 
     def fit(folder=None, interrupted_after=None):
@@ -257,7 +245,7 @@ def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
             return None
         return everything(model), history.history
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         assert fit(folder, interrupted_after=17) is None
         resumed = fit(folder)
     assert resumed == fit()
@@ -265,19 +253,15 @@ def test_data_without_a_sampler_are_read_up_to_the_position(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_sampler_that_is_not_passed_to_the_callback_raises(hvd):
-    from hvdkit.errors import UsageError
-
     model = model_of(distributed(hvd), 1)
     _, data = sampled(hvd)
-    with common_folder(hvd) as folder, pytest.raises(UsageError, match="data=sampler"):
+    with shared_folder(hvd) as folder, pytest.raises(UsageError, match="data=sampler"):
         model.fit(data, shuffle=False, verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
 @pytest.mark.parametrize("reduced", [True, False])
 @pytest.mark.long_with("keras-tensorflow")
 def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd, reduced):
-    import keras
-
     model = model_of(distributed(hvd) if reduced else keras.optimizers.SGD(), 1)
     sampler, data = sampled(hvd)
     model.fit(data, epochs=2, shuffle=False, verbose=0)
@@ -286,12 +270,8 @@ def test_without_a_checkpoint_fit_counts_the_epochs_of_a_sampler(hvd, reduced):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_separate_models_raises(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
-
     model = model_of(keras.optimizers.SGD(), 1)
-    with common_folder(hvd) as folder, pytest.raises(UsageError, match="would train a separate"):
+    with shared_folder(hvd) as folder, pytest.raises(UsageError, match="would train a separate"):
         model.fit(*values(), verbose=0, callbacks=[hvd.callbacks.Checkpoint(folder)])
 
 
@@ -299,15 +279,13 @@ def test_a_checkpoint_of_separate_models_raises(hvd):
 @pytest.mark.parametrize("asked_in", [0, 2])
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
-    import keras
-
     class Asks(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == asked_in and hvd.rank() == hvd.size() - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.01)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         model = model_of(distributed(hvd), 1)
         sampler, data = sampled(hvd)
         callback = hvd.callbacks.Checkpoint(folder, data=sampler)
@@ -319,12 +297,9 @@ def test_a_signal_to_one_rank_saves_and_exits_with_status_75(hvd, asked_in):
 
 
 def test_a_checkpointer_of_another_model_beside_the_callback_is_refused(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
     from hvdkit.keras.backend import hvd as adapter
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         model = model_of(distributed(hvd), 1)
         other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         callback = hvd.callbacks.Checkpoint(Path(folder) / "fit")
@@ -337,11 +312,7 @@ def test_a_checkpointer_of_another_model_beside_the_callback_is_refused(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
-
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         run(hvd, folder, epochs=1)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(distributed(hvd), loss="mse")
@@ -351,77 +322,8 @@ def test_a_checkpoint_of_another_model_raises_on_every_rank(hvd):
         same_everywhere(str(error.value).splitlines()[0])
 
 
-@pytest.mark.parametrize(
-    ("fraction", "later", "batches"),
-    [pytest.param(1, 2, 3, marks=pytest.mark.long), (2, 1, 1)],
-)
-@pytest.mark.long_with("keras-tensorflow")
-def test_resume_with_another_number_of_ranks(hvd, fraction, later, batches):
-    """Half of the ranks resume what all have saved; all resume what half saved after one batch."""
-    import keras
-
-    class Numbers(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def on_train_batch_begin(self, batch, logs=None):
-            self.seen.append(batch)
-
-    half = hvd.add_process_set(range(hvd.size() // 2))
-    sets = {1: hvd.global_process_set, 2: half}
-
-    def fit(folder, process_set, epochs, *callbacks):
-        model = model_of(distributed(hvd, 0.1, process_set=process_set), epochs)
-        sampler, data = sampled(hvd, process_set=process_set)
-        checkpoint = hvd.callbacks.Checkpoint(folder, data=sampler, every_steps=1)
-        own = [checkpoint, *callbacks]
-        try:
-            model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=own)
-        except Interrupted:
-            checkpoint._manager.close()
-        return checkpoint, sampler
-
-    try:
-        with common_folder(hvd) as folder:
-            if sets[fraction].included():
-                fit(folder, sets[fraction], 1, interrupt_after(batches))
-            of_every_rank("saved")
-            if sets[later].included():
-                numbers, ranks = Numbers(), sets[later].size()
-                checkpoint, sampler = fit(folder, sets[later], 2, numbers)
-                consumed = batches * BATCH * sets[fraction].size()
-                left = -(-(SAMPLES - consumed) // (ranks * BATCH))
-                whole = sampler.batches_per_epoch
-                assert numbers.seen == [*range(whole - left, whole), *range(whole)]
-                assert checkpoint.step == batches + left + whole
-    finally:
-        hvd.remove_process_set(half)
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_moving_statistics_are_restored(hvd):
-    with common_folder(hvd) as folder:
-        model = model_of(distributed(hvd, 0.1), 1)
-        sampler, data = sampled(hvd)
-        checkpoint = hvd.callbacks.Checkpoint(folder, data=sampler)
-        model.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=[checkpoint])
-        means = model.layers[1].moving_mean
-        import keras
-
-        before = keras.ops.convert_to_numpy(means).tolist()
-        assert same_everywhere(before) != [0.0] * len(before)
-        other = model_of(distributed(hvd, 0.1), hvd.rank())
-        sampler, data = sampled(hvd)
-        checkpoint = hvd.callbacks.Checkpoint(folder, data=sampler)
-        other.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=[checkpoint])
-        assert keras.ops.convert_to_numpy(other.layers[1].moving_mean).tolist() == before
-
-
 @pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_are_restored_on_their_rank(hvd):
-    import keras
-
     def fit(folder, epochs, resume=True):
         model = model_of("sgd", hvd.rank())
         optimizer = keras.optimizers.Adam(0.05)
@@ -433,7 +335,7 @@ def test_local_layers_are_restored_on_their_rank(hvd):
         model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
         return everything(model)
 
-    with common_folder(hvd) as folder, common_folder(hvd) as other:
+    with shared_folder(hvd) as folder, shared_folder(hvd) as other:
         fit(folder, 1)
         resumed = fit(folder, 2)
         assert resumed == fit(other, 2)
@@ -447,8 +349,6 @@ def gathered(content):
 
 def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
     """Keras counts layers over all models of a process: "dense_10" comes before "dense_9"."""
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("PyTorch saves only models of its own backend")
     import torch
@@ -464,7 +364,7 @@ def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
         made.set_weights([np.full_like(w, value + k) for k, w in enumerate(made.get_weights())])
         return made, torch.optim.SGD([v.value for v in made.trainable_variables], 0.1)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         # Rank 0 has dense_9, dense_10 and dense_11.
         saved, optimizer = model(9 - hvd.rank(), 1.0)
         with adapter.Checkpointer(folder, model=saved, optimizer=optimizer) as checkpointer:
@@ -478,8 +378,6 @@ def test_checkpointer_of_pytorch_with_other_numbers_of_layers(hvd):
 
 def test_a_loop_of_pytorch_with_a_keras_model(hvd):
     """Each rank has its own dropout masks and moving statistics, also after a restore."""
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("PyTorch trains only models of its own backend")
     import torch
@@ -511,7 +409,7 @@ def test_a_loop_of_pytorch_with_a_keras_model(hvd):
 
     model, optimizer = training()
     train(model, optimizer)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         with adapter.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
             checkpointer.save(12)
         own = contents(model, trainable=False)

@@ -5,7 +5,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.keras.job import of_every_rank, same_everywhere
 
 COUNT = 13
@@ -13,12 +16,8 @@ COUNT = 13
 
 @pytest.mark.parametrize("tail", [pytest.param("drop", marks=pytest.mark.long), "pad"])
 def test_weighted_metrics_count_every_element_once(hvd, tail):
-    import keras
-
     if keras.backend.backend() == "torch":
         pytest.skip("tf.data belongs to the TensorFlow backend")
-    import tensorflow as tf
-
     random = np.random.default_rng(0)
     x = random.normal(size=(COUNT, 3)).astype(np.float32)
     y = random.normal(size=(COUNT, 1)).astype(np.float32)
@@ -44,8 +43,6 @@ def test_weighted_metrics_count_every_element_once(hvd, tail):
 
 
 def regression(hvd, rate=0.1):
-    import keras
-
     keras.utils.set_random_seed(5)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate))
@@ -62,8 +59,6 @@ def numbered(count=COUNT):
 @pytest.mark.parametrize("kind", ["numpy", "tensor", "dict", "three"])
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_shares_of_arrays(hvd, kind, tail):
-    import keras
-
     x, y = numbered()
     given = {
         "numpy": (x, y),
@@ -86,8 +81,6 @@ def test_shares_of_arrays(hvd, kind, tail):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_arrays_of_a_resumable_sampler(hvd, drop_last):
-    import keras
-
     x, y = numbered(16 * hvd.size() + 5)
     sampler = hvd.ResumableSampler(len(x), 4, seed=3, drop_last=drop_last)
     batches = sampler.arrays(({"rows": x, "numbers": np.arange(len(x))}, y))
@@ -108,8 +101,6 @@ def test_arrays_of_a_resumable_sampler(hvd, drop_last):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_fit_on_arrays_of_a_resumable_sampler(hvd):
-    import keras
-
     x, y = numbered(8 * hvd.size())
     sampler = hvd.ResumableSampler(len(x), 4, shuffle=False)
     model, reference = regression(hvd), regression(hvd)
@@ -123,8 +114,6 @@ def test_fit_on_arrays_of_a_resumable_sampler(hvd):
 
 
 def test_arrays_with_another_number_of_rows_are_refused(hvd):
-    from hvdkit.errors import UsageError
-
     x, y = numbered()
     with pytest.raises(UsageError, match=r"shape \(12, 1\), but the ResumableSampler has 13"):
         hvd.ResumableSampler(len(x), 4).arrays((x, y[1:]))
@@ -132,8 +121,6 @@ def test_arrays_with_another_number_of_rows_are_refused(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_fit_on_shares_of_arrays_equals_fit_on_all_rows(hvd):
-    import keras
-
     x, y = numbered(8 * hvd.size())
     model, alone = regression(hvd), regression(hvd)
     alone.compile(keras.optimizers.SGD(0.1), loss="mse")
@@ -145,8 +132,6 @@ def test_fit_on_shares_of_arrays_equals_fit_on_all_rows(hvd):
 
 
 def batches_of(x, y, size):
-    import keras
-
     class Batches(keras.utils.PyDataset):
         begun = ended = 0
 
@@ -201,8 +186,6 @@ def loader_of(x, y, **options):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_shares_of_a_data_loader(hvd, drop_last):
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("it would load Horovod's other extension")
     count = 8 * hvd.size() + 3
@@ -235,11 +218,6 @@ def test_shares_of_a_data_loader(hvd, drop_last):
 
 
 def test_invalid_data_and_arguments_raise(hvd):
-    import keras
-
-    from hvdkit.agreement.consistency import RankMismatchError
-    from hvdkit.errors import UsageError
-
     x, y = numbered()
     for data, options, message in [
         ([1, 2], {}, "of type list: expected arrays of shape"),

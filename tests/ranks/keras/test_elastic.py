@@ -11,6 +11,7 @@ from hvdkit.elastic.state import POSITIONS
 from hvdkit.errors import UsageError
 from tests.commit_files import read_commit, write_commit
 from tests.ranks.elastic_hosts import commit_in, host_of_its_own
+from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import classifier, distributed, same_everywhere
 
 STEPS, COMMITTED = 12, 6
@@ -79,8 +80,6 @@ def test_a_restore_to_the_beginning_forgets_the_scales(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_commit_without_a_reduction_is_read(hvd):
     """A commit of a model whose optimizer was not wrapped."""
-    import keras
-
     plain = classifier(keras.optimizers.SGD(1.0), metrics=(), seed=5)
     with tempfile.TemporaryDirectory() as folder:
         commit = Path(folder) / "commit"
@@ -127,7 +126,6 @@ def test_a_commit_waits_for_the_end_of_the_accumulation_window(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_commit_has_the_callback_states_of_rank_0_on_each_host(hvd):
     """Only rank 0 has a `ModelCheckpoint`. After a loss of its host, another host has rank 0."""
-    import keras
 
     def fit(state, folder, epochs, metadata):
         x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
@@ -184,8 +182,6 @@ def test_a_state_of_several_process_sets_is_refused(hvd):
 
 @pytest.mark.parametrize("name", ["BackupAndRestore", "SwapEMAWeights"])
 def test_callbacks_that_commits_would_make_wrong_are_refused(hvd, tmp_path, name):
-    import keras
-
     model = classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, use_ema=True)))
     state = hvd.elastic.KerasState(model)
     make = {

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from tests.logs import recorded
+from tests.ranks.frameworks import LazyModule, keras
 from tests.ranks.keras.job import same_everywhere
+
+comparisons = LazyModule("hvdkit.keras.fit.comparisons")
 
 #: Missing line -> the text of the error or the warning; None if the script is right.
 FORGOTTEN = {
@@ -22,7 +25,6 @@ FORGOTTEN = {
 @pytest.mark.parametrize("kind", ["of all rows", "of each column"])
 def test_losses_that_are_not_compared(hvd, kind):
     """Ranks with different data have the same loss of all rows, and a vector is no loss to show."""
-    import keras
 
     class Columns(keras.Sequential):
         def compute_metrics(self, x, y, y_pred, sample_weight=None):
@@ -47,10 +49,6 @@ def test_losses_that_are_not_compared(hvd, kind):
 
 @pytest.mark.parametrize("missing", FORGOTTEN)
 def test_a_missing_line_is_named(hvd, missing):
-    import keras
-
-    from hvdkit.keras.fit import comparisons
-
     keras.utils.set_random_seed(hvd.rank())
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     optimizer = keras.optimizers.SGD(0.1)
@@ -86,8 +84,6 @@ def test_a_missing_line_is_named(hvd, missing):
 )
 def test_an_optimizer_that_is_not_wrapped_in_a_loop(hvd, loop):
     """Copies of a wrapped optimizer are plain; only `fit` asks the other ranks."""
-    import keras
-
     unwrapped = importlib.import_module(f"hvdkit.{keras.backend.backend()}.unwrapped")
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])

@@ -7,25 +7,31 @@ import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import UsageError
+from hvdkit.monitor import metrics
 from tests.commit_files import read_commit, write_commit
 from tests.logs import recorded
-from tests.ranks.keras.job import common_folder, of_every_rank, same_everywhere
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import LazyModule, keras, tf
+from tests.ranks.keras.job import (
+    of_every_rank,
+    same_everywhere,
+)
 from tests.ranks.keras.test_checkpoint import Interrupted, interrupt_after
 from tests.unit.monitor.simulated import Kept
+
+comparisons = LazyModule("hvdkit.keras.fit.comparisons")
 
 EPOCHS, BATCHES, BATCH = 3, 4, 4
 
 
 def network(outputs):
-    import keras
-
     layers = [keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(outputs)]
     return keras.Sequential([keras.Input((3,)), *layers])
 
 
 def gan(hvd, rank=0, **options):
     """Return a GAN without `call`, whose discriminator and generator have an optimizer each."""
-    import keras
 
     class GAN(keras.Model):
         def compile(self, optimizers):
@@ -59,7 +65,6 @@ def gan(hvd, rank=0, **options):
 
 def trainer(hvd, rank=0, **options):
     """Return a model that trains with the optimizer of a nested model."""
-    import keras
 
     class Trainer(keras.Model):
         def __init__(self):
@@ -88,11 +93,7 @@ def trainer(hvd, rank=0, **options):
 
 def update(optimizer, compute, weights):
     """Apply the gradients of a loss, with any backend."""
-    import keras
-
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
         with tf.GradientTape() as tape:
             loss = compute()
         optimizer.apply(tape.gradient(loss, [weight.value for weight in weights]), weights)
@@ -113,8 +114,6 @@ def data(hvd):
 
 def content(model):
     """Return the weights and the states of the optimizers of this rank."""
-    import keras
-
     nested = hasattr(model, "net")
     optimizers = [model.net.optimizer] if nested else [model.optimizer_d, model.others["g"]]
     variables = [*model.weights, *(v for each in optimizers for v in each.variables)]
@@ -139,7 +138,7 @@ def fit(hvd, model, callbacks, interrupted_after=None, epochs=EPOCHS):
 )
 def test_a_resumed_fit_is_bit_identical(hvd, make, options):
     expected = same_everywhere(fit(hvd, make(hvd, hvd.rank(), **options), []))
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
         with pytest.raises(Interrupted):
             fit(hvd, make(hvd, hvd.rank(), **options), [checkpoint], BATCHES + 3)
@@ -150,10 +149,6 @@ def test_a_resumed_fit_is_bit_identical(hvd, make, options):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
-    import keras
-
-    from hvdkit.keras.fit import comparisons
-
     texts = []
     for generator in [hvd.DistributedOptimizer(keras.optimizers.Adam()), keras.optimizers.Adam()]:
         comparisons.logged.discard("unreduced")
@@ -171,9 +166,6 @@ def test_a_plain_optimizer_beside_a_wrapped_one_logs_a_warning(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_an_optimizer_that_is_not_an_attribute(hvd):
     """Its windows end with the epochs, and moving statistics are averaged, as for an attribute."""
-    import keras
-
-    from hvdkit.keras.fit import comparisons
 
     class Model(keras.Model):
         def __init__(self):
@@ -219,10 +211,6 @@ def test_an_optimizer_that_is_not_an_attribute(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_other_variables_beside_a_wrapped_optimizer_log_a_warning(hvd):
-    import keras
-
-    from hvdkit.keras.fit import comparisons
-
     comparisons.logged.discard("unreduced")
     model = gan(hvd)
     model.extra = keras.layers.Dense(1 + hvd.rank())
@@ -251,8 +239,6 @@ def test_a_broadcast_builds_the_optimizers(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_nested_model_that_one_rank_has_loaded(hvd):
     """Its optimizer is not used, so the broadcast and `fit` do not need it on the other ranks."""
-    import keras
-
     base = network(2)
     if hvd.rank() == 0:
         base.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
@@ -278,8 +264,6 @@ def test_a_broadcast_over_the_ranks_that_the_optimizers_reduce_over(hvd, make):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_frozen_model_is_trained_later(hvd):
     """As the discriminator in the combined model of a GAN."""
-    import keras
-
     model = network(1)
     keras.utils.set_random_seed(hvd.rank())
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
@@ -292,8 +276,6 @@ def test_a_frozen_model_is_trained_later(hvd):
 
 
 def test_a_broadcast_builds_the_optimizer_as_on_a_rank_that_has_trained(hvd):
-    import keras
-
     model = network(1)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
     last = hvd.size() - 1
@@ -334,9 +316,6 @@ def test_a_commit_contains_the_optimizers(hvd, make):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_the_optimizer_of_compile_trains_nothing(hvd):
-    from hvdkit.errors import UsageError
-    from hvdkit.monitor import metrics
-
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.1)
     with pytest.raises(UsageError, match="WarmupCallback sets the rate .* as in a GAN: omit"):
         fit(hvd, gan(hvd), [warmup])
@@ -349,11 +328,9 @@ def test_the_optimizer_of_compile_trains_nothing(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_an_optimizer_that_is_missing_is_named(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         fit(hvd, gan(hvd), [hvd.callbacks.Checkpoint(folder)], epochs=1)
         model = gan(hvd)
         model.others = {}
-        from hvdkit.errors import UsageError
-
         with pytest.raises(UsageError, match=r"optimizers \(saved -> here\): others\.g -> nothing"):
             fit(hvd, model, [hvd.callbacks.Checkpoint(folder)])

@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks.keras.job import common_folder, of_every_rank, same_everywhere
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras, tf
+from tests.ranks.keras.job import (
+    of_every_rank,
+    same_everywhere,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -27,7 +32,6 @@ BACKEND_OF = {"tf.data": "tensorflow", "DataLoader": "torch"}
 
 def script_names(hvd):
     """Return the names that the blocks use without defining them."""
-    import keras
 
     def build_model():
         # Ten outputs, for digits.
@@ -54,7 +58,6 @@ def script_names(hvd):
         "batches": Batches(),
     }
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
 
         def parse(record):
             return tf.io.decode_raw(record, tf.float32), tf.ones(10)
@@ -80,12 +83,10 @@ def script_names(hvd):
 @contextlib.contextmanager
 def prepared(hvd):
     """Yield the names for a block, in a common working folder with the files that it reads."""
-    import keras
-
     names = script_names(hvd)
     model = names["model"] = names["build_model"]()
     before = os.getcwd()
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         os.chdir(folder)
         try:
             if hvd.rank() == 0:
@@ -109,8 +110,6 @@ def run(block, names):
 @pytest.mark.parametrize("number", range(len(blocks("keras.md", "python"))))
 @pytest.mark.long_with("keras-tensorflow")
 def test_code_blocks_of_the_keras_guide(hvd, number):
-    import keras
-
     block = blocks("keras.md", "python")[number]
     other = {"tensorflow": "torch", "torch": "tensorflow"}[keras.backend.backend()]
     parts = [
@@ -129,8 +128,6 @@ def test_code_blocks_of_the_keras_guide(hvd, number):
 
 @pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])
 def test_diffs_of_the_guides(hvd, page):
-    import keras
-
     if keras.backend.backend() == "torch":
         pytest.skip("tf.data belongs to the TensorFlow backend")
     (block,) = blocks(page, "diff")

@@ -8,8 +8,15 @@ import pytest
 
 from hvdkit.errors import UsageError
 from tests.logs import recorded
-from tests.ranks.keras.job import common_folder, of_every_rank, same_everywhere
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import LazyModule
+from tests.ranks.keras.job import (
+    of_every_rank,
+    same_everywhere,
+)
 from tests.ranks.keras.test_checkpoint import Interrupted, interrupt_after
+
+comparisons = LazyModule("hvdkit.keras.fit.comparisons")
 
 BATCH, BATCHES, EPOCHS = 4, 4, 12
 
@@ -87,12 +94,10 @@ def plateaus(path):
 
 @pytest.mark.parametrize("kind", [Outer, Whole])
 def test_fit_is_distributed(hvd, kind):
-    from hvdkit.keras.fit import comparisons
-
     comparisons.logged.discard("separate")
     validation = batches(hvd.rank(), hvd.size())
     model = compiled(kind(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05))))
-    with common_folder(hvd) as folder, recorded("hvdkit") as log:
+    with shared_folder(hvd) as folder, recorded("hvdkit") as log:
         path = f"{folder}/rank{hvd.rank()}.weights.h5"
         history = fit(hvd, model, plateaus(path), validation_data=validation).history
         files = sorted(same_everywhere([f.name for f in Path(folder).iterdir()]))
@@ -102,7 +107,7 @@ def test_fit_is_distributed(hvd, kind):
 
     whole = compiled(kind(keras.optimizers.Adam(0.05)))
     x, y = batches(0, 1) if hvd.size() == 1 else global_rows(hvd)
-    with hvd.local_fit(), common_folder(hvd) as folder:
+    with hvd.local_fit(), shared_folder(hvd) as folder:
         path = f"{folder}/rank{hvd.rank()}.weights.h5"
         expected = whole.fit(
             *(x, y),
@@ -174,7 +179,7 @@ def test_a_resumed_fit_is_bit_identical(hvd, kind):
     model = make(1 + hvd.rank())
     fit(hvd, model, epochs=2)
     expected = same_everywhere(state(model))
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         checkpoint = hvd.callbacks.Checkpoint(folder, every_steps=1)
         model, callbacks = make(1 + hvd.rank()), [checkpoint, interrupt_after(BATCHES + 2)]
         with pytest.raises(Interrupted):

@@ -7,13 +7,15 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
-from tests.ranks.keras.job import common_folder, skip_without_executions
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras
+from tests.ranks.keras.job import (
+    skip_without_executions,
+)
 from tests.unit.monitor.simulated import Kept
 
 
 def model_of(hvd, together=1, **options):
-    import keras
-
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), **options)
@@ -27,8 +29,6 @@ def data(hvd, rows=20):
 
 
 def test_records_of_fit(hvd):
-    import keras
-
     kept = Kept()
     x, y = data(hvd)
 
@@ -92,8 +92,6 @@ def test_records_of_fit(hvd):
 
 def test_only_the_rank_that_reads_slowly_has_data_time(hvd):
     """On PyTorch, which reads a batch outside of the step."""
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("TensorFlow reads a batch in the step")
     x, y = data(hvd)
@@ -113,8 +111,6 @@ def test_only_the_rank_that_reads_slowly_has_data_time(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_the_learning_rate_of_a_multi_optimizer_is_that_of_its_first_optimizer(hvd):
-    import keras
-
     choice = keras.optimizers.OptimizerMap(
         keras.optimizers.SGD(0.5), {".*bias": keras.optimizers.SGD(0.25)}
     )
@@ -131,7 +127,7 @@ def test_the_learning_rate_of_a_multi_optimizer_is_that_of_its_first_optimizer(h
 def test_steps_continue_after_a_resume(hvd):
     x, y = data(hvd)
     runs = []
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         for epochs in (1, 2):
             kept = Kept()
             callbacks = [
@@ -147,8 +143,6 @@ def test_steps_continue_after_a_resume(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_second_fit_and_a_fit_that_raised(hvd):
-    import keras
-
     class Raises(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 5:

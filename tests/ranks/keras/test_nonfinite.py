@@ -8,6 +8,7 @@ import pytest
 from hvdkit.errors import UsageError
 from hvdkit.reduction.nonfinite import NonFiniteGradients
 from tests.logs import recorded
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.keras.job import same_everywhere
 from tests.ranks.keras.test_uses import weights_of
 
@@ -16,8 +17,6 @@ BATCH, STEPS, BROKEN = 4, 6, 3
 
 def model_of(hvd, **options):
     """Return a model in which only `first/kernel` gets NaN if the inputs are 0."""
-    import keras
-
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
@@ -48,12 +47,8 @@ def fit(model, x):
 
 def errors():
     """Return the errors that a graph, or code outside of graphs, raises."""
-    import keras
-
     if keras.backend.backend() == "torch":
         return NonFiniteGradients
-    import tensorflow as tf
-
     return tf.errors.OpError
 
 
@@ -121,8 +116,6 @@ def test_one_rank(hvd):
 
 
 def test_loss_scaling_finds_infinity_itself(hvd):
-    import keras
-
     with pytest.raises(UsageError, match="'skip' with a LossScaleOptimizer"):
         hvd.DistributedOptimizer(
             keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), on_nonfinite="skip"

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -14,8 +13,13 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from hvdkit.keras.optimizer import distribution_of
+from hvdkit.reduction.accumulation import PassesDiffer
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import LazyModule, tf
 from tests.ranks.keras import oracle
+
+tensorflow_adapter = LazyModule("hvdkit.tensorflow")
 
 
 def fitted(hvd, optimizer, steps=3, seed=None, **options):
@@ -27,13 +31,6 @@ def fitted(hvd, optimizer, steps=3, seed=None, **options):
     targets = rng.normal(size=(4 * steps, oracle.TARGETS))
     model.fit(inputs, targets, batch_size=4, shuffle=False, verbose=0)
     return model
-
-
-def shared_folder(hvd):
-    """Return a folder of the first rank, for all ranks."""
-    own = tempfile.mkdtemp() if hvd.rank() == 0 else ""
-    every = hvd.backend.collectives().allgather(own.encode(), "tests.folder")
-    return Path(every[0].decode())
 
 
 def wait_for_all(hvd):
@@ -68,37 +65,35 @@ print(json.dumps([
 @pytest.mark.long_with("keras-torch")
 def test_a_saved_model_loads_with_and_without_hvdkit(hvd, name):
     model = fitted(hvd, hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
-    folder = shared_folder(hvd)
-    path = folder / name
-    if hvd.rank() == 0:
-        model.save(path)
+    with shared_folder(hvd) as folder:
+        path = folder / name
+        if hvd.rank() == 0:
+            model.save(path)
+            if name.endswith(".keras"):
+                config = json.loads(zipfile.ZipFile(path).read("config.json"))
+                assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
+                assert "hvdkit" not in json.dumps(config)
+            own = [v.numpy() for v in model.optimizer.variables]
+            plain = keras.models.load_model(path).optimizer
+            assert distribution_of(plain) is None
+            assert (plain.__class__.__name__, int(plain.iterations)) == ("Adam", 3)
+            # Keras does not build the optimizer of an HDF5 file before its first use.
+            assert len(plain.variables) == len(own) or name.endswith(".h5")
+            for variable, expected in zip(plain.variables, own, strict=False):
+                np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+            if name.endswith(".h5"):
+                # In a process that does not import hvdkit, which takes long.
+                command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=50, check=True
+                )
+                assert json.loads(done.stdout.splitlines()[-1]) == ["Adam", 3, False]
+        wait_for_all(hvd)
+        loaded = hvd.load_model(path, compression="bf16")
+        assert distribution_of(loaded.optimizer) is not None
+        assert int(loaded.optimizer.iterations) == 3
         if name.endswith(".keras"):
-            config = json.loads(zipfile.ZipFile(path).read("config.json"))
-            assert config["compile_config"]["optimizer"]["class_name"] == "Adam"
-            assert "hvdkit" not in json.dumps(config)
-        own = [v.numpy() for v in model.optimizer.variables]
-        plain = keras.models.load_model(path).optimizer
-        assert distribution_of(plain) is None
-        assert (plain.__class__.__name__, int(plain.iterations)) == ("Adam", 3)
-        # Keras does not build the optimizer of an HDF5 file before its first use.
-        assert len(plain.variables) == len(own) or name.endswith(".h5")
-        for variable, expected in zip(plain.variables, own, strict=False):
-            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
-        if name.endswith(".h5"):
-            # In a process that does not import hvdkit, which takes long.
-            command = [sys.executable, "-c", LOAD_WITHOUT_HVDKIT, str(path)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-            assert json.loads(done.stdout.splitlines()[-1]) == ["Adam", 3, False]
-    wait_for_all(hvd)
-    loaded = hvd.load_model(path, compression="bf16")
-    assert distribution_of(loaded.optimizer) is not None
-    assert int(loaded.optimizer.iterations) == 3
-    if name.endswith(".keras"):
-        check_training_continues(hvd, loaded)
-    wait_for_all(hvd)
-    if hvd.rank() == 0:
-        path.unlink()
-        folder.rmdir()
+            check_training_continues(hvd, loaded)
 
 
 def test_a_rank_that_loads_a_model_trains_with_ranks_that_build_it(hvd):
@@ -138,7 +133,6 @@ def check_training_continues(hvd, loaded):
 def test_only_training_is_compiled_without_xla(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("for the TensorFlow backend")
-    import tensorflow as tf
     from tensorflow.python.ops import control_flow_util
 
     traced = []
@@ -172,8 +166,6 @@ def test_a_plain_optimizer_may_use_xla(hvd):
 def test_apply_in_a_function_for_xla_raises(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("for the TensorFlow backend")
-    import tensorflow as tf
-
     model = oracle.dense_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
     variables = model.trainable_variables
@@ -184,15 +176,6 @@ def test_apply_in_a_function_for_xla_raises(hvd):
 
     with pytest.raises(UsageError, match="jit_compile=True"):
         step()
-
-
-def test_steps_per_execution(hvd):
-    if keras.backend.backend() != "tensorflow":
-        pytest.skip("the PyTorch backend has no steps_per_execution")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), compression="fp16")
-    model = fitted(hvd, optimizer, steps=9, steps_per_execution=4)
-    assert int(optimizer.iterations) == 9
-    assert oracle.same_everywhere(hvd, model.get_weights())
 
 
 def test_a_variable_without_a_gradient_is_unchanged(hvd):
@@ -325,8 +308,6 @@ def test_invalid_arguments_raise(hvd, message):
 def test_a_strategy_raises(hvd):
     if keras.backend.backend() != "tensorflow":
         pytest.skip("for the TensorFlow backend")
-    import tensorflow as tf
-
     with (
         tf.distribute.OneDeviceStrategy("cpu:0").scope(),
         pytest.raises(UsageError, match="OneDeviceStrategy of tf.distribute"),
@@ -374,6 +355,11 @@ def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
     assert int(optimizer.iterations) == int(plain.iterations) == data.steps // passes
 
 
+def skip_without_tapes():
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch has no tapes")
+
+
 @pytest.mark.parametrize(
     ("where", "op"),
     [
@@ -385,12 +371,7 @@ def test_an_optimizer_with_its_own_apply_gradients_is_reduced(hvd, passes):
 )
 def test_gradients_that_a_tape_has_reduced(hvd, where, op):
     """A second sum is an error on every rank. A second mean is a warning."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
+    skip_without_tapes()
     model = oracle.dense_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=getattr(hvd, op))
     inputs, targets = oracle.data(hvd.size(), 1).of_rank(hvd.rank())
@@ -432,12 +413,7 @@ def test_gradients_that_a_tape_has_reduced(hvd, where, op):
 
 def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
     """A rank traces by itself, so a trace must not start a collective."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
+    skip_without_tapes()
     model = oracle.dense_model()
     variables = model.trainable_variables
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -456,12 +432,7 @@ def test_a_graph_with_a_tape_that_one_rank_traces_again(hvd):
 
 def test_a_tape_beside_a_wrapped_optimizer(hvd):
     """A graph reduces gradients to log their norm, and applies others: once each."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
+    skip_without_tapes()
     model = oracle.dense_model()
     variables = model.trainable_variables
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Sum)
@@ -482,12 +453,7 @@ def test_a_tape_beside_a_wrapped_optimizer(hvd):
 
 def test_a_wrapped_optimizer_after_a_loop_with_a_tape(hvd):
     """The tape's gradients went to another optimizer, so nothing is reduced twice."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch has no tapes")
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
-
+    skip_without_tapes()
     model = oracle.dense_model()
     variables = model.trainable_variables
     inputs, targets = map(tf.constant, oracle.data(hvd.size(), 1).of_rank(hvd.rank()))
@@ -520,8 +486,6 @@ def test_different_settings_raise_on_every_rank(hvd):
 
 
 def test_different_numbers_of_passes_raise_on_every_rank(hvd):
-    from hvdkit.reduction.accumulation import PassesDiffer
-
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4)
     variable = keras.Variable(np.ones(2, "float32"))
     for _ in range(1 if hvd.rank() else 2):

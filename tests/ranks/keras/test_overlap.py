@@ -2,12 +2,12 @@
 
 import pytest
 
+from hvdkit.reduction.step_errors import BackwardFailed
+from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import classifier, distributed, fit, of_every_rank, same_everywhere
 
 
 def skip_on_tensorflow():
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("on TensorFlow the order of operations follows from the graph")
 
@@ -47,7 +47,6 @@ def test_buckets_are_sent_before_the_last_gradient(hvd):
 @pytest.mark.parametrize("uses", ["its own train_step", "accumulation"])
 def test_gradients_that_may_change_are_not_sent_early(hvd, uses):
     skip_on_tensorflow()
-    import keras
 
     class Own(keras.Sequential):
         def train_step(self, data):
@@ -76,7 +75,6 @@ class Trap:
     """A layer whose backward pass raises while it is set."""
 
     def __new__(cls):
-        import keras
         import torch
 
         class Function(torch.autograd.Function):
@@ -107,10 +105,6 @@ class Trap:
 def test_a_backward_pass_that_raises(hvd, who):
     """Buckets of the upper layer have been sent when the trap raises."""
     skip_on_tensorflow()
-    import keras
-
-    from hvdkit.reduction.step_errors import BackwardFailed
-
     keras.utils.set_random_seed(1)
     trap = Trap()
     layers = [keras.layers.Dense(4), trap, keras.layers.Dense(4), keras.layers.Dense(1)]

@@ -6,14 +6,14 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.profiling import trace_file
-from tests.ranks.keras.job import common_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.keras.test_monitor import data, model_of
 from tests.ranks.traces import check
 
 
 @pytest.mark.long
 def test_batches_of_fit(hvd):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         path = Path(folder) / "trace.json.gz"
         callback = hvd.callbacks.ProfileCallback(path, steps=2, wait=3)
         model = model_of(hvd, bucket_bytes=16)

@@ -12,14 +12,16 @@ from hvdkit.agreement.replicas import FOLDER
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras
 from tests.ranks.keras import oracle
-from tests.ranks.keras.job import common_folder, skip_without_executions
+from tests.ranks.keras.job import (
+    skip_without_executions,
+)
 from tests.ranks.keras.test_uses import same_everywhere, weights_of
 
 
 def model_of(hvd, local=False, use_ema=False, together=1, **options):
-    import keras
-
     keras.utils.set_random_seed(1)
     first, last = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((3,)), first, last])
@@ -34,7 +36,6 @@ def model_of(hvd, local=False, use_ema=False, together=1, **options):
 
 def fit(hvd, model, change=lambda batch: None, batches=8, rank=-1, callbacks=()):
     """Train, and call `change(batch)` before each batch on one rank."""
-    import keras
 
     class Change(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -106,7 +107,6 @@ def test_ranks_are_compared_at_the_end_of_fit(hvd, tmp_path):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_callback_of_one_rank_that_changes_weights_at_the_end(hvd, tmp_path):
     """The comparison is after `on_train_end`, also in a `fit` of a few batches."""
-    import keras
 
     class Double(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
@@ -134,8 +134,6 @@ def test_a_callback_of_one_rank_that_changes_weights_at_the_end(hvd, tmp_path):
     "kind", ["EarlyStopping", "SwapEMAWeights", "LearningRateScheduler", "ReduceLROnPlateau"]
 )
 def test_a_callback_that_changes_the_model_must_be_on_every_rank(hvd, kind):
-    import keras
-
     callback = {
         "EarlyStopping": lambda: keras.callbacks.EarlyStopping(
             "loss", patience=0, restore_best_weights=True
@@ -157,8 +155,6 @@ def test_a_callback_that_changes_the_model_must_be_on_every_rank(hvd, kind):
 @pytest.mark.long_with("keras-tensorflow")
 def test_early_stopping_of_one_rank_stops_all_ranks(hvd):
     """Without `restore_best_weights`, it changes nothing on its rank."""
-    import keras
-
     stopping = keras.callbacks.EarlyStopping("loss", patience=0, baseline=0.0)
     model = model_of(hvd)
     fit(hvd, model, batches=3, callbacks=[stopping] if hvd.rank() == 0 else [])
@@ -215,8 +211,6 @@ def test_batches_that_are_executed_together_are_counted(hvd, tmp_path):
 @pytest.mark.long_with("keras-tensorflow")
 def test_ranks_that_number_layers_differently(hvd, tmp_path):
     """A rank may have made other models before."""
-    import keras
-
     if hvd.rank() == 1:
         keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model = model_of(hvd, check_interval=1)
@@ -238,10 +232,8 @@ def test_an_option_of_the_optimizer_on_one_rank(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_backup_is_kept_if_ranks_differ_at_the_end(hvd, tmp_path):
     """`BackupAndRestore` deletes its files in `on_train_end`."""
-    import keras
-
     model = model_of(hvd)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         with contextlib.chdir(tmp_path), pytest.raises(RankMismatchError, match="after step 3: "):
             fit(
                 hvd,
@@ -271,7 +263,6 @@ def test_local_layers_differ(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_of_several_optimizers(hvd):
     """Their slots differ between ranks, and each rank saves its own."""
-    import keras
 
     def fitted(folder):
         inside = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)
@@ -287,7 +278,7 @@ def test_local_layers_of_several_optimizers(hvd):
         fit(hvd, model, batches=2, callbacks=[hvd.callbacks.Checkpoint(folder)])
         return [np.array(keras.ops.convert_to_numpy(v)) for v in model.optimizer.variables]
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         trained = fitted(folder)
         # The next job restores the state, and has no batch left to train.
         restored = fitted(folder)
@@ -298,7 +289,7 @@ def test_local_layers_of_several_optimizers(hvd):
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
-    with common_folder(hvd) as folder, contextlib.chdir(tmp_path):
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
         model = model_of(hvd)
         saves = hvd.callbacks.Checkpoint(folder, every_steps=2)
         change = {3: lambda: times_two(model.layers[0].kernel)}
@@ -314,5 +305,5 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, rank):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_local_layers_are_saved(hvd, tmp_path):
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         fit(hvd, model_of(hvd, local=True), callbacks=[hvd.callbacks.Checkpoint(folder)], batches=2)

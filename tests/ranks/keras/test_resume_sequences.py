@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.keras.job import distributed, of_every_rank
 from tests.ranks.keras.test_checkpoint import Interrupted, interrupt_after
 from tests.searching import search_settings
@@ -39,8 +40,6 @@ def epochs_left(hvd, sampler, epoch, consumed, ranks, rank):
 
 def fit(hvd, folder, sampler, process_set, interrupted_after):
     """Train on the ranks of a process set; return the (epoch, number, samples) of its batches."""
-    import keras
-
     seen = []
 
     class Recorder(keras.Sequential):
@@ -76,15 +75,11 @@ def fit(hvd, folder, sampler, process_set, interrupted_after):
 
 
 def sampled(hvd, sampler, process_set):
-    import keras
-
     count, batch_size, drop_last = sampler["count"], sampler["batch_size"], sampler["drop_last"]
     how = {"seed": 3, "drop_last": drop_last, "process_set": process_set}
     resumable = hvd.ResumableSampler(count, batch_size, **how)
     rows = np.arange(count, dtype="float32")[:, None]
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
         return resumable, resumable.dataset().map(lambda i: (tf.gather(rows, i),) * 2)
     import torch
     from torch.utils.data import DataLoader, TensorDataset

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tests.ranks.folders import shared_folder
 from tests.ranks.keras.sequences import ACTIONS, Setting, run_sequence
 from tests.searching import search_settings
 
@@ -39,3 +40,11 @@ def test_sequences_of_user_actions(rank_pool, tmp_path, request):
         rank_pool.run(__name__, "sequence", parameters)
 
     run()
+
+
+@pytest.mark.long_with("keras-tensorflow")
+@pytest.mark.parametrize("setting", [{}, {"kind": "adam", "passes": 3, "compression": "fp16"}])
+def test_each_action_is_always_run(hvd, setting):
+    with shared_folder(hvd) as folder:
+        actions = [(each, k) for k in (4, 5) for each in ACTIONS]
+        run_sequence(hvd, Setting(**setting), actions, Path(folder))

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.ranks.frameworks import tf
 from tests.ranks.keras import oracle
 
 ROWS, COLUMNS, STEPS = 6, 3, 3
@@ -42,8 +43,6 @@ def rows_of(step, rank):
 
 
 def slices(step, rank):
-    import tensorflow as tf
-
     indices, values = rows_of(step, rank)
     shape = tf.constant([ROWS, COLUMNS], tf.int64)
     return tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)

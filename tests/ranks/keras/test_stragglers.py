@@ -7,19 +7,17 @@ import pytest
 
 from hvdkit.training import stragglers
 from tests.logs import recorded
+from tests.ranks.frameworks import keras, tf
 
 INTERVAL, SECONDS = 8, 0.1
 
 
 def slow_gradient():
     """Return a function that returns its argument, and whose gradient takes long."""
-    import keras
-
     if keras.backend.backend() == "torch":
         from tests.ranks.torch.test_stragglers import SlowBackward
 
         return SlowBackward.apply
-    import tensorflow as tf
 
     @tf.custom_gradient
     def same(x):
@@ -39,8 +37,6 @@ def slow_gradient():
     "where", ["data and forward", "callback", pytest.param("backward", marks=pytest.mark.long)]
 )
 def test_a_slow_rank_is_named(hvd, where):
-    import keras
-
     from hvdkit.keras.optimizer import distribution_of
 
     class Slow(keras.callbacks.Callback):

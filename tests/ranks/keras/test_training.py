@@ -7,14 +7,16 @@ import os
 import numpy as np
 import pytest
 
+from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras
 from tests.ranks.keras.job import (
     BATCH,
     STEPS,
     all_samples,
     classifier,
-    common_folder,
     distributed,
     fit,
     of_every_rank,
@@ -24,8 +26,6 @@ from tests.ranks.keras.job import (
 
 
 def kinds_of_metrics():
-    import keras
-
     return [
         "accuracy",
         keras.metrics.AUC(name="auc"),
@@ -63,8 +63,6 @@ def test_metrics_are_those_of_one_process_with_all_data(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_all_callbacks_read_reduced_logs(hvd):
-    import keras
-
     class Reader(keras.callbacks.Callback):
         def __init__(self):
             super().__init__()
@@ -94,7 +92,6 @@ def test_all_callbacks_read_reduced_logs(hvd):
 
 def test_losses_of_outputs_weight_ranks_by_rows(hvd):
     """On TensorFlow, Keras counts the rows of rank 0, and 1 for each batch of other ranks."""
-    import keras
 
     def of_rank(rank):
         x = np.random.default_rng(rank).normal(size=(8 + (rank > 0), 3)) * (1 + 3 * rank)
@@ -127,18 +124,7 @@ def test_training_metrics_without_validation_are_reduced(hvd):
 
 
 @pytest.mark.long_with("keras-tensorflow")
-def test_validation_every_other_epoch(hvd):
-    model = classifier(distributed(hvd))
-    validation = samples(hvd.rank(), 1)
-    history = fit(hvd, model, epochs=4, validation_data=validation, validation_freq=2).history
-    assert (len(history["loss"]), len(history["val_loss"])) == (4, 2)
-    same_everywhere(history)
-
-
-@pytest.mark.long_with("keras-tensorflow")
 def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
-    import keras
-
     validation = samples(0, 1) if hvd.rank() == 0 else None
     stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=0)
     model = classifier(distributed(hvd), kinds_of_metrics())
@@ -153,8 +139,6 @@ def test_logs_of_validation_on_one_rank_reach_all_ranks(hvd):
 
 
 def test_custom_metrics(hvd):
-    import keras
-
     from hvdkit.keras.fit.metrics import is_additive
 
     class Worst(keras.metrics.Metric):
@@ -212,8 +196,6 @@ def test_custom_metrics(hvd):
 
 
 def test_other_logs_are_averaged(hvd):
-    import keras
-
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -243,7 +225,6 @@ def test_other_logs_are_averaged(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_results_that_are_arrays(hvd):
     """An array that is not the result of a metric stays that of each rank, with one warning."""
-    import keras
 
     class Own(keras.Sequential):
         def train_step(self, *arguments):
@@ -293,8 +274,6 @@ def test_results_that_are_arrays(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_result_under_another_name_warns(hvd):
-    import keras
-
     class Renaming(keras.Sequential):
         def train_step(self, *arguments):
             logs = super().train_step(*arguments)
@@ -312,8 +291,6 @@ def test_a_result_under_another_name_warns(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_different_metrics_raise(hvd):
-    from hvdkit.agreement.consistency import RankMismatchError
-
     metrics = ["accuracy"] if hvd.rank() else ["accuracy", "mae"]
     model = classifier(distributed(hvd), metrics)
     with pytest.raises(RankMismatchError, match=r"metrics and logs.*First difference: .*mae"):
@@ -322,8 +299,6 @@ def test_different_metrics_raise(hvd):
 
 def opposed_targets(hvd, rate=0.1, **options):
     """Return a model of one weight, initially 0, and data with target 6 on rank 0, otherwise -1."""
-    import keras
-
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
     model = keras.Sequential(
         [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
@@ -334,25 +309,7 @@ def opposed_targets(hvd, rate=0.1, **options):
 
 
 @pytest.mark.long_with("keras-tensorflow")
-def test_early_stopping_stops_all_ranks_at_the_same_epoch(hvd):
-    import keras
-
-    model, data = opposed_targets(hvd)
-    stopping = keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=1e-4)
-    best = keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True)
-    history = fit(
-        hvd, model, data=data, validation_data=data, epochs=50, callbacks=[stopping, best]
-    ).history
-    epochs = same_everywhere(len(history["loss"]))
-    same_everywhere([weight.tolist() for weight in model.get_weights()])
-    # On rank 0 only, the loss would fall in all epochs; on the others it would rise at once.
-    assert 3 < epochs < 50
-
-
-@pytest.mark.long_with("keras-tensorflow")
 def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
-    import keras
-
     model, data = opposed_targets(hvd)
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.05)
     history = fit(
@@ -365,9 +322,7 @@ def test_learning_rates_of_plateaus_are_the_same_on_all_ranks(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_only_rank_0_writes_files(hvd):
-    import keras
-
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         own = os.path.join(folder, str(hvd.rank()))
         os.mkdir(own)
         callbacks = [
@@ -388,8 +343,6 @@ def test_only_rank_0_writes_files(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_class_of_the_script_runs_on_every_rank_and_writes_on_rank_0(hvd):
-    import keras
-
     class Best(keras.callbacks.ModelCheckpoint):
         scores = ()
 
@@ -413,7 +366,7 @@ def test_a_class_of_the_script_runs_on_every_rank_and_writes_on_rank_0(hvd):
             super().on_epoch_begin(epoch, logs)
             hvd.allreduce(1.0, name="bar")
 
-    with common_folder(hvd) as folder, recorded("hvdkit.keras") as records:
+    with shared_folder(hvd) as folder, recorded("hvdkit.keras") as records:
         own = os.path.join(folder, str(hvd.rank()))
         os.mkdir(own)
         best = Best(os.path.join(own, "sub", "best.keras"), monitor="loss", save_best_only=True)
@@ -457,8 +410,6 @@ def test_only_rank_0_prints_the_progress_bar(hvd):
     "raising", [False, pytest.param(True, marks=pytest.mark.long_with("keras-tensorflow"))]
 )
 def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
-    import keras
-
     model, (x, y) = opposed_targets(hvd)
     if hvd.rank() == hvd.size() - 1:
         y[BATCH] = np.nan
@@ -475,8 +426,6 @@ def test_terminate_on_nan_stops_all_ranks_after_the_same_batch(hvd, raising):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
-    import keras
-
     model, (x, y) = opposed_targets(hvd)
     if hvd.rank() == 1:
         # The callback also reacts to infinity.
@@ -486,58 +435,34 @@ def test_terminate_on_nan_on_one_rank_stops_all_ranks(hvd):
     assert same_everywhere(int(model.optimizer.iterations)) == 1
 
 
+#: Hook in which one rank stops at its second call -> epochs and batches that all ranks train. Only
+#: a callback with a hook of batches stops them within an epoch.
+STOPS = {
+    "on_epoch_end": (2, 2 * STEPS),
+    "on_epoch_begin": (2, 2 * STEPS),
+    "on_train_batch_end": (1, 2),
+}
+
+
 @pytest.mark.long_with("keras-tensorflow")
-def test_a_stop_at_the_end_of_an_epoch_on_one_rank_stops_all(hvd):
-    import keras
+@pytest.mark.parametrize("is_lambda", [False, True])
+@pytest.mark.parametrize("hook", STOPS)
+def test_a_stop_on_one_rank_stops_all(hvd, hook, is_lambda):
+    def stop(number, logs=None):
+        model.stop_training = number == 1
 
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = epoch == 1
-
-    callbacks = [Stop()] if hvd.rank() == 1 else []
     model = classifier(distributed(hvd, 0.1))
+    callback = keras.callbacks.LambdaCallback(**{hook: stop})
+    if not is_lambda:
+        callback = type("Stop", (keras.callbacks.Callback,), {hook: staticmethod(stop)})()
+    callbacks = [callback] if hvd.rank() == 1 else []
     history = fit(hvd, model, epochs=5, callbacks=callbacks).history
-    assert same_everywhere(len(history["loss"])) == 2
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_a_stop_after_a_batch_on_one_rank_stops_all(hvd):
-    import keras
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = batch == 1
-
-    def stop(batch, logs):
-        model.stop_training = batch == 1
-
-    for callback in (Stop(), keras.callbacks.LambdaCallback(on_train_batch_end=stop)):
-        model = classifier(distributed(hvd, 0.1))
-        callbacks = [callback] if hvd.rank() == 1 else []
-        history = fit(hvd, model, epochs=5, callbacks=callbacks).history
-        assert same_everywhere(len(history["loss"])) == 1
-        assert same_everywhere(int(model.optimizer.iterations)) == 2
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_a_stop_without_batch_hooks_takes_effect_at_the_end_of_the_epoch(hvd):
-    import keras
-
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            self.model.stop_training = epoch == 1
-
-    callbacks = [Stop()] if hvd.rank() == 1 else []
-    model = classifier(distributed(hvd, 0.1))
-    history = fit(hvd, model, epochs=5, callbacks=callbacks).history
-    assert same_everywhere(len(history["loss"])) == 2
-    assert same_everywhere(int(model.optimizer.iterations)) == 2 * STEPS
+    done = len(history["loss"]), int(model.optimizer.iterations)
+    assert tuple(same_everywhere(done)) == STOPS[hook]
 
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_an_accumulation_window_closes_before_validation(hvd):
-    import keras
-
     class Updates(keras.callbacks.Callback):
         def __init__(self):
             super().__init__()
@@ -559,14 +484,12 @@ def test_an_accumulation_window_closes_before_validation(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_backup_and_restore_resumes_all_ranks(hvd):
-    import keras
-
     class Interrupted(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
                 raise KeyboardInterrupt
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
 
         def backup():
             # Each rank has its own folder. Only that of rank 0 has a backup.
@@ -599,7 +522,7 @@ def test_ranks_begin_at_different_epochs(hvd, left):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_checkpoint_replaces_different_initial_epochs(hvd):
     first = 2 * (hvd.rank() == 0)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         fit(hvd, classifier(distributed(hvd)), callbacks=[hvd.callbacks.Checkpoint(folder)])
         model = classifier(distributed(hvd))
         callbacks = [hvd.callbacks.Checkpoint(folder)]
@@ -609,35 +532,7 @@ def test_a_checkpoint_replaces_different_initial_epochs(hvd):
 
 
 @pytest.mark.long_with("keras-tensorflow")
-def test_evaluate_outside_of_fit_is_not_coordinated(hvd):
-    model = classifier(distributed(hvd))
-    fit(hvd, model)
-    x, y = samples(hvd.rank())
-    plain = classifier("sgd")
-    if hvd.rank() == 0:
-        loss = model.evaluate(x, y, verbose=0)[0]
-        assert loss == pytest.approx(plain.evaluate(x, y, verbose=0)[0], rel=1e-6)
-    # The other ranks continue without it.
-    fit(hvd, model)
-
-
-@pytest.mark.long_with("keras-tensorflow")
-def test_evaluate_with_a_metric_average_callback_is_exact(hvd):
-    model = classifier(distributed(hvd))
-    callback = hvd.callbacks.MetricAverageCallback()
-    for _ in range(2):
-        found = model.evaluate(
-            *samples(hvd.rank()), verbose=0, callbacks=[callback], return_dict=True
-        )
-        expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
-        close(found, expected)
-        assert {type(value) for value in found.values()} == {float}
-
-
-@pytest.mark.long_with("keras-tensorflow")
 def test_evaluate_in_a_callback_of_one_rank(hvd):
-    import keras
-
     class Evaluates(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if hvd.rank() == 1:
@@ -656,8 +551,6 @@ def test_a_metric_average_callback_reduces_with_a_plain_optimizer(hvd):
     expected = classifier("sgd").evaluate(*all_samples(hvd.size()), verbose=0, return_dict=True)
 
     def trained(callbacks):
-        import keras
-
         model = classifier(keras.optimizers.SGD(0.0))
         history = fit(hvd, model, callbacks=callbacks).history
         return {name: values[0] for name, values in history.items()}

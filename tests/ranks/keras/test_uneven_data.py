@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import UsageError
+from tests.ranks.frameworks import LazyModule, keras, tf
 from tests.ranks.keras.job import (
     classifier,
     distributed,
@@ -13,6 +14,8 @@ from tests.ranks.keras.job import (
     same_everywhere,
     skip_without_executions,
 )
+
+tensorflow_adapter = LazyModule("hvdkit.tensorflow")
 
 BATCHES = 4
 
@@ -33,8 +36,6 @@ def count_of(hvd):
 
 def filtered(hvd):
     """Return a dataset whose length is not known."""
-    import tensorflow as tf
-
     data = list(batches(BATCHES))
     arrays = tuple(np.stack(each) for each in zip(*data, strict=True))
     numbered = tf.data.Dataset.from_tensor_slices(arrays).enumerate()
@@ -44,12 +45,8 @@ def filtered(hvd):
 
 def error_types():
     """Return the types of the error; in a graph, TensorFlow raises an error of its own."""
-    import keras
-
     if keras.backend.backend() == "torch":
         return UsageError
-    import tensorflow as tf
-
     return UsageError, tf.errors.OpError
 
 
@@ -66,8 +63,6 @@ def error_types():
     ],
 )
 def test_data_that_end_earlier_on_one_rank(hvd, kind):
-    import keras
-
     in_graph = keras.backend.backend() == "tensorflow"
     compiled = {}
     if kind == "several steps per execution":
@@ -106,18 +101,12 @@ def callbacks_of(hvd, kind):
 
 
 def filtered_evenly():
-    import tensorflow as tf
-
     arrays = tuple(np.stack(each) for each in zip(*batches(2), strict=True))
     return tf.data.Dataset.from_tensor_slices(arrays)
 
 
 def model_with_a_tape(hvd):
     """Return a model whose `train_step` reduces the gradients with a tape."""
-    import keras
-    import tensorflow as tf
-
-    import hvdkit.tensorflow as tensorflow_adapter
 
     class Model(keras.Model):
         def __init__(self):

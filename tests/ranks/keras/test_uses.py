@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
-from hvdkit.errors import UsageError
+from hvdkit.errors import HvdkitError, UsageError
 from tests.logs import recorded
+from tests.ranks.frameworks import LazyModule, keras, tf
 from tests.ranks.keras.job import classifier, same_everywhere, samples
+
+comparisons = LazyModule("hvdkit.keras.fit.comparisons")
 
 
 def weights_of(model):
     """Return the bytes of a model's trainable variables."""
-    import keras
-
     return [keras.ops.convert_to_numpy(v).tobytes().hex() for v in model.trainable_variables]
 
 
@@ -25,8 +26,6 @@ def fit(model, rank, seed=0, **options):
 
 def test_one_rank_has_called_the_model_before(hvd):
     """This rank has variables already, so it traces the training function once less."""
-    import keras
-
     if keras.backend.backend() != "tensorflow":
         pytest.skip("hvd.SyncBatchNormalization is TensorFlow's")
     from hvdkit.tensorflow import SyncBatchNormalization
@@ -59,8 +58,6 @@ def test_one_rank_has_called_the_model_before(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 @pytest.mark.parametrize("order", ["16 bits twice", "16 and 32 bits", "32 and 16 bits"])
 def test_compiling_again_with_the_same_optimizer(hvd, order):
-    import keras
-
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     policies = {"16": "mixed_float16", "32": "float32"}
     names = [part for part in order.split() if part in policies]
@@ -78,8 +75,6 @@ def test_compiling_again_with_the_same_optimizer(hvd, order):
 
 
 def test_compile_ignores_the_keras_2_argument(hvd):
-    import keras
-
     model = classifier("sgd")
     own = {"loss": "mse", "experimental_run_tf_function": False}
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), **own)
@@ -88,8 +83,6 @@ def test_compile_ignores_the_keras_2_argument(hvd):
 
 
 def test_an_embedding_in_a_local_layer(hvd):
-    import keras
-
     keras.utils.set_random_seed(1)
     embedding = keras.layers.Embedding(5, 2)
     head = keras.layers.Dense(1)
@@ -108,7 +101,6 @@ def test_an_embedding_in_a_local_layer(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_layer_without_gradients_on_some_ranks(hvd):
     """An eager model uses a layer depending on the data. The reference uses a mask."""
-    import keras
 
     class Branching(keras.Model):
         def __init__(self, masked):
@@ -151,8 +143,6 @@ def test_a_layer_without_gradients_on_some_ranks(hvd):
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.long_with("keras-tensorflow")
 def test_predict_divides_the_rows(hvd, rows):
-    import keras
-
     keras.utils.set_random_seed(1)
     inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((3,), name="b")}
     both = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
@@ -172,10 +162,6 @@ def test_predict_divides_the_rows(hvd, rows):
     "wrong", ["rows of a rank", "no data on a rank", "rows of an array", "no rows", "the model"]
 )
 def test_predict_raises_on_every_rank(hvd, wrong):
-    import keras
-
-    from hvdkit.errors import HvdkitError
-
     class Fails(keras.layers.Layer):
         def call(self, x):
             if hvd.rank() == 1:
@@ -209,8 +195,6 @@ def test_predict_raises_on_every_rank(hvd, wrong):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_predict_of_different_models_raises_on_every_rank(hvd):
-    import keras
-
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     x = np.ones((4, 2))
@@ -224,8 +208,6 @@ def test_predict_of_different_models_raises_on_every_rank(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_predict_in_an_epoch_averages_moving_statistics(hvd):
     """Each rank has statistics of its own batches until the epoch ends."""
-    import keras
-
     keras.utils.set_random_seed(1)
     layer = keras.layers.BatchNormalization(momentum=0.5, epsilon=0.0)
     model = keras.Sequential([keras.Input((2,)), layer])
@@ -252,9 +234,6 @@ def test_predict_in_an_epoch_averages_moving_statistics(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_variable_that_a_layer_changes_in_call(hvd, kind):
     """Rank 0 warns after the first epoch if the variable differs between ranks."""
-    import keras
-
-    from hvdkit.keras.fit import comparisons
 
     class Centered(keras.layers.Layer):
         def build(self, shape):
@@ -300,10 +279,6 @@ def test_a_variable_that_a_layer_changes_in_call(hvd, kind):
 
 
 def test_different_numbers_of_steps_raise_on_every_rank(hvd):
-    import keras
-
-    from hvdkit.errors import UsageError
-
     model = classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     x = np.zeros((16 + 4 * hvd.rank(), 3), "float32")
     with pytest.raises(UsageError, match="rank 0: 4 steps in each of 1 epochs; rank 1: 5 steps"):
@@ -313,10 +288,6 @@ def test_different_numbers_of_steps_raise_on_every_rank(hvd):
 @pytest.mark.parametrize("broadcast", ["forgotten", "by a callback", "not wanted"])
 @pytest.mark.long_with("keras-tensorflow")
 def test_different_initial_values_raise(hvd, broadcast):
-    import keras
-
-    from hvdkit.agreement.consistency import RankMismatchError
-
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), check_parameters=broadcast != "not wanted"
     )
@@ -334,10 +305,6 @@ def test_different_initial_values_raise(hvd, broadcast):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_different_frozen_layer_raises(hvd):
     """A frozen layer has no gradients, but affects those of all other layers."""
-    import keras
-
-    from hvdkit.agreement.consistency import RankMismatchError
-
     model = classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     base = model.layers[0]
     base.trainable = False
@@ -355,10 +322,6 @@ def test_a_different_frozen_layer_raises(hvd):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
     """On TensorFlow the layer computes with constants, which a broadcast must update."""
-    import keras
-
-    from hvdkit.agreement.consistency import RankMismatchError
-
     normalization = keras.layers.Normalization()
     normalization.build((None, 3))
     x, y = samples(0)
@@ -401,10 +364,6 @@ def test_a_normalization_adapted_on_one_rank(hvd, broadcast):
 )
 def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
     """Its vocabulary or its bins are not variables, so no broadcast makes them equal."""
-    import keras
-
-    from hvdkit.agreement.consistency import RankMismatchError
-
     if kind == "Discretization":
         layer = keras.layers.Discretization(num_bins=4)
         data = np.arange(8.0)[:, None] + hvd.rank()
@@ -412,8 +371,6 @@ def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
     elif keras.backend.backend() == "torch":
         pytest.skip("PyTorch has no tensors of strings")
     else:
-        import tensorflow as tf
-
         words = [f"word{(k + 1) * (hvd.rank() + 1)}" for k in range(8)]
         data = tf.constant(words)[:, None]
         inputs = keras.Input((1,), dtype="string")
@@ -448,11 +405,8 @@ def test_a_layer_adapted_to_the_share_of_a_rank(hvd, kind):
 
 def test_a_table_with_equal_values_is_equal_on_all_ranks(hvd):
     """TensorFlow exports its entries in another order on each rank."""
-    import keras
-
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch has no tensors of strings")
-    import tensorflow as tf
 
     class Region(keras.layers.Layer):
         def __init__(self):
@@ -474,10 +428,6 @@ def test_a_table_with_equal_values_is_equal_on_all_ranks(hvd):
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_batch_normalization_that_only_a_strategy_synchronizes(hvd, trainable):
-    import keras
-
-    from hvdkit.errors import UsageError
-
     if keras.backend.backend() == "torch":
         pytest.skip("on PyTorch, Keras raises an error")
     from hvdkit.tensorflow import SyncBatchNormalization
@@ -499,10 +449,6 @@ def test_batch_normalization_that_only_a_strategy_synchronizes(hvd, trainable):
 @pytest.mark.long_with("keras-tensorflow")
 def test_different_models_raise_within_an_accumulation_window(hvd, differing):
     """The first batches of a window reduce no gradients, so their check does not run."""
-    import keras
-
-    from hvdkit.agreement.consistency import RankMismatchError
-
     trainable = "frozen" not in differing
     units = 4 + (hvd.rank() if "units" in differing else 0)
     count = 1 + (hvd.rank() if "layers" in differing else 0)
@@ -518,8 +464,6 @@ def test_different_models_raise_within_an_accumulation_window(hvd, differing):
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_layer_that_is_frozen_later_keeps_its_weights(hvd, passes):
     """Its momentum is not 0, and an update with a gradient of zeros would use it."""
-    import keras
-
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1, momentum=0.9), accumulation_steps=passes
     )
@@ -540,8 +484,6 @@ def test_a_layer_that_is_frozen_later_keeps_its_weights(hvd, passes):
 @pytest.mark.parametrize("frozen", ["always", "later"])
 def test_a_gradient_that_the_script_gives_is_applied_although_the_variable_is_frozen(hvd, frozen):
     """A custom loop may freeze a model, such as the discriminator of a GAN, for other steps."""
-    import keras
-
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), accumulation_steps=2)
     variable = keras.Variable(np.ones(2, "float32"), trainable=frozen == "later")
     optimizer.apply([keras.ops.ones(2)], [variable])
@@ -557,7 +499,6 @@ def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
 
     A rank that has a batch more waits for the other, and raises when that one calls `fit` again.
     """
-    import keras
 
     def windowed():
         return classifier(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulation_steps=4))
@@ -584,8 +525,6 @@ def test_an_error_in_fit_discards_the_accumulation_window(hvd, alike):
 @pytest.mark.parametrize("validation", [pytest.param(False, marks=pytest.mark.long), True])
 def test_moving_statistics_are_averaged(hvd, validation):
     """The statistics of a local layer are not averaged."""
-    import keras
-
     keras.utils.set_random_seed(1)
     shared, frozen = (keras.layers.BatchNormalization(momentum=0.5) for _ in range(2))
     local = keras.layers.BatchNormalization(momentum=0.5, scale=False, center=False)
@@ -633,8 +572,6 @@ def test_moving_statistics_are_averaged(hvd, validation):
 @pytest.mark.long_with("keras-tensorflow")
 def test_moving_statistics_of_a_layer_that_a_callback_freezes_are_averaged(hvd):
     """The layer is frozen after the first of two batches of the second epoch."""
-    import keras
-
     keras.utils.set_random_seed(1)
     layer = keras.layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
@@ -663,8 +600,6 @@ def test_moving_statistics_of_a_layer_that_a_callback_freezes_are_averaged(hvd):
 @pytest.mark.parametrize("on_all", [False, True])
 def test_moving_statistics_that_are_not_finite_are_replaced(hvd, on_all):
     """The step with NaN is skipped, but its forward pass has changed the statistics."""
-    import keras
-
     keras.utils.set_random_seed(1)
     layer = keras.layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
@@ -707,8 +642,6 @@ def test_moving_statistics_that_are_not_finite_are_replaced(hvd, on_all):
 @pytest.mark.long_with("keras-tensorflow")
 def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
     """With a plain optimizer and a callback that reduces metrics."""
-    import keras
-
     keras.utils.set_random_seed(1)
     layer = keras.layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
@@ -727,8 +660,6 @@ def test_moving_statistics_of_separate_models_are_not_averaged(hvd):
 
 @pytest.mark.long_with("keras-tensorflow")
 def test_a_plain_optimizer_logs_one_warning(hvd):
-    from hvdkit.keras.fit import comparisons
-
     comparisons.logged.discard("separate")
     model = classifier("sgd")
     with recorded("hvdkit.keras") as records:
@@ -739,22 +670,9 @@ def test_a_plain_optimizer_logs_one_warning(hvd):
     assert all(f"each of {hvd.size()} ranks" in message for message in messages)
 
 
-@pytest.mark.long_with("keras-tensorflow")
-def test_local_fit_on_one_rank(hvd):
-    model = classifier("sgd")
-    if hvd.rank() == 0:
-        with hvd.local_fit():
-            fit(model, 0)
-    same_everywhere("the others did not wait")
-
-
 @pytest.mark.parametrize("on_all_ranks", [False, True])
 def test_a_callback_list_in_a_loop_without_compile(hvd, on_all_ranks):
     """It is not coordinated, because a script may make it on rank 0 only."""
-    import keras
-
-    from hvdkit.keras.fit import comparisons
-
     comparisons.logged.discard("separate")
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with recorded("hvdkit.keras") as records:
@@ -771,8 +689,6 @@ def test_a_callback_list_in_a_loop_without_compile(hvd, on_all_ranks):
 
 def test_wrapping_an_optimizer_after_a_fit(hvd):
     """The training function of the first `fit` does not reduce gradients."""
-    import keras
-
     optimizer = keras.optimizers.SGD(0.1)
     model = classifier(optimizer)
     with hvd.local_fit():
@@ -788,7 +704,6 @@ def test_wrapping_an_optimizer_after_a_fit(hvd):
 )
 def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
     """One rank writes files, all ranks stop together, and metrics and statistics are reduced."""
-    import keras
 
     class Own(keras.Model):
         def __init__(self):
@@ -809,8 +724,6 @@ def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
                 loss.backward()
                 gradients = [[v.value.grad for v in each] for each in variables]
             else:
-                import tensorflow as tf
-
                 with tf.GradientTape() as tape:
                     loss = self.compute_loss(y=y, y_pred=self(x))
                 if kind == "tape":
@@ -850,8 +763,6 @@ def test_a_custom_train_step_is_coordinated(hvd, kind, tmp_path):
 
 def wrapped_model(optimizer):
     """Return a model with the batch normalization of PyTorch, and this module."""
-    import keras
-
     if keras.backend.backend() != "torch":
         pytest.skip("TorchModuleWrapper needs PyTorch")
     import torch
@@ -877,8 +788,6 @@ def test_buffers_of_a_wrapped_module_are_broadcast(hvd):
 
 def test_statistics_of_a_wrapped_module_are_averaged(hvd):
     """`hvd.predict` averages them within an epoch, and `fit` at the end of an epoch."""
-    import keras
-
     model, module = wrapped_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
     x = np.array([[1.0, 2.0], [3.0, 6.0]], "float32") * (1 + hvd.rank())
     rows = np.arange(2.0 * hvd.size() + 2, dtype="float32").reshape(-1, 2)
@@ -902,8 +811,6 @@ def test_statistics_of_a_wrapped_module_are_averaged(hvd):
 
 
 def test_statistics_of_a_local_wrapped_module_are_not_averaged(hvd):
-    import keras
-
     model, module = wrapped_model("sgd")
     optimizer = keras.optimizers.SGD(0.0)
     model.compile(
@@ -919,8 +826,6 @@ def test_statistics_of_a_local_wrapped_module_are_not_averaged(hvd):
 
 def test_a_buffer_that_differs_raises(hvd):
     """A buffer outside of normalization is compared as a frozen weight is."""
-    import keras
-
     model, _ = wrapped_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
     import torch
 
@@ -933,8 +838,6 @@ def test_a_buffer_that_differs_raises(hvd):
 
 
 def test_predict_of_a_stateful_layer_raises(hvd):
-    import keras
-
     layer = keras.layers.LSTM(2, stateful=True)
     model = keras.Sequential([keras.Input(batch_shape=(1, 3, 2)), layer])
     with pytest.raises(UsageError, match="has a stateful LSTM: .* Call model.predict"):

@@ -4,6 +4,8 @@ import time
 
 import numpy as np
 
+from tests.ranks.frameworks import tf
+
 
 def numbers(seed, *shape, dtype="float64"):
     """Return normally distributed numbers, the same on every rank for equal seeds."""
@@ -13,7 +15,6 @@ def numbers(seed, *shape, dtype="float64"):
 def assert_raised_on_all_ranks(hvd, error, match, function):
     """Assert that `function` raises on every rank, and that collectives work afterwards."""
     import pytest
-    import tensorflow as tf
 
     with pytest.raises(error, match=match):
         function()
@@ -22,8 +23,6 @@ def assert_raised_on_all_ranks(hvd, error, match, function):
 
 def assert_same_on_all_ranks(hvd, values):
     """Assert that the values are bit-identical on all ranks."""
-    import tensorflow as tf
-
     flat = np.concatenate([np.asarray(value).ravel() for value in values])
     gathered = hvd.allgather(tf.constant(flat)[None]).numpy()
     for other in gathered:
@@ -32,7 +31,6 @@ def assert_same_on_all_ranks(hvd, values):
 
 def slowly(x, seconds):
     """Return `x` after some seconds, and its gradient after the same time, in a graph."""
-    import tensorflow as tf
 
     def sleep(x, seconds):
         time.sleep(seconds)

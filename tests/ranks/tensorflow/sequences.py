@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.ranks.actions import Actions
+from tests.ranks.frameworks import keras, tf
+
 INPUTS, HIDDEN, WORDS = 4, 5, 7
 
 #: Relative error of one rounding on the wire; of int8, relative to the largest number.
@@ -72,9 +75,6 @@ class World:
 
     def make(self, prefix: str) -> dict[str, Any]:
         """Return variables by name, the same on every rank."""
-        import keras
-        import tensorflow as tf
-
         shapes = {
             "w1": (INPUTS, HIDDEN),
             "b1": (HIDDEN,),
@@ -94,8 +94,6 @@ class World:
         return {name: tf.Variable(value, dtype="float64") for name, value in values.items()}
 
     def make_optimizer(self) -> Any:
-        import keras
-
         if self.setting.optimizer == "none":
             return None
         # Adam would enlarge the differences of rounding.
@@ -136,8 +134,6 @@ class World:
 
     def function(self, key: Any, make: Callable[[], Callable[..., Any]]) -> Any:
         """Return the `tf.function` of this key, made once in a sequence."""
-        import tensorflow as tf
-
         if key not in self.functions:
             self.functions[key] = tf.function(make())
         return self.functions[key]
@@ -149,8 +145,6 @@ class World:
 
         A gradient is None if no rank has one.
         """
-        import tensorflow as tf
-
         names = names or list(self.reference)
         sources = [self.reference[name] for name in names]
         total: dict[str, Any] = dict.fromkeys(names)
@@ -193,6 +187,9 @@ class World:
         none = {name for name, gradient in found.items() if gradient is None}
         expected_none = {name for name, gradient in expected.items() if gradient is None}
         assert none == expected_none, f"None for {none}, expected {expected_none}"
+        for gradient in found.values():
+            if isinstance(gradient, tf.IndexedSlices):  # optimizers square rows one by one
+                assert len(set(gradient.indices.numpy())) == len(gradient.indices)
         dense = {k: dense_of(v) for k, v in found.items() if v is not None}
         self.same_bits(dense)
         for name, gradient in dense.items():
@@ -201,8 +198,6 @@ class World:
 
     def same_bits(self, values: dict[str, Any]) -> None:
         """Assert that the values are bit-identical on the ranks of the process set."""
-        import tensorflow as tf
-
         flat = np.concatenate([np.zeros(1), *(np.ravel(value) for value in values.values())])
         everyone = self.hvd.allgather(
             tf.constant(flat)[None], name="same bits", process_set=self.process_set
@@ -247,15 +242,11 @@ def _set_of(hvd: Any, ranks: list[int]) -> Any:
 
 def dense_of(gradient: Any) -> np.ndarray:
     """Return a gradient as an array."""
-    import tensorflow as tf
-
     return np.asarray(tf.convert_to_tensor(gradient))
 
 
 def loss_of(variables: dict[str, Any], x: Any, words: Any, part: str) -> Any:
     """Return the loss of a batch, which uses a part of the model."""
-    import tensorflow as tf
-
     v = {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
     x = tf.convert_to_tensor(x)
     if part != "unscaled":
@@ -284,20 +275,11 @@ def update(variables: dict[str, Any], gradients: dict[str, Any], optimizer: Any)
         variable.assign(variable - 0.05 * dense_of(gradient))
 
 
-Action = Callable[[World, int], None]
-ACTIONS: dict[str, Action] = {}
-
-
-def action(function: Action) -> Action:
-    """Register a function as action."""
-    ACTIONS[function.__name__] = function
-    return function
+ACTIONS = action = Actions()
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> None:
     """Run a sequence of actions on this rank, and then a step."""
-    import tensorflow as tf
-
     world = World(hvd, setting)
     try:
         for name, number in [*actions, ("step", 7)]:
@@ -327,8 +309,6 @@ def step_with_other_parts(world: World, number: int) -> None:
 
 
 def _eager_step(world: World, number: int, differ: bool) -> None:
-    import tensorflow as tf
-
     parts = world.parts(number, differ)
     rank = world.hvd.rank()
     with tf.GradientTape() as tape:
@@ -342,8 +322,6 @@ def _eager_step(world: World, number: int, differ: bool) -> None:
 @action
 def step_in_a_function(world: World, number: int) -> None:
     """Make a step in a `tf.function`, which some ranks trace again because of other shapes."""
-    import tensorflow as tf
-
     part = world.parts(number, False)[0]
 
     def make() -> Callable[..., Any]:
@@ -363,7 +341,6 @@ def step_in_a_function(world: World, number: int) -> None:
 @action
 def branch_in_a_function(world: World, number: int) -> None:
     """Make a step in a `tf.function` whose ranks take different branches of a condition."""
-    import tensorflow as tf
 
     def make() -> Callable[..., Any]:
         def run(x: Any, words: Any, first: Any) -> Any:
@@ -396,8 +373,6 @@ def branch_in_a_function(world: World, number: int) -> None:
 @action
 def steps_in_a_loop(world: World, number: int) -> None:
     """Make steps in a loop of a graph, and update the variables there."""
-    import tensorflow as tf
-
     if world.setting.compression != "none" or world.hvd.rank() not in world.ranks:
         return
     count = 1 + number % 3
@@ -426,8 +401,6 @@ def steps_in_a_loop(world: World, number: int) -> None:
 @action
 def two_tapes(world: World, number: int) -> None:
     """Make a step with two tapes for different variables, in a function or not."""
-    import tensorflow as tf
-
     first = ["w1", "b1", "words"]
     second = ["branch", "scale", "w1"]
 
@@ -459,8 +432,6 @@ def two_tapes(world: World, number: int) -> None:
 @action
 def persistent_tape(world: World, number: int) -> None:
     """Compute the gradients of two losses with one persistent tape."""
-    import tensorflow as tf
-
     rank = world.hvd.rank()
     with tf.GradientTape(persistent=True) as tape:
         loss = loss_of(world.variables, *world.batch(number, rank), "all")
@@ -475,8 +446,6 @@ def persistent_tape(world: World, number: int) -> None:
 @action
 def nested_sources(world: World, number: int) -> None:
     """Pass the sources as a dict of lists, some of them twice."""
-    import tensorflow as tf
-
     rank = world.hvd.rank()
     v = world.variables
     with tf.GradientTape() as tape:
@@ -498,8 +467,6 @@ def nested_sources(world: World, number: int) -> None:
 @action
 def one_source(world: World, number: int) -> None:
     """Pass one variable as the source, and ask for zeros instead of None."""
-    import tensorflow as tf
-
     rank = world.hvd.rank()
     with tf.GradientTape() as tape:
         loss = loss_of(world.variables, *world.batch(number, rank), "unscaled")
@@ -515,7 +482,6 @@ def one_source(world: World, number: int) -> None:
 @action
 def penalty(world: World, number: int) -> None:
     """Add the norm of the gradient of the inputs to the loss."""
-    import tensorflow as tf
 
     def loss(variables: dict[str, Any], x: Any, words: Any) -> Any:
         x = tf.constant(x)
@@ -538,8 +504,6 @@ def penalty(world: World, number: int) -> None:
 
 @action
 def record_with_the_wrapped_tape(world: World, number: int) -> None:
-    import tensorflow as tf
-
     rank = world.hvd.rank()
     with world.wrap(tf.GradientTape()) as tape:
         loss = loss_of(world.variables, *world.batch(number, rank), "twice")
@@ -551,8 +515,6 @@ def record_with_the_wrapped_tape(world: World, number: int) -> None:
 @action
 def local_source(world: World, number: int) -> None:
     """Exclude a variable from the reduction."""
-    import tensorflow as tf
-
     rank = world.hvd.rank()
     with tf.GradientTape() as tape:
         loss = loss_of(world.variables, *world.batch(number, rank), "all")
@@ -573,8 +535,6 @@ def local_source(world: World, number: int) -> None:
 @action
 def loss_of_a_compiled_function(world: World, number: int) -> None:
     """Compute the loss in a function that XLA compiles, and the gradients outside of it."""
-    import tensorflow as tf
-
     if "compiled" not in world.functions:
         v = world.variables
 
@@ -594,16 +554,12 @@ def loss_of_a_compiled_function(world: World, number: int) -> None:
 @action
 def run_functions_eagerly(world: World, number: int) -> None:
     """Run all functions eagerly, or no longer, as for debugging."""
-    import tensorflow as tf
-
     tf.config.run_functions_eagerly(bool(number % 2))
 
 
 @action
 def reduce_by_hand(world: World, number: int) -> None:
     """Reduce gradients one by one with `hvd.allreduce`, in a function or not."""
-    import tensorflow as tf
-
     if world.setting.compression not in ("none", "fp16"):
         return
     names = ["w1", "b1", "words", "w2", "scale"]
@@ -664,8 +620,6 @@ def tf_variable(variable: Any) -> Any:
 @action
 def evaluate_on_one_rank(world: World, number: int) -> None:
     """Trace and call a function without a collective on one rank."""
-    import tensorflow as tf
-
     if world.hvd.rank() == world.chosen(number):
         evaluate = tf.function(lambda x: loss_of(world.variables, x, [1, 2], "all"))
         evaluate(tf.constant(world.batch(number, 0)[0]))
@@ -674,8 +628,6 @@ def evaluate_on_one_rank(world: World, number: int) -> None:
 @action
 def collectives_of_the_script(world: World, number: int) -> None:
     """Call collectives of the script's own values."""
-    import tensorflow as tf
-
     hvd, n = world.hvd, world.hvd.size()
     value = tf.constant([float(hvd.rank()), 1.0])
     np.testing.assert_allclose(hvd.allreduce(value, op=hvd.Sum).numpy(), [n * (n - 1) / 2, n])
@@ -689,8 +641,6 @@ def collectives_of_the_script(world: World, number: int) -> None:
 @action
 def compute_twice(world: World, number: int) -> None:
     """Compute the gradients of one tape twice, which raises on every rank."""
-    import tensorflow as tf
-
     with tf.GradientTape() as tape:
         loss = loss_of(world.variables, *world.batch(number, world.hvd.rank()), "all")
     tape = world.wrap(tape)
@@ -705,8 +655,6 @@ def compute_twice(world: World, number: int) -> None:
 @action
 def joined_epoch(world: World, number: int) -> None:
     """Make a step on some ranks only, while the others wait in `join`."""
-    import tensorflow as tf
-
     if world.setting.members or world.setting.compression == "int8":
         return
     missing = number % world.hvd.size()

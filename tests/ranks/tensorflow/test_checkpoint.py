@@ -1,11 +1,7 @@
 """`hvd.Checkpointer` and `hvd.ResumableSampler` on several ranks, and examples with them."""
 
 import contextlib
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -15,66 +11,19 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.checkpoint.store import Store
 from hvdkit.errors import UsageError
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 from tests.ranks.tensorflow.test_digits import QUIET, example
+from tests.ranks.tensorflow.test_elastic import forget_tapes
 
 
 def of_every_rank(hvd, value):
     return hvd.allgather_object(value)
 
 
-@contextlib.contextmanager
-def common_folder(hvd):
-    own = tempfile.mkdtemp(prefix="hvdkit-test-") if hvd.rank() == 0 else ""
-    try:
-        yield of_every_rank(hvd, own)[0]
-    finally:
-        of_every_rank(hvd, "done")
-        if own:
-            shutil.rmtree(own)
-
-
-def batches(sampler, data):
-    return [batch.numpy().tolist() for batch in sampler.batches(data)]
-
-
-@pytest.mark.parametrize("count", [8, 13])
-def test_ranks_share_all_samples_in_equal_steps(hvd, count):
-    sampler = hvd.ResumableSampler(count, 3, seed=1)
-    data = sampler.dataset()
-    for _ in range(2):
-        by_rank = of_every_rank(hvd, batches(sampler, data))
-        assert {len(each) for each in by_rank} == {sampler.batches_per_epoch}
-        seen = sorted(i for each in by_rank for batch in each for i in batch)
-        extra = len(seen) - count
-        assert 0 <= extra < hvd.size()
-        assert set(seen) == set(range(count))
-
-
-def test_the_rest_of_an_epoch_on_another_number_of_ranks(hvd):
-    size, count = hvd.size(), 61
-    sampler = hvd.ResumableSampler(count, 2, seed=1)
-    iterator = sampler.batches(sampler.dataset())
-    done = [next(iterator).numpy().tolist() for _ in range(3)]
-    half = hvd.add_process_set(range(size // 2))
-    try:
-        left = []
-        if half.included():
-            other = hvd.ResumableSampler(count, 2, seed=1, process_set=half)
-            other.restore(other.plan_restore(sampler.save()))
-            left = batches(other, other.dataset())
-        seen = [i for each in of_every_rank(hvd, [*done, *left]) for b in each for i in b]
-        assert set(seen) == set(range(count))
-        assert len(seen) - count < size
-    finally:
-        hvd.remove_process_set(half)
-
-
 def trained(hvd, folder, compression, interrupted_after=None):
     """Return the bytes of the state and the losses after 24 steps; None if interrupted."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(hvd.rank())
     sampler = hvd.ResumableSampler(40, 2, seed=2)
     x = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
@@ -120,20 +69,17 @@ def trained(hvd, folder, compression, interrupted_after=None):
 @pytest.mark.long
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_a_resumed_loop_is_bit_identical(hvd, compression):
-    with common_folder(hvd) as folder, common_folder(hvd) as other:
+    with shared_folder(hvd) as folder, shared_folder(hvd) as other:
         assert trained(hvd, folder, compression, interrupted_after=14) is None
-        clear_reducers()
+        forget_tapes()
         resumed = trained(hvd, folder, compression)
-        clear_reducers()
+        forget_tapes()
         assert resumed == trained(hvd, other, compression)
         assert len({str(content) for content, _ in of_every_rank(hvd, resumed)}) == 1
 
 
 def steps_of(hvd, kind, rate=0.1):
     """Return a model with a local layer, its optimizer and a training step."""
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(1)
     local = keras.layers.Dense(3)
     model = keras.Sequential([keras.Input((4,)), local, keras.layers.Dense(2)])
@@ -160,7 +106,7 @@ def steps_of(hvd, kind, rate=0.1):
     [("graph", 0, "kernel"), ("eager", 1, "kernel_momentum"), ("optimizer", 0, "kernel")],
 )
 def test_ranks_that_differ_are_not_saved(hvd, tmp_path, kind, rank, changed):
-    with common_folder(hvd) as folder, contextlib.chdir(tmp_path):
+    with shared_folder(hvd) as folder, contextlib.chdir(tmp_path):
         model, optimizer, step = steps_of(hvd, kind)
         with hvd.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
             for number in range(1, 4):
@@ -188,9 +134,6 @@ def test_ranks_that_differ_are_not_saved(hvd, tmp_path, kind, rank, changed):
 
 
 def test_two_models_with_equal_names_are_both_compared(hvd, tmp_path):
-    import keras
-    import tensorflow as tf
-
     def named(changed):
         models = {}
         for name in ("generator", "critic"):
@@ -208,47 +151,14 @@ def test_two_models_with_equal_names_are_both_compared(hvd, tmp_path):
 
     for changed in ("generator", "critic"):
         with (
-            common_folder(hvd) as folder,
+            shared_folder(hvd) as folder,
             contextlib.chdir(tmp_path),
             pytest.raises(RankMismatchError, match=f"'model-{changed}: out/kernel' on rank"),
         ):
             named(changed)
 
 
-def clear_reducers():
-    """Reset the reducers to the state of a new process."""
-    from hvdkit.tensorflow import tape
-
-    tape._reducer.cache_clear()
-    tape._reducers.clear()
-    tape._saved_states.clear()
-
-
-def count_until_stopped(hvd, folder, variable):
-    with hvd.Checkpointer(folder, model=[variable]) as checkpointer:
-        for step in range(1, 100):
-            variable.assign_add([1.0])
-            if step == 3 and hvd.rank() == hvd.size() - 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            checkpointer.maybe_save(step)
-
-
-def test_a_signal_to_one_rank_saves_and_stops_all(hvd):
-    import tensorflow as tf
-
-    variable = tf.Variable([1.0])
-    with common_folder(hvd) as folder:
-        with pytest.raises(hvd.Stopped) as stopped:
-            count_until_stopped(hvd, folder, variable)
-        assert stopped.value.code == hvd.RESUMABLE
-        with hvd.Checkpointer(folder, model=[variable]) as c:
-            assert of_every_rank(hvd, c.restore().step) == [stopped.value.step] * hvd.size()
-    assert variable.numpy() == [1.0 + stopped.value.step]
-
-
 def test_a_restore_discards_the_gradients_of_a_window(hvd):
-    import keras
-
     import hvdkit.keras
 
     variable = keras.Variable([0.0])
@@ -259,7 +169,7 @@ def test_a_restore_discards_the_gradients_of_a_window(hvd):
         optimizer.apply_gradients([(keras.ops.convert_to_tensor([gradient]), variable)])
 
     with (
-        common_folder(hvd) as folder,
+        shared_folder(hvd) as folder,
         hvd.Checkpointer(folder, model=[variable.value], optimizer=optimizer) as checkpointer,
     ):
         apply(1.0)
@@ -274,9 +184,6 @@ def test_a_restore_discards_the_gradients_of_a_window(hvd):
 
 
 def test_moving_statistics_are_restored_on_their_rank(hvd):
-    import keras
-    import tensorflow as tf
-
     class Centered(keras.layers.Layer):
         """Subtract the sum of this rank's inputs so far."""
 
@@ -294,7 +201,7 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
         shared = hvd.SyncBatchNormalization(momentum=0.5)(norm(Centered()(inputs)))
         return keras.Model(inputs, shared)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         saved, restored = model(), model()
         with hvd.Checkpointer(folder, model=saved) as c:
             saved(tf.fill((4, 3), 1.0 + hvd.rank()) * tf.range(4.0)[:, None], training=True)
@@ -311,11 +218,7 @@ def test_moving_statistics_are_restored_on_their_rank(hvd):
 
 
 def test_a_checkpoint_of_other_variables_raises_on_every_rank(hvd):
-    import tensorflow as tf
-
-    from hvdkit.errors import UsageError
-
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         with hvd.Checkpointer(folder, model=[tf.Variable([1.0, 2.0], name="v")]) as c:
             c.save(1)
         own = tf.Variable([0.0] * (2 + hvd.rank() % 2), name="v")
@@ -382,14 +285,12 @@ def test_resume_needs_a_folder(name):
 
 
 def test_another_model_on_one_rank_is_an_error_at_the_save(hvd):
-    import keras
-
     def built(units):
         model = keras.Sequential([keras.layers.Dense(units)])
         model.build((None, 3))
         return model
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         checkpointer = hvd.Checkpointer(folder, model=built(2 if hvd.rank() == 0 else 4))
         with pytest.raises(UsageError, match=r"rank 1 has .*kernel F32\[3, 4\] where rank 0 has"):
             checkpointer.save(1)
@@ -398,12 +299,10 @@ def test_another_model_on_one_rank_is_an_error_at_the_save(hvd):
 
 
 def test_sharded_variables(hvd):
-    import tensorflow as tf
-
     size, rank = hvd.size(), hvd.rank()
     rows = 3 * size + 1
     first, end = 3 * rank, 3 * rank + (4 if rank == size - 1 else 3)
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         own = tf.Variable(tf.range(first, end, dtype=tf.float32)[:, None] * tf.ones((1, 2)))
         expected = own.numpy()
 

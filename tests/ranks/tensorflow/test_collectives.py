@@ -2,25 +2,21 @@
 
 import warnings
 
-import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError, check_consistency
+from tests.ranks.frameworks import tf
 from tests.ranks.tensorflow.oracle import assert_raised_on_all_ranks
 
 WHERE = ["eager", "graph"]
 
 
 def run(function, where, *arguments):
-    import tensorflow as tf
-
     return tf.function(function)(*arguments) if where == "graph" else function(*arguments)
 
 
 def traced(function):
     """Call `function` while a graph is traced, and return the result."""
-    import tensorflow as tf
-
     results = []
 
     @tf.function(autograph=False)
@@ -84,8 +80,6 @@ def test_a_consistency_check_while_tracing_raises_on_every_rank(hvd):
 
 
 def test_process_set(hvd):
-    import tensorflow as tf
-
     from hvdkit.tensorflow.collectives import TensorFlowCollectives
 
     members = [0, *range(2, hvd.size())]
@@ -121,42 +115,7 @@ def test_rank_and_size_ops(hvd, where):
     assert values == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 1]
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_grouped_and_scattering_collectives(hvd, where):
-    import tensorflow as tf
-
-    n, rank = hvd.size(), hvd.rank()
-    own = tf.range(2.0 * n) * (rank + 1)
-
-    def all_of_them(x):
-        return (
-            *hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum, name="grouped-sum"),
-            *hvd.grouped_allgather([x[:1], x[: rank + 1]], name="grouped-rows"),
-            hvd.reducescatter(x, op=hvd.Sum, name="scatter"),
-            *hvd.grouped_reducescatter([x, 3 * x], op=hvd.Sum),
-            hvd.alltoall(x[:n], name="exchange"),
-        )
-
-    factor = n * (n + 1) / 2
-    by_rank = [np.arange(2.0 * n) * (r + 1) for r in range(n)]
-    part = np.arange(2.0 * rank, 2.0 * rank + 2) * factor
-    expected = [
-        np.arange(2.0 * n) * factor,
-        2 * np.arange(2.0 * n) * factor,
-        np.zeros(n),
-        np.concatenate([x[: r + 1] for r, x in enumerate(by_rank)]),
-        part,
-        part,
-        3 * part,
-        [rank * (r + 1) for r in range(n)],
-    ]
-    for value, wanted in zip(run(all_of_them, where, own), expected, strict=True):
-        np.testing.assert_array_equal(value.numpy(), wanted)
-
-
 def test_a_mean_of_integers_warns(hvd):
-    import tensorflow as tf
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hvd.allreduce(tf.constant([hvd.rank()]), name="whole")
@@ -167,58 +126,8 @@ def test_a_mean_of_integers_warns(hvd):
     assert [text.partition(",")[0] for text in texts] == (expected if hvd.rank() == 0 else [])
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_scalars_are_gathered_to_a_vector(hvd, where):
-    import tensorflow as tf
-
-    def gathered(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = hvd.allgather(x, name="scalar")
-        first, second = hvd.grouped_allgather([x, tf.reshape(x, [1])], name="scalars")
-        return y, first, second, tape.gradient(y, x)
-
-    *vectors, gradient = run(gathered, where, tf.constant(hvd.rank() + 0.5))
-    for each in vectors:
-        assert each.numpy().tolist() == [r + 0.5 for r in range(hvd.size())]
-    assert gradient.shape == ()
-    assert gradient.numpy() == 1
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_gradients_through_collectives(hvd, where):
-    import tensorflow as tf
-
-    n, rank = hvd.size(), hvd.rank()
-
-    def gradients(x):
-        found = []
-        for function in (
-            lambda x: hvd.allreduce(x * x, op=hvd.Average, name="mean-of-squares"),
-            lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum, name="two-sums")[1],
-            lambda x: hvd.allgather(x, name="rows-of-all"),
-            lambda x: hvd.reducescatter(x, op=hvd.Sum, name="shares"),
-            lambda x: hvd.broadcast(x, root_rank=1, name="rows-of-one"),
-        ):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                loss = 3 * tf.reduce_sum(function(x))
-            found.append(tape.gradient(loss, x))
-        return found
-
-    own = rank + 1.0
-    x = tf.fill([2 * n, 3], own)
-    # Horovod defines the gradient of an average as the mean of the ranks' gradients, that of a sum
-    # as their sum, and that of gathered rows as their mean.
-    expected = [6 * own, 6 * own * n, 3, 3 * n, 3 if rank == 1 else 0]
-    for value, wanted in zip(run(gradients, where, x), expected, strict=True):
-        np.testing.assert_allclose(value.numpy(), np.full((2 * n, 3), wanted))
-
-
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_allreduce_with_compression(hvd, compression):
-    import tensorflow as tf
-
     kind = getattr(hvd.Compression, compression)
     result = hvd.allreduce(tf.fill([3], 0.26), op=hvd.Sum, compression=kind, name="compressed")
     assert result.dtype == tf.float32
@@ -231,8 +140,6 @@ def test_allreduce_with_compression(hvd, compression):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_join_with_different_numbers_of_batches(hvd, where):
-    import tensorflow as tf
-
     from hvdkit.tensorflow import runtime
 
     join = tf.function(hvd.join) if where == "graph" else hvd.join
@@ -253,8 +160,6 @@ def test_join_with_different_numbers_of_batches(hvd, where):
 
 
 def test_different_shapes_raise_on_every_rank(hvd):
-    import tensorflow as tf
-
     own = tf.ones(3 + min(hvd.rank(), 1))
     for function in (
         lambda: hvd.allreduce(own, name="shapes"),

@@ -5,18 +5,18 @@ import os
 import numpy as np
 import pytest
 
+from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import UsageError
+from tests.ranks.frameworks import tf
+
 
 def numbered(count, start=0):
-    import tensorflow as tf
-
     x = np.arange(start, start + count)
     return tf.data.Dataset.from_tensor_slices((x.astype(np.float32), x))
 
 
 def of_all_ranks(hvd, values, name):
     """Return the int64 values of all ranks, whose numbers may differ."""
-    import tensorflow as tf
-
     return hvd.allgather(tf.constant(values, tf.int64), name=name).numpy().tolist()
 
 
@@ -27,55 +27,8 @@ def steps_labels_and_weights(dataset):
     return [len(batch[1]) for batch in batches], labels, weights
 
 
-@pytest.mark.parametrize("count", [8, 13])
-def test_pad_uses_every_element_once_in_equal_steps(hvd, count):
-    share = hvd.shard(numbered(count), batch_size=3, shuffle=True, tail="pad")
-    for epoch in range(2):
-        steps, labels, weights = steps_labels_and_weights(share)
-        rows = -(-count // hvd.size())
-        assert sum(steps) == rows
-        assert of_all_ranks(hvd, steps, f"steps {epoch}") == steps * hvd.size()
-        all_labels = of_all_ranks(hvd, labels, f"labels {epoch}")
-        all_weights = of_all_ranks(hvd, weights, f"weights {epoch}")
-        real = [y for y, w in zip(all_labels, all_weights, strict=True) if w]
-        assert sorted(real) == list(range(count))
-        assert set(all_weights) <= {0, 1}
-
-
-@pytest.mark.parametrize("count", [8, 13])
-def test_drop_uses_each_element_at_most_once_in_equal_steps(hvd, count):
-    share = hvd.shard(numbered(count), batch_size=3, shuffle=4)
-    steps, labels, weights = steps_labels_and_weights(share)
-    assert not weights
-    assert of_all_ranks(hvd, steps, "steps") == steps * hvd.size()
-    used = count - count % hvd.size()
-    assert sorted(of_all_ranks(hvd, labels, "labels")) == list(range(used))
-
-
-def test_a_shuffle_with_a_seed_before_shard(hvd):
-    import tensorflow as tf
-
-    # The order also depends on the global seed, which earlier tests may have set differently.
-    tf.random.set_seed(0)
-    share = hvd.shard(numbered(21).shuffle(21, seed=4), tail="pad").batch(2)
-    for epoch in range(3):
-        _, labels, weights = steps_labels_and_weights(share)
-        pairs = zip(of_all_ranks(hvd, labels, "y"), of_all_ranks(hvd, weights, "w"), strict=True)
-        assert sorted(y for y, w in pairs if w) == list(range(21)), epoch
-
-
-def test_a_dataset_of_unknown_size_is_counted(hvd):
-    share = hvd.shard(numbered(30).filter(lambda x, y: y % 2 == 1))
-    labels = [int(y) for _, y in share]
-    assert int(share.cardinality()) == len(labels) == 15 // hvd.size()
-    used = 15 - 15 % hvd.size()
-    assert sorted(of_all_ranks(hvd, labels, "labels")) == [2 * i + 1 for i in range(used)]
-
-
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_shares_of_files(hvd, tmp_path, tail):
-    import tensorflow as tf
-
     counts = [5, 0, 9, 1, 3, 8]
     begins = np.cumsum([0, *counts]).tolist()
     names = [tmp_path / f"part-{i}" for i in range(len(counts))]
@@ -101,8 +54,6 @@ def test_shares_of_files(hvd, tmp_path, tail):
 
 
 def test_shard_in_a_process_set(hvd):
-    from hvdkit.errors import UsageError
-
     members = hvd.add_process_set(list(range(1, hvd.size())))
     try:
         if members.included():
@@ -117,72 +68,59 @@ def test_shard_in_a_process_set(hvd):
         hvd.remove_process_set(members)
 
 
-def different_shuffles(rank):
-    return {"dataset": numbered(20).shuffle(20, seed=rank)}
+def broken():
+    return numbered(20).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no"), y))
 
 
-def different_sizes(rank):
-    return {"dataset": numbered(20 + (rank == 1))}
+#: What differs on rank 1 -> the arguments of a rank, and a part of the error.
+DIFFERENCES = {
+    "shuffles": (
+        lambda rank: {"dataset": numbered(20).shuffle(20, seed=rank)},
+        "rank 0: first elements.*the same order",
+    ),
+    "sizes": (
+        lambda rank: {"dataset": numbered(20 + (rank == 1))},
+        "20 elements; rank 1: 21 elements",
+    ),
+    "elements": (
+        lambda rank: {"dataset": numbered(20).map(lambda x, y: (x, x if rank == 1 else y))},
+        "rank 1: .*float32.*float32",
+    ),
+    "values": (
+        lambda rank: {"dataset": numbered(20, start=int(rank == 1))},
+        "rank 1: first elements",
+    ),
+    "tails": (
+        lambda rank: {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"},
+        "rank 1: batch_size=None, tail='pad'",
+    ),
+    "invalid": (
+        lambda rank: {"dataset": numbered(20), "batch_size": 0 if rank == 1 else 4},
+        "no problem; rank 1: batch_size is 0",
+    ),
+    "infinite": (
+        lambda rank: {"dataset": numbered(20).repeat() if rank == 1 else numbered(20)},
+        "rank 1: the dataset is infinite",
+    ),
+    "unreadable": (
+        lambda rank: {"dataset": broken() if rank == 1 else numbered(20)},
+        "rank 1: the dataset cannot be read",
+    ),
+    "file names": (
+        lambda rank: {"dataset": [f"a{int(rank == 1)}"], "reader": lambda name: numbered(5)},
+        "the files to shard.*rank 1: file a1",
+    ),
+}
 
 
-def different_elements(rank):
-    return {"dataset": numbered(20).map(lambda x, y: (x, x if rank == 1 else y))}
-
-
-def different_values(rank):
-    return {"dataset": numbered(20, start=int(rank == 1))}
-
-
-def different_tails(rank):
-    return {"dataset": numbered(20), "tail": "pad" if rank == 1 else "drop"}
-
-
-def invalid_on_one(rank):
-    return {"dataset": numbered(20), "batch_size": 0 if rank == 1 else 4}
-
-
-def infinite_on_one(rank):
-    return {"dataset": numbered(20).repeat() if rank == 1 else numbered(20)}
-
-
-def unreadable_on_one(rank):
-    import tensorflow as tf
-
-    if rank == 1:
-        broken = numbered(20).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "no"), y))
-        return {"dataset": broken}
-    return {"dataset": numbered(20)}
-
-
-def different_file_names(rank):
-    return {"dataset": [f"a{int(rank == 1)}"], "reader": lambda name: numbered(5)}
-
-
-@pytest.mark.parametrize(
-    ("different", "message"),
-    [
-        (different_shuffles, "rank 0: first elements.*the same order"),
-        (different_sizes, "20 elements; rank 1: 21 elements"),
-        (different_elements, "rank 1: .*float32.*float32"),
-        (different_values, "rank 1: first elements"),
-        (different_tails, "rank 1: batch_size=None, tail='pad'"),
-        (invalid_on_one, "no problem; rank 1: batch_size is 0"),
-        (infinite_on_one, "rank 1: the dataset is infinite"),
-        (unreadable_on_one, "rank 1: the dataset cannot be read"),
-        (different_file_names, "the files to shard.*rank 1: file a1"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_differences_between_ranks_raise_on_every_rank(hvd, different, message):
-    from hvdkit.agreement.consistency import RankMismatchError
-
+@pytest.mark.parametrize("different", DIFFERENCES)
+def test_differences_between_ranks_raise_on_every_rank(hvd, different):
+    arguments, message = DIFFERENCES[different]
     with pytest.raises(RankMismatchError, match=message):
-        hvd.shard(**different(hvd.rank()))
+        hvd.shard(**arguments(hvd.rank()))
 
 
 def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):
-    from hvdkit.errors import UsageError
-
     for tail in ("drop", "pad"):
         message = f"{hvd.size() - 1} elements for {hvd.size()} ranks"
         with pytest.raises(UsageError, match=message):
@@ -190,10 +128,6 @@ def test_fewer_elements_than_ranks_raise_on_every_rank(hvd):
 
 
 def test_an_unreadable_file_raises_on_every_rank(hvd, tmp_path):
-    import tensorflow as tf
-
-    from hvdkit.errors import UsageError
-
     names = [tmp_path / f"part-{i}" for i in range(hvd.size())]
     if hvd.rank() == 0:
         for name in names[:-1]:

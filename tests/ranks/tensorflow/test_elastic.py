@@ -10,6 +10,7 @@ import pytest
 from hvdkit.errors import UsageError
 from tests.commit_files import read_commit, write_commit
 from tests.ranks.elastic_samplers import check_that_a_commit_keeps_the_position
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.rank_pool import Configuration, start_ranks_of
 from tests.ranks.tensorflow.oracle import assert_same_on_all_ranks
 
@@ -24,8 +25,6 @@ def assert_equal(own, expected):
 
 
 def model_of(seed):
-    import keras
-
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
     model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=True)
@@ -65,8 +64,6 @@ def test_a_keras_model(hvd, has_trained):
 
 
 def test_variables(hvd):
-    import tensorflow as tf
-
     variables = [tf.Variable(float(hvd.rank())), tf.Variable([hvd.rank(), 1])]
     state = hvd.elastic.TensorFlowState(variables, step=hvd.rank())
     state.sync()
@@ -90,8 +87,6 @@ def forget_tapes():
 @pytest.mark.parametrize("state_class", ["TensorFlowState", "TensorFlowKerasState"])
 def test_a_commit_contains_the_scales_of_tapes(hvd, state_class):
     """The last rank has no commit, as on a host that was lost. It gets the state of rank 0."""
-    import keras
-    import tensorflow as tf
 
     def make():
         forget_tapes()
@@ -144,8 +139,6 @@ def test_a_commit_contains_the_scales_of_tapes(hvd, state_class):
 
 
 def test_a_state_contains_the_variables_of_its_optimizers(hvd):
-    import keras
-
     model = model_of(0)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     with pytest.raises(UsageError, match="optimizer-a is a SGD that is not built"):
@@ -165,8 +158,6 @@ def test_a_state_keeps_the_position_of_a_sampler(hvd, kind):
 
 def test_values_that_cannot_be_copied(hvd):
     """The copy of a variable would not be used by a traced function."""
-    import tensorflow as tf
-
     variable = tf.Variable(1.0)
     for kind in (hvd.elastic.ObjectState, hvd.elastic.TensorFlowState):
         for value in (variable, [variable], {"a": variable}):
@@ -184,8 +175,6 @@ class Holder:
 
 
 def test_a_model_that_is_not_built_raises(hvd):
-    import keras
-
     with pytest.raises(UsageError, match="the model is not built"):
         hvd.elastic.TensorFlowKerasState(keras.Sequential([keras.layers.Dense(1)]))
 
@@ -257,8 +246,6 @@ def test_functions_are_traced_again_if_the_ranks_change():
 
 def test_a_state_of_several_process_sets_is_refused(hvd, tmp_path):
     """Commits, `sync` and checkpoints would have the model of rank 0 only."""
-    import keras
-
     model = model_of(1)
     first = hvd.add_process_set([0])
     try:

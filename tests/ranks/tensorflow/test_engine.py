@@ -1,18 +1,15 @@
-"""The engine under TensorFlow: results of collectives, and effects of its patches.
-
-Only functions import TensorFlow, because the pytest process collects tests without a framework.
-"""
+"""The engine under TensorFlow: results of collectives, and effects of its patches."""
 
 import numpy as np
 import pytest
+
+from tests.ranks.frameworks import keras, tf
 
 DTYPES = ["float16", "float32", "float64", "int32", "int64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_collectives_give_what_all_ranks_have(hvd, dtype):
-    import tensorflow as tf
-
     numbers = [np.arange(1, 102).astype(dtype) * (rank + 1) for rank in range(hvd.size())]
     own = tf.constant(numbers[hvd.rank()])
     total = hvd.allreduce(own, op=hvd.Sum, name=f"sum {dtype}")
@@ -26,24 +23,8 @@ def test_collectives_give_what_all_ranks_have(hvd, dtype):
     np.testing.assert_array_equal(joined.numpy(), np.concatenate(parts))
 
 
-def test_allreduce_in_a_graph_is_differentiable(hvd):
-    import tensorflow as tf
-
-    @tf.function
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            weighted = hvd.allreduce(x, op=hvd.Sum, name="in-a-graph") * (hvd.rank() + 1.0)
-        return tape.gradient(weighted, x)
-
-    expected = sum(rank + 1 for rank in range(hvd.size()))
-    assert gradient(tf.ones(5)).numpy().tolist() == [expected] * 5
-
-
 def small_bfloat16s(hvd):
     """Return each rank's whole numbers, whose sum over four ranks is exact in bfloat16."""
-    import tensorflow as tf
-
     numbers = np.random.default_rng(1).integers(-60, 61, (hvd.size(), 103))
     return numbers, tf.constant(numbers[hvd.rank()], tf.bfloat16)
 
@@ -53,62 +34,61 @@ def assert_bfloat16s(tensor, expected):
     np.testing.assert_array_equal(tensor.numpy().astype(np.float64), expected)
 
 
-def test_bfloat16_eagerly(hvd):
-    numbers, own = small_bfloat16s(hvd)
-    for op, reduced in ((hvd.Sum, np.sum), (hvd.Min, np.min), (hvd.Max, np.max)):
-        result = hvd.allreduce(own, op=op, name=f"bfloat16 {reduced.__name__}")
-        assert_bfloat16s(result, reduced(numbers, axis=0))
-    half_mean = hvd.allreduce(own, op=hvd.Average, prescale_factor=0.5, name="bfloat16 mean")
-    assert_bfloat16s(half_mean, bfloat16_of(numbers.mean(axis=0) / 2))
-    summed = hvd.grouped_allreduce([own[:7], own], op=hvd.Sum, name="bfloat16 group")
-    assert_bfloat16s(summed[0], numbers[:, :7].sum(axis=0))
-    assert_bfloat16s(summed[1], numbers.sum(axis=0))
-    root = hvd.size() - 1
-    taken = hvd.broadcast(own, root_rank=root, name="bfloat16 root")
-    assert_bfloat16s(taken, numbers[root])
-    parts = [numbers[rank][: rank + 1] for rank in range(hvd.size())]
-    joined = hvd.allgather(own[: hvd.rank() + 1], name="bfloat16 parts")
-    assert_bfloat16s(joined, np.concatenate(parts))
-    columns = numbers[:, : hvd.size()]
-    received, _ = hvd.alltoall(own[: hvd.size()], [1] * hvd.size(), name="bfloat16 exchange")
-    assert_bfloat16s(received, columns[:, hvd.rank()])
-    part = hvd.reducescatter(own[: hvd.size()], op=hvd.Sum, name="bfloat16 scatter")
-    assert_bfloat16s(part, columns.sum(axis=0)[hvd.rank()][None])
+def collectives_of_bfloat16(hvd, numbers, own):
+    """Call collectives; return their results, and the expected ones."""
+    root, one_each = hvd.size() - 1, numbers[:, : hvd.size()]
+    pairs = [
+        (hvd.allreduce(own, op=hvd.Sum, name="bfloat16-sum"), numbers.sum(axis=0)),
+        (hvd.allreduce(own, op=hvd.Min, name="bfloat16-min"), numbers.min(axis=0)),
+        (hvd.allreduce(own, op=hvd.Max, name="bfloat16-max"), numbers.max(axis=0)),
+        (
+            hvd.allreduce(own, op=hvd.Average, prescale_factor=0.5, name="bfloat16-mean"),
+            bfloat16_of(numbers.mean(axis=0) / 2),
+        ),
+        (hvd.broadcast(own, root_rank=root, name="bfloat16-root"), numbers[root]),
+        (
+            hvd.allgather(own[: hvd.rank() + 1], name="bfloat16-parts"),
+            np.concatenate([numbers[rank][: rank + 1] for rank in range(hvd.size())]),
+        ),
+        (
+            hvd.alltoall(own[: hvd.size()], [1] * hvd.size(), name="bfloat16-exchange")[0],
+            one_each[:, hvd.rank()],
+        ),
+        (
+            hvd.reducescatter(own[: hvd.size()], op=hvd.Sum, name="bfloat16-scatter"),
+            one_each.sum(axis=0)[hvd.rank()][None],
+        ),
+    ]
+    group = hvd.grouped_allreduce([own[:7], own], op=hvd.Sum, name="bfloat16-group")
+    sums = numbers[:, :7].sum(axis=0), numbers.sum(axis=0)
+    return zip(*pairs, *zip(group, sums, strict=True), strict=True)
 
 
 def bfloat16_of(numbers):
-    import tensorflow as tf
-
     return tf.cast(tf.constant(numbers, tf.float32), tf.bfloat16).numpy().astype(np.float64)
 
 
+def test_bfloat16_eagerly(hvd):
+    results, expected = collectives_of_bfloat16(hvd, *small_bfloat16s(hvd))
+    for result, right in zip(results, expected, strict=True):
+        assert_bfloat16s(result, right)
+
+
 def test_bfloat16_in_a_graph(hvd):
-    import tensorflow as tf
-
     numbers, own = small_bfloat16s(hvd)
-    root = hvd.size() - 1
+    kept = []
 
-    @tf.function
-    def collectives(x):
-        return (
-            hvd.allreduce(x, op=hvd.Sum, name="bfloat16-sum"),
-            hvd.grouped_allreduce([x[:7], x], op=hvd.Sum, name="bfloat16-group"),
-            hvd.broadcast(x, root_rank=root, name="bfloat16-root"),
-            hvd.allgather(x[: hvd.rank() + 1], name="bfloat16-parts"),
-        )
+    @tf.function(autograph=False)
+    def run(x):
+        results, expected = collectives_of_bfloat16(hvd, numbers, x)
+        kept[:] = expected
+        return results
 
-    total, group, taken, joined = collectives(own)
-    assert_bfloat16s(total, numbers.sum(axis=0))
-    assert_bfloat16s(group[0], numbers[:, :7].sum(axis=0))
-    assert_bfloat16s(group[1], numbers.sum(axis=0))
-    assert_bfloat16s(taken, numbers[root])
-    parts = [numbers[rank][: rank + 1] for rank in range(hvd.size())]
-    assert_bfloat16s(joined, np.concatenate(parts))
+    for result, right in zip(run(own), kept, strict=True):
+        assert_bfloat16s(result, right)
 
 
 def test_bfloat16_variables_are_broadcast_in_place(hvd):
-    import tensorflow as tf
-
     numbers, own = small_bfloat16s(hvd)
     variable = tf.Variable(own, name="bfloat16")
     hvd.broadcast_([variable], root_rank=1, name="bfloat16-variable")
@@ -116,8 +96,6 @@ def test_bfloat16_variables_are_broadcast_in_place(hvd):
 
 
 def test_keras_3_variables_are_broadcast(hvd):
-    import keras
-
     # Horovod's function; hvdkit's has another implementation.
     from horovod.tensorflow import broadcast_variables
 
@@ -144,8 +122,6 @@ def flat(variables):
 
 
 def test_an_input_that_is_used_elsewhere_is_left_alone(hvd):
-    import tensorflow as tf
-
     @tf.function
     def function(x):
         made = x * 2.0

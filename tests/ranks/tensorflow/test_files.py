@@ -3,14 +3,13 @@
 import tempfile
 from pathlib import Path
 
+from tests.ranks.frameworks import tf
 from tests.ranks.rank_pool import Configuration, RankPool
 
 GENERATED = "__autograph_generated_file*"
 
 
 def trace_a_function(hvd):
-    import tensorflow as tf
-
     @tf.function
     def largest(x, y):
         if x > y:

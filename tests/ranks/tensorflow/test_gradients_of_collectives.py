@@ -7,12 +7,12 @@ import operator
 import numpy as np
 import pytest
 
-from tests.ranks.collective_cases import Case, draw_case
+from tests.ranks.collective_cases import Case, search
+from tests.ranks.frameworks import tf
 
 
 def scaled(x, factor):
     """The identity, whose gradient is multiplied by a factor."""
-    import tensorflow as tf
 
     @tf.custom_gradient
     def identity(x):
@@ -23,13 +23,7 @@ def scaled(x, factor):
 
 def call(hvd, case: Case, tensors, process_set):
     """Make the call of a case; return the list of its outputs."""
-    options = {"process_set": process_set}
-    if case.op:
-        options |= {
-            "op": getattr(hvd, case.op),
-            "prescale_factor": case.prescale,
-            "postscale_factor": case.postscale,
-        }
+    options = {"process_set": process_set} | case.options(hvd)
     if case.collective != "grouped_reducescatter":  # It has no name in Horovod.
         options["name"] = case.name and case.name.replace(" ", "_")
     function = getattr(hvd, case.collective)
@@ -49,8 +43,6 @@ def defined(case: Case, tensors):
     Args:
         tensors: the same tensor of each member.
     """
-    import tensorflow as tf
-
     kind = case.collective.removeprefix("grouped_")
     n = case.size
     if kind == "broadcast":
@@ -76,8 +68,6 @@ def defined(case: Case, tensors):
 
 def loss_of(case: Case, member, inputs, outputs):
     """The loss of a member. The inputs are also used without the collective."""
-    import tensorflow as tf
-
     loss = tf.zeros((), tf.float64)
     for k, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
         weights = case.weights(member, k, y.shape)
@@ -96,8 +86,6 @@ def differentiated(case: Case, members, run):
         members: the members whose tensors this process has.
         run: a function of the members' tensors. It returns the outputs, and the loss.
     """
-    import tensorflow as tf
-
     leaves = [[tf.constant(x) for x in case.inputs()[i]] for i in members]
     with contextlib.ExitStack() as tapes:
         outer = tapes.enter_context(tf.GradientTape())
@@ -129,8 +117,6 @@ def expected(case: Case):
 
 
 def check(hvd, case: Case, process_set, graph):
-    import tensorflow as tf
-
     member = case.members.index(hvd.rank())
     values, all_gradients = expected(case)
 
@@ -152,39 +138,18 @@ def check(hvd, case: Case, process_set, graph):
         np.testing.assert_allclose(gradient, all_gradients[member][k], rtol=1e-7, atol=1e-9)
 
 
-def search(hvd, seeds, graph):
-    cases = [draw_case(seed, hvd.size()) for seed in seeds]
-    everyone = tuple(range(hvd.size()))
-    sets = {
-        members: hvd.add_process_set(list(members))
-        for members in sorted({tuple(case.members) for case in cases} - {everyone})
-    }
-    for case in cases:
-        if hvd.rank() in case.members:
-            process_set = sets.get(tuple(case.members), hvd.global_process_set)
-            try:
-                check(hvd, case, process_set, graph)
-            except Exception as error:
-                error.add_note(str(case))
-                raise
-    for each in sets.values():
-        hvd.remove_process_set(each)
-
-
 @pytest.mark.parametrize(("graph", "draws"), [(False, 30), (True, 10)])
 def test_drawn_calls(hvd, graph, draws):
-    search(hvd, range(draws), graph)
+    search(hvd, range(draws), functools.partial(check, graph=graph))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("graph", "draws"), [(False, 400), (True, 100)])
 def test_many_drawn_calls(hvd, graph, draws):
-    search(hvd, range(1000, 1000 + draws), graph)
+    search(hvd, range(1000, 1000 + draws), functools.partial(check, graph=graph))
 
 
 def test_a_residual_beside_a_reducescatter(hvd):
-    import tensorflow as tf
-
     u, x = tf.ones([2, 3]), tf.ones([2 * hvd.size(), 3])
     with tf.GradientTape() as tape:
         tape.watch(u)
@@ -194,8 +159,6 @@ def test_a_residual_beside_a_reducescatter(hvd):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_an_infinite_gradient_of_a_broadcast(hvd, graph):
-    import tensorflow as tf
-
     def gradient():
         x = tf.ones([3])
         with tf.GradientTape() as tape:
@@ -208,8 +171,6 @@ def test_an_infinite_gradient_of_a_broadcast(hvd, graph):
 
 
 def test_adasum_has_no_gradient(hvd):
-    import tensorflow as tf
-
     if not hvd.mpi_enabled() or hvd.size() & (hvd.size() - 1):
         return  # Gloo has no Adasum. It needs a power of two.
     x = tf.ones([3])
@@ -218,25 +179,3 @@ def test_adasum_has_no_gradient(hvd):
         y = hvd.allreduce(x, op=hvd.Adasum, name="adasum")
     with pytest.raises(NotImplementedError, match="Adasum.*has no gradient: expected Average"):
         tape.gradient(y, x)
-
-
-def test_a_contrastive_loss_trains_as_one_process(hvd):
-    import tensorflow as tf
-
-    n = hvd.size()
-    generator = np.random.default_rng(0)
-    images, texts = generator.normal(size=(2, 2 * n, 4))
-    w = tf.Variable(generator.normal(size=(4, 3)))
-
-    def gradient(own, gathered, wrap):
-        with tf.GradientTape() as tape:
-            a, b = images[own] @ w, texts[own] @ w
-            logits = a @ tf.transpose(gathered(b, "texts"))
-            labels = tf.constant(np.arange(2 * n)[own])
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-        return wrap(tape).gradient(loss, w)
-
-    mine = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
-    found = gradient(mine, hvd.gather_for_loss, hvd.DistributedGradientTape)
-    alone = gradient(slice(0, 2 * n), lambda rows, _: rows, lambda tape: tape)
-    np.testing.assert_allclose(found, alone, rtol=1e-9)

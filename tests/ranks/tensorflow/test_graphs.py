@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from tests.ranks.frameworks import tf
+
 STEPS = 3
 KINDS = ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall"]
 
@@ -33,8 +35,6 @@ def expected(hvd, kind, own):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constant_on_some_ranks(hvd, kind):
     """TensorFlow would call the collective of a constant only once, while it optimizes."""
-    import tensorflow as tf
-
     variable = tf.Variable(tf.zeros(hvd.size()))
     constant = np.arange(hvd.size(), dtype="float32")
 
@@ -55,8 +55,6 @@ def test_a_constant_on_some_ranks(hvd, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_that_some_ranks_do_not_use(hvd, kind):
     """TensorFlow would not call the collective on these ranks."""
-    import tensorflow as tf
-
     variable = tf.Variable(tf.range(float(hvd.size())))
 
     @tf.function
@@ -75,8 +73,6 @@ def test_a_result_that_some_ranks_do_not_use(hvd, kind):
 
 def test_equal_inputs_on_some_ranks(hvd):
     """TensorFlow would make one call of two with the same input."""
-    import tensorflow as tf
-
     variable = tf.Variable(1.0)
 
     @tf.function
@@ -93,7 +89,6 @@ def test_equal_inputs_on_some_ranks(hvd):
 
 def test_collectives_of_a_graph_do_not_wait_for_each_other(hvd):
     """The order of the calls may differ between the ranks."""
-    import tensorflow as tf
 
     @tf.function
     def run(x):
@@ -106,8 +101,6 @@ def test_collectives_of_a_graph_do_not_wait_for_each_other(hvd):
 
 @pytest.mark.parametrize("place", ["function", "condition", "loop"])
 def test_a_result_in_a_nested_graph_that_some_ranks_do_not_use(hvd, place):
-    import tensorflow as tf
-
     variable = tf.Variable(1.0)
 
     def reduced():

@@ -11,6 +11,7 @@ import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
+from tests.ranks.frameworks import tf
 
 BLOCK = 256
 LENGTH = 5003
@@ -37,8 +38,6 @@ def bound(everyone):
 
 def reducer(hvd, where, **options):
     """Return a function of a gradient that returns the reduced gradient."""
-    import tensorflow as tf
-
     from hvdkit.reduction.plan import Reduction
     from hvdkit.tensorflow.reduction.reducer import GradientReducer
 
@@ -79,8 +78,6 @@ def by_alltoall(test):
 )
 @by_alltoall
 def test_error_of_the_mean_is_bounded(hvd, kind, where):
-    import tensorflow as tf
-
     reduce = reducer(hvd, where)
     everyone = np.stack([numbers_of(rank, kind) for rank in range(hvd.size())])
     for _ in range(2):
@@ -94,8 +91,6 @@ def test_error_of_the_mean_is_bounded(hvd, kind, where):
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @by_alltoall
 def test_a_number_that_is_not_finite_spreads_over_its_block_on_all_ranks(hvd, value):
-    import tensorflow as tf
-
     own = np.ones(LENGTH, "f4")
     if hvd.rank() == hvd.size() - 1:
         own[700] = value
@@ -105,16 +100,12 @@ def test_a_number_that_is_not_finite_spreads_over_its_block_on_all_ranks(hvd, va
 
 
 def test_ranks_that_share_memory_add_in_float32(hvd):
-    import tensorflow as tf
-
     everyone = np.stack([numbers_of(rank, "mixed") for rank in range(hvd.size())])
     mean = reducer(hvd, "graph", predivide=2.0)(tf.constant(everyone[hvd.rank()])).numpy()
     np.testing.assert_allclose(mean, everyone.astype("f8").mean(0), rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_that_would_send_in_different_ways_get_an_error(hvd):
-    import tensorflow as tf
-
     from hvdkit.tensorflow import runtime
 
     reduce = reducer(hvd, "eager")
@@ -127,8 +118,6 @@ def test_ranks_that_would_send_in_different_ways_get_an_error(hvd):
 
 
 def test_a_tape_with_the_name_of_the_format(hvd):
-    import tensorflow as tf
-
     weight = tf.Variable(tf.ones([100, 100]))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(weight) * float(hvd.rank())
@@ -138,8 +127,6 @@ def test_a_tape_with_the_name_of_the_format(hvd):
 
 
 def test_options_that_int8_does_not_support(hvd):
-    import tensorflow as tf
-
     with pytest.raises(UsageError, match=r"Compression\.int8 was given for a single tensor"):
         hvd.allreduce(tf.ones([5000]), compression=hvd.Compression.int8)
     if hvd.mpi_enabled():

@@ -7,6 +7,7 @@ import pytest
 from hvdkit.errors import UsageError
 from hvdkit.monitor import metrics
 from hvdkit.runtime.counters import counters
+from tests.ranks.frameworks import tf
 from tests.ranks.tensorflow.test_tape import data_of, loss_of, variables_of
 from tests.unit.monitor.simulated import Kept
 
@@ -19,8 +20,6 @@ from tests.unit.monitor.simulated import Kept
     ],
 )
 def test_records_of_a_loop(hvd, where, compression, size):
-    import tensorflow as tf
-
     kept = Kept()
     counters.wire_formats.clear()  # of earlier tests in this process
     variables = variables_of()
@@ -66,8 +65,6 @@ def test_records_of_a_loop(hvd, where, compression, size):
 
 
 def test_values_of_graphs_and_wrong_optimizers(hvd):
-    import tensorflow as tf
-
     monitor = hvd.Monitor([Kept()])
 
     @tf.function

@@ -4,12 +4,12 @@ import pytest
 
 from hvdkit.errors import UsageError
 from hvdkit.reduction.nonfinite import NonFiniteGradients
+from tests.ranks.frameworks import tf
 from tests.ranks.tensorflow.test_tape import WHERE, data_of, loss_of, variables_of
 
 
 def steps_of(hvd, where, variables, **options):
     """Return a function that computes gradients, which its second argument breaks."""
-    import tensorflow as tf
 
     def step(x, broken):
         with tf.GradientTape() as tape:
@@ -23,8 +23,6 @@ def steps_of(hvd, where, variables, **options):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("compression", ["none", pytest.param("fp16", marks=pytest.mark.long)])
 def test_the_rank_and_the_variable_are_named(hvd, where, compression):
-    import tensorflow as tf
-
     variables = variables_of(dtype="float32")
     step = steps_of(hvd, where, variables, on_nonfinite="raise", compression=compression)
     for number in range(4):
@@ -44,7 +42,5 @@ def test_the_rank_and_the_variable_are_named(hvd, where, compression):
 
 
 def test_wrong_uses(hvd):
-    import tensorflow as tf
-
     with pytest.raises(UsageError, match="a tape cannot skip a step of the script"):
         hvd.DistributedGradientTape(tf.GradientTape(), on_nonfinite="skip")

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 
 from hvdkit.profiling import trace_file
-from tests.ranks.tensorflow.test_checkpoint import common_folder
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import tf
 from tests.ranks.traces import check
 
 
 @pytest.mark.long
 def test_one_trace_of_all_ranks(hvd):
-    import tensorflow as tf
-
     weights = [tf.Variable(tf.ones((30, 30))) for _ in range(3)]
 
     @tf.function
@@ -26,7 +25,7 @@ def test_one_trace_of_all_ranks(hvd):
         for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
             weight.assign_sub(0.001 * gradient)
 
-    with common_folder(hvd) as folder:
+    with shared_folder(hvd) as folder:
         path = Path(folder) / "trace.json.gz"
         with hvd.profile(path, steps=2, wait=2) as profile:
             for step in profile.batches(range(6)):

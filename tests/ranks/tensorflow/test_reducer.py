@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import HvdkitError
 from hvdkit.reduction.compression import BFloat16, Float16, NoCompression
 from hvdkit.reduction.plan import Reduction
 from hvdkit.reduction.wire_format import AbsMax, GlobalMax, Sum, WireFormat
+from tests.ranks.frameworks import LazyModule, tf
+
+reducers = LazyModule("hvdkit.tensorflow.reduction.reducer")
 
 SHAPES = [(10, 20), (7,), (300, 5), (3, 3, 3)]
 FORMATS = {"none": NoCompression, "bf16": BFloat16, "fp16": Float16}
@@ -36,12 +40,10 @@ def magnitudes(hvd, step, scale=1.0):
 
 
 def reducer(wire_format=None, **settings):
-    import tensorflow as tf
-
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     passes = settings.pop("passes", 1)
-    reduce = GradientReducer(Reduction(wire_format or NoCompression(), **settings), passes=passes)
+    reduce = reducers.GradientReducer(
+        Reduction(wire_format or NoCompression(), **settings), passes=passes
+    )
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
     return lambda gradients: reduce(gradients, variables)
 
@@ -59,8 +61,6 @@ def reducer(wire_format=None, **settings):
     ],
 )
 def test_means(hvd, name, bucket_bytes, traced):
-    import tensorflow as tf
-
     reduce = reducer(FORMATS[name](), bucket_bytes=bucket_bytes)
     function = tf.function(reduce) if traced else reduce
     for step in range(4):
@@ -74,28 +74,14 @@ def test_means(hvd, name, bucket_bytes, traced):
 
 
 MAGNITUDES = {
-    "steady": [1.0] * 6,
     "growing by too much": [1.0, 1.0, 1e9, 1e9, 1e9, 1e9],
-    "once": [1.0, 1.0, 1e9, 1.0, 1.0, 1.0],
-    "shrinking": [1.0, 1.0, 1e-12, 1e-12, 1e-12, 1e-12],
-    "at float32's end": [1e37] * 6,
-    "tiny": [1e-30] * 6,
     "gone": [1.0, 0.0, 0.0, 1.0, 1.0, 1.0],
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.long)
-        if name not in ("growing by too much", "gone")
-        else name
-        for name in MAGNITUDES
-    ],
-)
+# The simulated ranks of tests/unit/reduction/test_compression.py have more magnitudes.
+@pytest.mark.parametrize("name", MAGNITUDES)
 def test_float16_repeats_buckets_after_an_overflow(hvd, name):
-    import tensorflow as tf
-
     function = tf.function(reducer(Float16(), bucket_bytes=4000))
     for step, scale in enumerate(MAGNITUDES[name]):
         own = [tf.constant(g) for g in gradients_of(hvd.rank(), step, scale)]
@@ -113,8 +99,6 @@ def test_float16_repeats_buckets_after_an_overflow(hvd, name):
     [("none", math.nan), ("fp16", math.inf), ("fp16", math.nan), ("bf16", math.inf)],
 )
 def test_infinity_and_nan_reach_every_rank(hvd, name, poison):
-    import tensorflow as tf
-
     function = tf.function(reducer(FORMATS[name]()))
     for step in range(5):
         own = gradients_of(hvd.rank(), step)
@@ -147,15 +131,11 @@ def simulated_states(ranks):
 
 def test_the_float16_state_equals_that_of_the_simulation(hvd):
     """The scale computed in the graph equals that computed by Python."""
-    import tensorflow as tf
-
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     program = f"import json; from {__name__} import *; print(json.dumps(simulated_states(%d)))"
     found = subprocess.run(
         [sys.executable, "-c", program % hvd.size()], check=True, stdout=subprocess.PIPE, timeout=60
     )
-    reduce = GradientReducer(Reduction(Float16()))
+    reduce = reducers.GradientReducer(Reduction(Float16()))
     variable = tf.Variable(tf.zeros(40))
     function = tf.function(lambda gradient: reduce([gradient], [variable]))
     for step, expected in enumerate(json.loads(found.stdout)):
@@ -168,14 +148,10 @@ def test_the_float16_state_equals_that_of_the_simulation(hvd):
 @pytest.mark.parametrize("saved_after", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_after):
     """`fit` reduces in a graph, and eagerly if `flush` closes an accumulation window."""
-    import tensorflow as tf
-
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
 
     def start(state=None):
-        reduce = GradientReducer(Reduction(Float16(), bucket_bytes=4000))
+        reduce = reducers.GradientReducer(Reduction(Float16(), bucket_bytes=4000))
         if state is not None:
             reduce.restore_state(state)
         return reduce, tf.function(lambda *gradients: reduce(gradients, variables))
@@ -198,102 +174,26 @@ def test_a_restored_state_is_bit_identical_eagerly_and_in_graphs(hvd, saved_afte
     assert resumed.state() == {}  # a rank that starts now has no state
 
 
-def test_float64_keeps_its_precision(hvd):
-    import tensorflow as tf
-
-    reduce = reducer()
-    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0, dtype="float64")]
-    for result, mean in zip(reduce(own), mean_of(hvd, 0, dtype="float64"), strict=True):
-        np.testing.assert_allclose(result.numpy(), mean, rtol=1e-14, atol=1e-15)
-
-
-def test_mean_over_passes(hvd):
-    import tensorflow as tf
-
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [({"passes": 4}, "1 / 4"), ({"average": False}, "ranks"), ({"predivide": 3.0}, "1")],
+    ids=str,
+)
+def test_divisors(hvd, settings, factor):
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
-    for result, mean in zip(reducer(passes=4)(own), mean_of(hvd, 0), strict=True):
-        np.testing.assert_allclose(result.numpy(), mean / 4, rtol=1e-5, atol=1e-6)
-
-
-def test_sums_and_predivided_averages(hvd):
-    import tensorflow as tf
-
-    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
-    mean = mean_of(hvd, 0)
-    for result, expected in zip(reducer(average=False)(own), mean, strict=True):
-        np.testing.assert_allclose(result.numpy(), expected * hvd.size(), rtol=1e-5, atol=1e-5)
-    for result, expected in zip(reducer(predivide=3.0)(own), mean, strict=True):
-        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(hvd, as_dense):
-    import tensorflow as tf
-
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
-    reduce = GradientReducer(Reduction(NoCompression(), sparse_as_dense=as_dense))
-    table = tf.Variable(tf.zeros((50, 4)))
-    # Ranks have different numbers of rows, and all have row 1.
-    indices = [1, *range(2, 3 + hvd.rank())]
-
-    @tf.function
-    def function(rows, values):
-        slices = tf.IndexedSlices(values, rows, tf.constant([50, 4]))
-        (reduced,) = reduce([slices], [table])
-        assert isinstance(reduced, tf.IndexedSlices) != as_dense
-        return tf.convert_to_tensor(reduced)
-
-    result = function(tf.constant(indices), tf.ones((len(indices), 4)) * (hvd.rank() + 1.0))
-    expected = np.zeros((50, 4))
-    for rank in range(hvd.size()):
-        expected[[1, *range(2, 3 + rank)]] += (rank + 1) / hvd.size()
-    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-6)
+    factor = eval(factor, {"ranks": hvd.size()})
+    for result, mean in zip(reducer(**settings)(own), mean_of(hvd, 0), strict=True):
+        np.testing.assert_allclose(result.numpy(), factor * mean, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("shape", "sparse"), [((None, 4), True), (None, False)])
 def test_a_variable_of_unknown_shape_is_an_error(hvd, shape, sparse):
-    import tensorflow as tf
-
-    from hvdkit.errors import HvdkitError
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
-    reduce = GradientReducer(Reduction(NoCompression()))
+    reduce = reducers.GradientReducer(Reduction(NoCompression()))
     table = tf.Variable(tf.zeros((5, 4)), shape=tf.TensorShape(shape), name="table")
     dense = tf.ones((5, 4))
     gradient = tf.IndexedSlices(dense, tf.range(5), tf.constant([5, 4])) if sparse else dense
     with pytest.raises(HvdkitError, match="'table.*Give the variable a static shape"):
         reduce([gradient], [table])
-
-
-def test_missing_gradients(hvd):
-    import tensorflow as tf
-
-    reduce = reducer()
-    own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
-    own[1] = None
-    results = reduce(own)
-    assert results[1] is None
-    np.testing.assert_allclose(results[2].numpy(), mean_of(hvd, 0)[2], rtol=1e-5, atol=1e-6)
-
-
-def test_another_trace_needs_no_consistency_check(hvd):
-    """A rank with a smaller last batch traces again, without the other ranks."""
-    import tensorflow as tf
-
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
-    reduce = GradientReducer(Reduction(NoCompression()))
-    variable = tf.Variable(tf.zeros(3))
-
-    @tf.function
-    def function(batch):
-        return reduce([tf.reduce_sum(batch, 0)], [variable])[0]
-
-    function(tf.ones((8, 3)))
-    rows = 8 if hvd.rank() else 5
-    mean = (8 * (hvd.size() - 1) + 5) / hvd.size()
-    np.testing.assert_allclose(function(tf.ones((rows, 3))).numpy(), mean)
 
 
 class Int8(WireFormat):
@@ -311,8 +211,6 @@ class Int8(WireFormat):
 
 
 def test_a_custom_wire_format(hvd):
-    import tensorflow as tf
-
     function = tf.function(reducer(Int8(), bucket_bytes=4000))
     own = [tf.constant(g) for g in gradients_of(hvd.rank(), 0)]
     for result, mean in zip(function(own), mean_of(hvd, 0), strict=True):
@@ -321,12 +219,8 @@ def test_a_custom_wire_format(hvd):
 
 
 def test_different_variables_raise_while_tracing(hvd):
-    import tensorflow as tf
-
-    from hvdkit.tensorflow.reduction.reducer import GradientReducer
-
     length = 4 if hvd.rank() else 5
-    reduce = GradientReducer(Reduction(NoCompression()))
+    reduce = reducers.GradientReducer(Reduction(NoCompression()))
     variable = tf.Variable(tf.zeros(length), name="mine")
     with pytest.raises(RankMismatchError, match=r"rank 0: gradient 0 is 'mine:0', float32 \[5\]"):
         tf.function(lambda: reduce([tf.ones(length)], [variable]))()

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from tests.ranks.tensorflow.sequences import ACTIONS, Setting, run_sequence
@@ -40,3 +41,23 @@ def test_sequences_of_user_actions(rank_pool, request):
         rank_pool.run(__name__, "sequence", {"setting": asdict(setting), "actions": actions})
 
     run()
+
+
+#: Settings with which all actions are always run.
+ALWAYS = {
+    "plain": {},
+    "sums": {
+        "compression": "fp16",
+        "average": False,
+        "groups": 2,
+        "variables": "keras",
+        "optimizer": "keras",
+        "sparse_as_dense": True,
+    },
+    "members": {"compression": "bf16", "bucket_bytes": 10**7, "members": True},
+}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_each_action_is_always_run(hvd, name):
+    run_sequence(hvd, Setting(**ALWAYS[name]), [(each, k) for k in (4, 5) for each in ACTIONS])

@@ -6,6 +6,7 @@ import pytest
 
 from hvdkit.training import stragglers
 from tests.logs import recorded
+from tests.ranks.frameworks import tf
 from tests.ranks.tensorflow.test_tape import WHERE, data_of, loss_of, variables_of
 
 INTERVAL, SECONDS = 8, 0.1
@@ -13,8 +14,6 @@ INTERVAL, SECONDS = 8, 0.1
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_slow_rank_is_named(hvd, where):
-    import tensorflow as tf
-
     from hvdkit.tensorflow import step_times
 
     variables = variables_of()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import UsageError
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.tensorflow.oracle import assert_same_on_all_ranks, numbers, slowly
 
 WHERE = ["eager", "graph"]
@@ -16,7 +17,6 @@ def batch_of(rank, shape, count, offset=0.0):
 
 def forward_and_back(layer, x, where, mask=None):
     """Return the output, and the gradients of a loss with a different weight for each element."""
-    import tensorflow as tf
 
     def run(x):
         with tf.GradientTape() as tape:
@@ -30,8 +30,6 @@ def forward_and_back(layer, x, where, mask=None):
 
 
 def assert_as_one_process(hvd, where, batches, masks=None, tolerance=1e-11, **options):
-    import keras
-
     options = {"momentum": 0.5, "epsilon": 1e-5, "dtype": "float64", **options}
     ours = hvd.SyncBatchNormalization(**options)
     plain = keras.layers.BatchNormalization(**options)
@@ -63,7 +61,6 @@ def assert_as_one_process(hvd, where, batches, masks=None, tolerance=1e-11, **op
 @pytest.mark.parametrize("where", WHERE)
 def test_second_derivatives(hvd, where):
     """A gradient penalty, as in WGAN-GP: its gradient for a weight before the layer."""
-    import tensorflow as tf
 
     # `keras.layers.BatchNormalization` has other second derivatives: its variance does not depend
     # on the mean.
@@ -126,8 +123,6 @@ def assert_masked_as_one_process(hvd, where, batches, masks):
     # The loss of infinite elements is not a number, so compare with finite elements.
     finite = [np.where(np.isfinite(b), b, 0.0) for b in batches]
     assert_as_one_process(hvd, where, finite, masks)
-    import tensorflow as tf
-
     layer = hvd.SyncBatchNormalization(dtype="float64")
     layer(tf.constant(batches[hvd.rank()]), training=True, mask=masks[hvd.rank()])
     reference = hvd.SyncBatchNormalization(dtype="float64")
@@ -159,8 +154,6 @@ def test_values_far_from_zero(hvd):
 
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_narrow_inputs(hvd, policy):
-    import tensorflow as tf
-
     batches = [batch_of(rank, (6,), 8).astype("float16") for rank in range(hvd.size())]
     layer = hvd.SyncBatchNormalization(momentum=0.0, dtype=f"mixed_{policy}")
     y = layer(tf.cast(batches[hvd.rank()], policy), training=True)
@@ -184,8 +177,6 @@ def test_inference_and_frozen_layers_do_not_communicate(hvd):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_layer_normalizes_over_its_process_set(hvd, where):
-    import keras
-
     sets = [hvd.add_process_set(list(range(k, hvd.size(), 2))) for k in range(2)]
     mine = next(each for each in sets if each.included())
     batches = [batch_of(rank, (4,), 3 + rank) for rank in range(hvd.size())]
@@ -211,8 +202,6 @@ def test_a_layer_normalizes_over_its_process_set(hvd, where):
 @pytest.mark.parametrize(("of_layer", "of_tape"), [("all", "set"), ("set", "all")])
 def test_a_layer_that_normalizes_over_samples_of_another_model_raises(hvd, of_layer, of_tape):
     """Normalization over a part of the ranks that train the model is valid."""
-    import tensorflow as tf
-
     sets = [hvd.add_process_set(list(range(k, hvd.size(), 2))) for k in range(2)]
     used = {"all": hvd.global_process_set, "set": next(s for s in sets if s.included())}
     layer = hvd.SyncBatchNormalization(process_set=used[of_layer])
@@ -230,9 +219,6 @@ def test_a_layer_that_normalizes_over_samples_of_another_model_raises(hvd, of_la
 
 @pytest.mark.parametrize("run_eagerly", [True, False])
 def test_a_model_with_several_layers(hvd, run_eagerly):
-    import keras
-    import tensorflow as tf
-
     def model_of(kind):
         keras.utils.set_random_seed(1)
         inputs = keras.Input((4,), dtype="float64")
@@ -279,33 +265,9 @@ def test_a_model_with_several_layers(hvd, run_eagerly):
     assert_same_on_all_ranks(hvd, own)
 
 
-def test_keras_fit(hvd):
-    import keras
-
-    def fitted(kind, x, batch, wrap):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(5, "tanh"), kind(), keras.layers.Dense(1)]
-        )
-        model.compile(wrap(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
-        model.fit(x, x.sum(1), batch_size=batch, epochs=3, shuffle=False, verbose=0)
-        return [v.numpy() for v in model.trainable_variables]
-
-    n = hvd.size()
-    shares = [(numbers(rank, 12, 4) + rank).astype("float32") for rank in range(n)]
-    own = fitted(hvd.SyncBatchNormalization, shares[hvd.rank()], 6, hvd.DistributedOptimizer)
-    # A batch of one process consists of the ranks' batches of that step.
-    whole = np.concatenate([share[k : k + 6] for k in (0, 6) for share in shares])
-    plain = fitted(keras.layers.BatchNormalization, whole, 6 * n, lambda optimizer: optimizer)
-    for mine, theirs in zip(own, plain, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4)
-    assert_same_on_all_ranks(hvd, own)
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 def test_two_calls_of_one_function_in_a_graph(hvd, layers):
     """Each rank is slow in another call, so that it could meet other ranks' other call."""
-    import tensorflow as tf
 
     class Tower:
         def __init__(self):
@@ -326,8 +288,6 @@ def test_two_calls_of_one_function_in_a_graph(hvd, layers):
 
 
 def test_two_layers_side_by_side_in_a_nested_function(hvd):
-    import tensorflow as tf
-
     layers = [hvd.SyncBatchNormalization(epsilon=1e-5, dtype="float64") for _ in range(2)]
     for layer in layers:
         layer.build((None, 3))
@@ -344,8 +304,6 @@ def test_two_layers_side_by_side_in_a_nested_function(hvd):
 
 def assert_two_as_one_process(hvd, normalize):
     """Assert that `normalize` normalizes two batches in a graph, which may be slow on a rank."""
-    import keras
-    import tensorflow as tf
 
     @tf.function
     def run(data):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from hvdkit.agreement.consistency import RankMismatchError
+from hvdkit.errors import UsageError
 from tests.logs import recorded
+from tests.ranks.frameworks import keras, tf
 from tests.ranks.tensorflow.oracle import (
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
@@ -24,15 +26,11 @@ BATCH, INPUTS, HIDDEN = 6, 5, 7
 
 def variables_of(seed=0, dtype="float64"):
     """Return the weights of two layers, all with the same default name."""
-    import tensorflow as tf
-
     shapes = [(INPUTS, HIDDEN), (HIDDEN,), (HIDDEN, 1), (1,)]
     return [tf.Variable(numbers(seed + k, *shape), dtype=dtype) for k, shape in enumerate(shapes)]
 
 
 def loss_of(variables, x):
-    import tensorflow as tf
-
     w1, b1, w2, b2 = variables
     return tf.reduce_mean(tf.tanh(tf.cast(x, w1.dtype) @ w1 + b1) @ w2 + b2)
 
@@ -42,8 +40,6 @@ def data_of(rank, step=0):
 
 
 def plain_gradients(loss, variables):
-    import tensorflow as tf
-
     with tf.GradientTape() as tape:
         value = loss()
     return tape.gradient(value, variables)
@@ -57,8 +53,6 @@ def expected_gradients(variables, ranks, op="mean"):
 
 def reduced_gradients(hvd, variables, where, x, wrap=None, **options):
     """Return the tape's gradients for this rank's data, in the second call."""
-    import tensorflow as tf
-
     wrap = wrap or hvd.DistributedGradientTape
 
     def step(x):
@@ -77,31 +71,10 @@ def assert_close(gradients, expected, tolerance=1e-12):
         assert np.abs(gradient.numpy() - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize(
-    ("compression", "op", "where"),
-    [("none", "Average", "eager"), ("fp16", "Average", "graph"), ("bf16", "Sum", "graph")],
-)
-def test_gradients_equal_those_of_one_process_with_all_data(hvd, where, op, compression):
-    variables = variables_of()
-    gradients = reduced_gradients(
-        hvd,
-        variables,
-        where,
-        data_of(hvd.rank()),
-        op=getattr(hvd, op),
-        compression=getattr(hvd.Compression, compression),
-    )
-    mean = "mean" if op == "Average" else "sum"
-    tolerance = {"none": 1e-12, "fp16": 4e-3, "bf16": 3e-2}[compression]
-    assert_close(gradients, expected_gradients(variables, range(hvd.size()), mean), tolerance)
-    assert_same_on_all_ranks(hvd, gradients)
-
-
 @pytest.mark.parametrize("method", ["gradient", "jacobian"])
 @pytest.mark.parametrize("models", [1, 2])
 def test_two_calls_of_one_function_in_a_graph(hvd, models, method):
     """Each rank is slow in another call, so that it could meet other ranks' other call."""
-    import tensorflow as tf
 
     class Model:
         def __init__(self, seed):
@@ -139,7 +112,6 @@ def test_two_calls_of_one_function_in_a_graph(hvd, models, method):
 
 def test_comparisons_in_two_functions_of_a_graph(hvd):
     """Each rank is slow in another function, so that it could compare other variables first."""
-    import tensorflow as tf
 
     def gradients(variables, x, seconds):
         # The comparison of the values waits for this.
@@ -170,7 +142,6 @@ def test_comparisons_in_two_functions_of_a_graph(hvd):
 
 
 def test_a_custom_compressor(hvd):
-    import tensorflow as tf
     from horovod.tensorflow.compression import Compressor
 
     class Tenths(Compressor):
@@ -250,8 +221,6 @@ def test_process_set(hvd, where):
 
 @pytest.mark.parametrize(("where", "scaled"), [("eager", True), ("graph", False)])
 def test_local_sources_are_not_reduced(hvd, where, scaled):
-    import tensorflow as tf
-
     variables = variables_of()
     local = {1, 2}
 
@@ -276,9 +245,6 @@ def test_local_sources_are_not_reduced(hvd, where, scaled):
 
 
 def test_local_layers_of_a_keras_model(hvd):
-    import keras
-    import tensorflow as tf
-
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [keras.Input((INPUTS,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)]
@@ -312,59 +278,9 @@ def test_local_layers_of_a_keras_model(hvd):
         np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("where", "dense"), [("eager", True), ("graph", False)])
-def test_gradients_of_embeddings(hvd, where, dense):
-    import tensorflow as tf
-
-    table = tf.Variable(numbers(1, 9, 2))
-    bias = tf.Variable(numbers(2, 2))
-    rows = [0, 3, 3, hvd.rank()][: hvd.rank() + 2]
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((tf.gather(table, rows) + bias) ** 2)
-        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=dense)
-        return tape.gradient(loss, [table, bias])
-
-    of_table, of_bias = (tf.function(step) if where == "graph" else step)()
-    assert isinstance(of_table, tf.IndexedSlices) != dense
-    if not dense:
-        # Optimizers square rows one by one.
-        assert len(set(of_table.indices.numpy())) == len(of_table.indices)
-    expected_table, expected_bias = np.zeros((9, 2)), np.zeros(2)
-    for rank in range(hvd.size()):
-        for row in [0, 3, 3, rank][: rank + 2]:
-            gradient = 2 * (table.numpy()[row] + bias.numpy()) / hvd.size()
-            expected_table[row] += gradient
-            expected_bias += gradient
-    np.testing.assert_allclose(tf.convert_to_tensor(of_table).numpy(), expected_table, rtol=1e-12)
-    np.testing.assert_allclose(of_bias.numpy(), expected_bias, rtol=1e-12)
-
-
-@pytest.mark.parametrize("where", WHERE)
-def test_a_missing_gradient(hvd, where):
-    import tensorflow as tf
-
-    variables = variables_of()
-    unused = tf.Variable(1.0)
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = loss_of(variables, data_of(hvd.rank()))
-        tape = hvd.DistributedGradientTape(tape, groups=2)
-        return tape.gradient(loss, [*variables[:2], unused, *variables[2:], variables[0]])
-
-    result = (tf.function(step) if where == "graph" else step)()
-    assert result[2] is None
-    expected = expected_gradients(variables, range(hvd.size()))
-    assert_close([*result[:2], *result[3:]], [*expected, expected[0]])
-
-
 @pytest.mark.parametrize(("compression", "where"), [("none", "eager"), ("fp16", "graph")])
 def test_ranks_use_different_variables(hvd, where, compression):
     """The gradient of a table is sparse, also on ranks that do not use the table."""
-    import tensorflow as tf
-
     variables = variables_of()
     branch, table, unused = (
         tf.Variable(numbers(k, *shape)) for k, shape in enumerate([(INPUTS, 1), (9, 1), (4,)])
@@ -417,8 +333,6 @@ def test_ranks_use_different_variables(hvd, where, compression):
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_a_bucket_without_gradients_on_one_rank(hvd, kind):
     """TensorFlow must not fold a collective of zeros into a constant."""
-    import tensorflow as tf
-
     weight, other = tf.Variable(tf.ones(3)), tf.Variable(tf.ones((5, 2)))
 
     @tf.function
@@ -443,8 +357,6 @@ def test_a_bucket_without_gradients_on_one_rank(hvd, kind):
 @pytest.mark.parametrize(("compression", "where"), [("none", "eager"), ("fp16", "graph")])
 def test_each_rank_trains_another_task(hvd, where, compression):
     """Each task has a head. A variable of unknown shape has no gradient."""
-    import tensorflow as tf
-
     shared = tf.Variable(numbers(1, 3))
     heads = [tf.Variable(numbers(2 + k, 3)) for k in range(hvd.size() + 1)]
     unknown = tf.Variable(1.0, shape=tf.TensorShape(None))
@@ -469,8 +381,6 @@ def test_each_rank_trains_another_task(hvd, where, compression):
 
 
 def test_a_rank_without_any_gradient(hvd):
-    import tensorflow as tf
-
     variables = variables_of()
     for step in range(3):
         with tf.GradientTape() as tape:
@@ -489,8 +399,6 @@ def test_a_rank_without_any_gradient(hvd):
 
 def test_two_tapes_and_equal_models_in_one_graph(hvd):
     # As in a GAN: two models with equal shapes and names are reduced concurrently.
-    import tensorflow as tf
-
     one, other = variables_of(), variables_of(seed=50)
     x = tf.constant(data_of(hvd.rank()))
 
@@ -517,61 +425,6 @@ def test_two_tapes_and_equal_models_in_one_graph(hvd):
     assert not np.array_equal(third[0].numpy(), first[0].numpy())
 
 
-def test_ranks_may_trace_at_different_times(hvd):
-    # A graph is traced again for a batch of another size, perhaps on one rank only.
-    import tensorflow as tf
-
-    variables = variables_of()
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = loss_of(variables, x)
-        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
-
-    for sizes in ([4] * hvd.size(), [4, *[3] * (hvd.size() - 1)], range(1, hvd.size() + 1)):
-        gradients = step(tf.constant(data_of(hvd.rank())[: sizes[hvd.rank()]]))
-        each = [
-            plain_gradients(lambda r=r, n=n: loss_of(variables, data_of(r)[:n]), variables)
-            for r, n in enumerate(sizes)
-        ]
-        expected = [np.mean([g.numpy() for g in gs], axis=0) for gs in zip(*each, strict=True)]
-        assert_close(gradients, expected)
-
-
-def test_training_in_a_custom_loop(hvd):
-    import keras
-    import tensorflow as tf
-
-    def model_of():
-        keras.utils.set_random_seed(3)
-        return keras.Sequential(
-            [keras.Input((INPUTS,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-        )
-
-    def trained(model, batches, wrap):
-        optimizer = keras.optimizers.Adam(0.01)
-
-        @tf.function
-        def step(x):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((model(x) - tf.reduce_sum(x, 1, keepdims=True)) ** 2)
-            gradients = wrap(tape).gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-        for x in batches:
-            step(tf.constant(x, tf.float32))
-        return [v.numpy() for v in model.trainable_variables]
-
-    steps = range(5)
-    own = trained(model_of(), [data_of(hvd.rank(), s) for s in steps], hvd.DistributedGradientTape)
-    whole = [np.concatenate([data_of(r, s) for r in range(hvd.size())]) for s in steps]
-    reference = trained(model_of(), whole, lambda tape: tape)
-    for mine, theirs in zip(own, reference, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert_same_on_all_ranks(hvd, own)
-
-
 @pytest.mark.parametrize(
     ("difference", "message", "where"),
     [
@@ -581,8 +434,6 @@ def test_training_in_a_custom_loop(hvd):
     ],
 )
 def test_differences_between_ranks_raise_on_every_rank(hvd, where, difference, message):
-    import tensorflow as tf
-
     odd = hvd.rank() == hvd.size() - 1
     options = {
         "compression": {"compression": "none" if odd else "fp16"},
@@ -606,8 +457,6 @@ _models = itertools.count(1)
 
 def own_values(hvd, seed=0, name=None):
     """Return variables with different values on each rank, and with a name for this test."""
-    import tensorflow as tf
-
     name = name or "v" * next(_models)
     shapes = [(3,), (2, 2), ()]
     return [
@@ -618,7 +467,6 @@ def own_values(hvd, seed=0, name=None):
 
 def step_of(hvd, variables, where, others=(), **options):
     """Return a training step, which also requests gradients of `others`, which have none."""
-    import tensorflow as tf
 
     def step():
         with tf.GradientTape() as tape:
@@ -634,8 +482,6 @@ def step_of(hvd, variables, where, others=(), **options):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_different_values_raise(hvd, where):
-    import tensorflow as tf
-
     step = step_of(hvd, own_values(hvd, name="never"), where)
     with recorded("hvdkit") as records:
         for _ in range(101):
@@ -738,8 +584,6 @@ def test_two_equal_models_are_both_compared(hvd, where):
 
 def test_comparisons_of_two_tapes_in_one_graph(hvd):
     """With one thread, comparisons in another order on each rank would wait for each other."""
-    import tensorflow as tf
-
     twins = [own_values(hvd, name="one"), own_values(hvd, name="other")]
 
     @tf.function
@@ -770,8 +614,6 @@ def test_value_checks_after_join(hvd):
 
 
 def test_a_module_with_a_traced_training_step_can_be_saved(hvd):
-    import tensorflow as tf
-
     class Trainer(tf.Module):
         def __init__(self):
             super().__init__()
@@ -792,8 +634,6 @@ def test_a_module_with_a_traced_training_step_can_be_saved(hvd):
 
 
 def test_adasum(hvd):
-    from hvdkit.errors import UsageError
-
     variables = variables_of()
     if not hvd.mpi_enabled():
         with pytest.raises(UsageError, match="over MPI only"):
@@ -802,8 +642,6 @@ def test_adasum(hvd):
     # Adasum is the mean of equal gradients, and the sum of orthogonal ones.
     same = reduced_gradients(hvd, variables, "eager", data_of(0), op=hvd.Adasum)
     assert_close(same, expected_gradients(variables, [0]), 1e-6)
-    import tensorflow as tf
-
     v = tf.Variable(tf.zeros(hvd.size()))
     for where, compression in itertools.product(WHERE, ["none", "fp16"]):
 
@@ -821,8 +659,6 @@ def test_adasum(hvd):
 
 @pytest.mark.parametrize("where", WHERE)
 def test_a_jacobian_is_that_of_the_mean_of_the_targets(hvd, where):
-    import tensorflow as tf
-
     a, b, local, unused = (tf.Variable([1.0, 2.0]) for _ in range(4))
     factor = hvd.rank() + 1.0
 
@@ -842,8 +678,6 @@ def test_a_jacobian_is_that_of_the_mean_of_the_targets(hvd, where):
 
 
 def test_the_jacobian_of_each_sample_is_not_reduced(hvd):
-    import tensorflow as tf
-
     x = tf.constant([[1.0, 2.0], [3.0, 4.0 + hvd.rank()]])
     with tf.GradientTape() as plain:
         plain.watch(x)

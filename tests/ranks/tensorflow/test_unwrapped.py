@@ -8,7 +8,8 @@ import pytest
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.logs import recorded
-from tests.ranks.tensorflow.test_checkpoint import common_folder
+from tests.ranks.folders import shared_folder
+from tests.ranks.frameworks import keras, tf
 
 STEPS = 12
 
@@ -31,8 +32,6 @@ class Training:
     """A linear model, its optimizer, and a loop with a tape."""
 
     def __init__(self, hvd, tape, reduce=lambda gradients: gradients):
-        import keras
-
         keras.utils.set_random_seed(1)
         self.hvd, self.tape, self.reduce = hvd, tape, reduce
         # Keras' own names count the layers of this process, which earlier tests made; in a graph,
@@ -45,8 +44,6 @@ class Training:
         hvd.broadcast_variables(self.model.variables, root_rank=0)
 
     def step(self, x):
-        import tensorflow as tf
-
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((self.model(x) - 1.0) ** 2)
         variables = self.model.trainable_variables
@@ -54,8 +51,6 @@ class Training:
         self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def train(self, in_graph):
-        import tensorflow as tf
-
         step = tf.function(self.step) if in_graph else self.step
         numbers = np.random.default_rng(self.hvd.rank())
         for _ in range(STEPS):
@@ -64,7 +59,7 @@ class Training:
     @contextlib.contextmanager
     def checkpointer(self):
         with (
-            common_folder(self.hvd) as folder,
+            shared_folder(self.hvd) as folder,
             self.hvd.Checkpointer(
                 folder, model=self.model, optimizer=self.optimizer
             ) as checkpointer,
@@ -109,8 +104,6 @@ def test_gradients_that_are_reduced(hvd, how, in_graph):
 )
 def test_ranks_that_train_the_same_data(hvd, in_graph, alike):
     """Two ranks with equal data in three steps are named; a single equal batch is chance."""
-    import tensorflow as tf
-
     # Only the first reductions with the same settings are compared.
     settings = 10_000 + 8 * len(alike) + 4 * in_graph
     training = Training(hvd, lambda t: hvd.DistributedGradientTape(t, bucket_bytes=settings))
@@ -149,7 +142,7 @@ def test_layers_that_a_tape_does_not_reduce(hvd):
         training.train(False)
     assert not texts
     with (
-        common_folder(hvd) as folder,
+        shared_folder(hvd) as folder,
         hvd.Checkpointer(folder, model=training.model) as checkpointer,
     ):
         checkpointer.save(STEPS)

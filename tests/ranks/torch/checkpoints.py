@@ -1,9 +1,4 @@
-"""One save, or one restore, with a checkpointer of its own; and a folder that all ranks share."""
-
-import contextlib
-import shutil
-import tempfile
-from pathlib import Path
+"""One save, or one restore, with a checkpointer of its own."""
 
 
 def save_once(hvd, folder, **items):
@@ -16,16 +11,3 @@ def restore_once(hvd, folder, strict=True, **items):
     """Restore the newest step."""
     with hvd.Checkpointer(folder, **items) as checkpointer:
         return checkpointer.restore(strict=strict)
-
-
-@contextlib.contextmanager
-def shared_folder(hvd):
-    """One folder for all ranks, removed at the end of the test."""
-    made = tempfile.mkdtemp(prefix="hvdkit-checkpoint-") if hvd.rank() == 0 else None
-    path = Path(hvd.broadcast_object(made, 0))
-    try:
-        yield path
-        hvd.barrier()
-    finally:
-        if hvd.rank() == 0:
-            shutil.rmtree(path)

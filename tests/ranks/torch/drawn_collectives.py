@@ -5,8 +5,9 @@
 runs on every rank of a job. LARGEST is the size of the largest tensor in bytes. Each draw is a
 batch of collectives in flight: a collective, a dtype, sizes, an operation and factors, of all ranks
 or of a process set. One of eight batches has a large tensor. In some batches one rank is stopped
-again and again, so that it reads late. Each input is overwritten as soon as its collective has
-ended.
+again and again, so that it reads late. Some inputs are in the shared memory of the host, as buckets
+are. Some collectives are in place. Each other input is overwritten as soon as its collective has
+ended. Names are used again, with other shapes and kinds.
 
 Values are small whole numbers and factors are powers of two, so that all sums are exact in every
 order.
@@ -64,6 +65,10 @@ class Draw:
         if self.op == "Product":
             return np.where(numbers > 0, np.int8(2), np.int8(-1) if self.signed else np.int8(1))
         return numbers if self.signed else np.abs(numbers)
+
+    @property
+    def in_place(self) -> bool:
+        return self.kind in ("allreduce", "grouped_allreduce", "broadcast") and self.seed % 2 == 0
 
     @property
     def signed(self) -> bool:
@@ -174,6 +179,16 @@ def reading_late() -> Iterator[None]:
             stopping.terminate()
 
 
+def placed(tensor: torch.Tensor, shared: bool) -> torch.Tensor:
+    """Return the tensor, or a copy in the shared memory of the host."""
+    if not shared or not tensor.numel():
+        return tensor
+    from hvdkit.torch import shared_memory
+
+    flat = shared_memory.empty(tensor.numel(), tensor.dtype)
+    return flat.copy_(tensor.reshape(-1)).view(tensor.shape)
+
+
 def submit(hvd, call, tensors, name, process_set, members):
     """Start a collective of this rank's `tensors`. Return a handle."""
     arguments = {"name": name, "process_set": process_set}
@@ -186,7 +201,7 @@ def submit(hvd, call, tensors, name, process_set, members):
     if call.kind == "alltoall":
         splits = call.splits(members.index(hvd.rank()))
         arguments["splits"] = torch.tensor(splits, dtype=torch.int32)
-    start = getattr(hvd, f"{call.kind}_async")
+    start = getattr(hvd, f"{call.kind}_async{'_' * call.in_place}")
     return start(tensors if "grouped" in call.kind else tensors[0], **arguments)
 
 
@@ -233,15 +248,24 @@ def run(hvd, seed: int, draws: int, largest: int) -> list[str]:
             if hvd.rank() not in members:
                 continue
             rank = members.index(hvd.rank())
-            inputs = [[c.own(k, rank) for k in range(len(c.rows))] for c in batch]
+            of_rank = np.random.default_rng([seed, number, rank])
+            inputs = [
+                [placed(c.own(k, rank), of_rank.random() < 0.5) for k in range(len(c.rows))]
+                for c in batch
+            ]
+            # Horovod never fuses tensors whose names begin with hvdkit.
+            names = [
+                f"{'hvdkit.' * (c.seed % 3 == 0 and 'grouped' not in c.kind)}{number % 5}.{k}"
+                for k, c in enumerate(batch)
+            ]
             # Each rank submits them in another order.
             handles = {
-                k: submit(hvd, batch[k], inputs[k], f"{number}.{k}", process_set, members)
-                for k in np.random.default_rng([seed, number, rank]).permutation(len(batch))
+                k: submit(hvd, batch[k], inputs[k], names[k], process_set, members)
+                for k in of_rank.permutation(len(batch))
             }
             for k, call in enumerate(batch):
                 result = hvd.synchronize(handles[k])
-                for each in inputs[k]:
+                for each in [] if call.in_place else inputs[k]:
                     each.fill_(100)
                 if call.kind == "alltoall":
                     result = result[0]

@@ -20,6 +20,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks.actions import Actions
+
 #: Relative error of a gradient in each wire format, far above that of one rounding.
 ROUNDING = {"none": 1e-5, "fp16": 2e-2, "bf16": 5e-2, "int8": 1e-1}
 
@@ -202,14 +204,7 @@ class World:
             torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-6)
 
 
-Action = Callable[[World, int], None]
-ACTIONS: dict[str, Action] = {}
-
-
-def action(function: Action) -> Action:
-    """Make a function an action of the sequences."""
-    ACTIONS[function.__name__] = function
-    return function
+ACTIONS = action = Actions()
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> None:

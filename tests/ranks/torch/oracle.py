@@ -64,6 +64,20 @@ def adamw(parameters):
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
+def wrapped(hvd, model, make=sgd, **options):
+    """Return a `DistributedOptimizer` for a model."""
+    return hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
+
+
+def train_step(hvd, model, optimizer, step):
+    """Make a step with this rank's batch; return the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch_of(hvd.rank(), step, next(model.parameters()).dtype))
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 #: How near a model is to that of one process after a few steps in a wire format.
 TOLERANCES = {"none": 1e-12, "fp16": 1e-2, "bf16": 1e-1}
 
@@ -204,8 +218,7 @@ class Twins:
 
 
 def assert_same_on_all_ranks(hvd, model):
-    flat = torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
-    everyone = hvd.allgather(flat[None], name="weights")
+    everyone = hvd.allgather(flat(model)[None], name="weights")
     assert all(torch.equal(everyone[0], other) for other in everyone)
 
 
@@ -218,9 +231,27 @@ def assert_close(model, reference, tolerance=1e-12):
 
 def relative_distance(model, reference):
     """Return |model - reference| / |reference|, as Euclidean norms over all parameters."""
-    ours = torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
-    theirs = torch.cat([p.detach().double().reshape(-1) for p in reference.parameters()])
-    return float((ours - theirs).norm() / theirs.norm())
+    return float((flat(model) - flat(reference)).norm() / flat(reference).norm())
+
+
+def assert_trains_alike(hvd, model, reference, before, tolerance):
+    """Check a model that the ranks have trained against one that a process has trained alone.
+
+    Args:
+        before: the weights before the training, in one vector.
+        tolerance: the largest error, relative to the distance that training moves the weights.
+    """
+    own, expected = flat(model), flat(reference)
+    moved = (expected - before).norm()
+    assert moved > 0.01, "the training does not move the weights"
+    error = (own - expected).norm() / moved
+    assert error < tolerance, f"error {error}"
+    assert_same_on_all_ranks(hvd, model)
+
+
+def flat(model):
+    """Return all parameters in one vector."""
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
 
 
 def on_all_ranks(hvd, value):

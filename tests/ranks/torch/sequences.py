@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdkit.errors import HvdkitError
 from hvdkit.reduction.accumulation import PassesDiffer
 from hvdkit.reduction.step_errors import BackwardFailed, GradientsChanged
+from tests.ranks.actions import Actions
 from tests.ranks.torch.held_gradients import Momentum
 from tests.ranks.torch.oracle import Fails
 
@@ -383,8 +384,7 @@ class World:
 #: Passes in a window.
 PASSES = 3
 
-Action = Callable[[World, int], None]
-ACTIONS: dict[str, Action] = {}
+ACTIONS = action = Actions()
 #: With an optimizer for each part of the model.
 SEVERAL_ACTIONS = """
     plain_step backward step step_with_some alternating_tasks another_model zero_grad
@@ -429,12 +429,6 @@ def actions_for(setting: Setting) -> list[str]:
     left_out = {*OF_SEVERAL, *(set(WINDOW_ACTIONS) - {"another_model"})}
     left_out |= set(GLOBAL_ACTIONS if setting.members else ())
     return sorted(set(ACTIONS) - left_out)
-
-
-def action(function: Action) -> Action:
-    """Make a function an action of the sequences."""
-    ACTIONS[function.__name__] = function
-    return function
 
 
 def run_sequence(hvd: Any, setting: Setting, actions: list[tuple[str, int]]) -> None:

@@ -13,7 +13,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hvdkit.errors import UsageError
-from tests.ranks.torch.oracle import assert_raised_on_all_ranks, assert_same_on_all_ranks
+from tests.ranks.torch.oracle import (
+    assert_raised_on_all_ranks,
+    assert_same_on_all_ranks,
+    assert_trains_alike,
+    flat,
+)
 
 BATCH = 4
 WORLD = 2
@@ -84,16 +89,12 @@ def draw(seed):
     )
 
 
-def flat(modules):
-    return torch.cat([p.detach().double().reshape(-1) for m in modules for p in m.parameters()])
-
-
 def train(setting, size, rank, accelerator):
     """Train new models; return them and their weights before."""
     torch.manual_seed(3)
     models = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(setting.models - 1)]
     models.append(nn.Linear(6, 3))
-    before = flat(models)
+    before = flat(nn.ModuleList(models))
     if rank:
         models[-1].weight.data.add_(1)  # Accelerate copies the parameters of rank 0.
     optimizers = [
@@ -154,11 +155,7 @@ def check(hvd, setting):
             gradient_accumulation_steps=setting.accumulate,
         )
         reference, _ = train(setting, 1, 0, alone)
-    moved = (flat(reference) - before).norm()
-    assert moved > 0.01, "the training does not move the weights"
-    error = (flat(models) - flat(reference)).norm() / moved
-    assert error < setting.tolerance, f"{setting}: error {error}"
-    assert_same_on_all_ranks(hvd, models)
+    assert_trains_alike(hvd, models, reference, before, setting.tolerance)
 
 
 def test_accelerate_trains_like_one_process(hvd):
@@ -188,7 +185,7 @@ def test_a_saved_state_is_loaded(hvd):
                 optimizer.zero_grad()
                 accelerator.backward(model(torch.full((1, 2), number + hvd.rank() + 0.5)).sum())
                 optimizer.step()
-            return flat([model]).tolist()
+            return flat(model).tolist()
 
         steps(2)
         accelerator.save_state(folder)
@@ -227,15 +224,15 @@ def test_an_optimizer_that_is_not_prepared_is_refused(hvd):
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.full((1, 2), 1.0 + hvd.rank())
         accelerator.backward((model(x) * other(x) * local(x)).sum())
-        before = flat([model])
+        before = flat(model)
         with pytest.raises(UsageError, match=r"accelerator\.prepare\(model, optimizer\)") as own:
             plain.step()
         assert_raised_on_all_ranks(hvd, own)
-        assert flat([model]).equal(before)
+        assert flat(model).equal(before)
         torch.optim.SGD(local.parameters(), lr=0.1).step()
         prepared.step()
         accelerator.prepare(plain).step()
-        assert not flat([model]).equal(before)
+        assert not flat(model).equal(before)
         assert_same_on_all_ranks(hvd, nn.ModuleList([model, other]))
         plain = torch.optim.SGD(accelerator.prepare(nn.Linear(2, 1)).parameters(), lr=0.1)
         plain.param_groups[0]["params"][0].grad = torch.ones(1, 2)
@@ -288,7 +285,7 @@ def test_a_trainer_of_transformers_trains_like_one_process(hvd, accumulate):
             attention_probs_dropout_prob=0.0,
         )
         model = transformers.BertForSequenceClassification(config)
-        before = flat([model])
+        before = flat(model)
         if rank:
             model.classifier.weight.data.add_(1)
         numbers = torch.Generator().manual_seed(1)
@@ -329,10 +326,7 @@ def test_a_trainer_of_transformers_trains_like_one_process(hvd, accumulate):
         model, before = train(HvdkitTrainer, hvd.rank(), hvd.size())
     with processes(hvd, alone=True):
         reference, _ = train(transformers.Trainer, 0, 1)
-    moved = (flat([reference]) - before).norm()
-    assert moved > 0.01
-    assert (flat([model]) - flat([reference])).norm() / moved < 1e-3
-    assert_same_on_all_ranks(hvd, model)
+    assert_trains_alike(hvd, model, reference, before, 1e-3)
 
 
 @pytest.mark.long

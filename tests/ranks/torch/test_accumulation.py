@@ -8,7 +8,6 @@ from torch import nn
 
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
-from hvdkit.reduction.step_errors import BackwardFailed
 from tests.logs import recorded
 from tests.ranks.torch.oracle import (
     DEVICE,
@@ -135,32 +134,11 @@ def test_different_windows_are_an_error_on_every_rank(hvd):
     optimizer.zero_grad()
 
 
-def test_a_window_with_groups_and_a_predivide_factor(hvd):
-    twins = Twins(hvd, accumulation_steps=3, groups=2, gradient_predivide_factor=2.0)
-    twins.train(*range(9))
-    twins.check()
-
-
 # Several optimizers
 
 
 def linear(features, outputs):
     return nn.Linear(features, outputs).to(DEVICE, torch.float64)
-
-
-def test_a_pass_for_each_optimizer_before_the_steps(hvd):
-    """Actor and critic are an example."""
-    passes = 2
-    models = nn.ModuleList([linear(5, 2), linear(5, 2)])
-    twins = Twins(hvd, model=models, parts=list, accumulation_steps=passes)
-    with recorded("hvdkit.torch") as records:
-        for number in range(2 * passes):
-            for k in (0, 1):
-                twins.backward(lambda m, rank, k=k, n=number: loss_of(m[k], batch_of(rank, n)))
-            twins.step()
-            twins.zero_grad()
-    twins.check()
-    assert not records
 
 
 def test_a_gan(hvd):
@@ -214,29 +192,6 @@ def test_passes_without_calls_are_named(hvd, passes):
     texts = [record.getMessage() for record in records]
     assert len(texts) == expected
     assert all("counts calls of step()" in text for text in texts)
-
-
-@pytest.mark.parametrize("falls_through", [False, True])
-def test_a_rank_without_a_pass_after_a_dropped_pass(hvd, falls_through):
-    """All ranks count its call of step() alike, so all ranks step after the same batch."""
-    twins = Twins(hvd, accumulation_steps=3)
-    optimizer = twins.optimizer
-    for number in range(3):
-        dropped = False
-        try:
-            if number == 2 and hvd.rank() == 0:
-                raise BackwardFailed
-            backward(hvd, twins.model, number)
-        except BackwardFailed:
-            dropped = optimizer.drop_pass()
-        assert dropped == (number == 2)
-        if not dropped or falls_through:
-            optimizer.step()
-            assert not optimizer.stepped
-            optimizer.zero_grad()
-    twins.train(3, ranks=[rank for rank in range(hvd.size()) if rank != 1])
-    twins.train(4, 5)
-    twins.check()
 
 
 REMOVALS = {

@@ -11,6 +11,7 @@ from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import UsageError
 from tests.ranks.torch.oracle import (
     DEVICE,
+    Twins,
     adamw,
     assert_close,
     assert_raised_on_all_ranks,
@@ -21,7 +22,6 @@ from tests.ranks.torch.oracle import (
     relative_distance,
     sgd,
     small_model,
-    whole_batch,
 )
 
 if not hasattr(torch.amp, "GradScaler"):
@@ -196,54 +196,41 @@ def test_a_window_cut_short_that_overflows(hvd):
 
 @pytest.mark.parametrize("zeroes", ["model", "optimizer"])
 def test_after_a_skipped_step_of_torchs_scaler_a_new_window_begins(hvd, zeroes):
-    model, reference = small_model(), small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), backward_passes_per_step=2)
-    plain = sgd(reference.parameters())
+    twins = Twins(hvd, backward_passes_per_step=2)
     scaler = torch.amp.GradScaler(DEVICE.type, **SETTINGS)
     for step in range(4):
-        plain.zero_grad()
         for batch in (2 * step, 2 * step + 1):
-            loss = loss_of(model, batch_of(hvd.rank(), batch))
             overflows = step == 1 and hvd.rank() == 0
-            scaler.scale(loss * math.inf if overflows else loss).backward()
-            loss_of(reference, whole_batch(hvd, batch)).backward()
-        scaler.step(optimizer)
+            scaler.scale(twins.own_loss(batch) * (math.inf if overflows else 1)).backward()
+            twins.backward_of_one_process(batch)
+        scaler.step(twins.optimizer)
         scaler.update()
-        (model if zeroes == "model" else optimizer).zero_grad()
+        (twins.model if zeroes == "model" else twins.optimizer).zero_grad()
         if step != 1:
-            plain.step()
-    assert_close(model, reference)
+            twins.plain[0].step()
+        twins.plain[0].zero_grad()
+    twins.check()
 
 
 @pytest.mark.parametrize("scalers", ["hvd", "torch"])
 def test_two_optimizers_with_one_scaler(hvd, scalers):
-    models = [small_model(), small_model()]
-    references = [small_model(), small_model()]
-    optimizers = [
-        hvd.DistributedOptimizer(sgd(models[0].parameters())),
-        hvd.DistributedOptimizer(adamw(models[1].parameters())),
-    ]
-    plain = [sgd(references[0].parameters()), adamw(references[1].parameters())]
+    pair = [Twins(hvd, sgd), Twins(hvd, adamw)]
     scaler = (hvd if scalers == "hvd" else torch.amp).GradScaler(DEVICE.type, **SETTINGS)
-    taken = [0, 0]
     for step in range(4):
-        for i, (m, o) in enumerate(zip(models, optimizers, strict=True)):
+        for i, twins in enumerate(pair):
             # The second one overflows once, and only it skips.
-            loss = loss_of(m, batch_of(hvd.rank(), step))
             skip = i == 1 and step == 1
             skip_here = skip and hvd.rank() == hvd.size() - 1
-            scaler.scale(loss * math.inf if skip_here else loss).backward()
-            scaler.step(o)
-            o.zero_grad()
+            scaler.scale(twins.own_loss(step) * (math.inf if skip_here else 1)).backward()
+            scaler.step(twins.optimizer)
+            twins.optimizer.zero_grad()
             if not skip:
-                taken[i] += 1
-                loss_of(references[i], whole_batch(hvd, step)).backward()
-                plain[i].step()
-                plain[i].zero_grad()
+                twins.backward_of_one_process(step)
+                twins.plain[0].step()
+                twins.plain[0].zero_grad()
         scaler.update()
-    assert taken == [4, 3]
-    for m, r in zip(models, references, strict=True):
-        assert_close(m, r)
+    for twins in pair:
+        twins.check()
 
 
 def test_after_join_all_ranks_need_the_state_of_one_scaler(hvd):
@@ -283,26 +270,19 @@ def test_after_join_all_ranks_need_the_state_of_one_scaler(hvd):
 
 
 def test_a_scaler_that_is_disabled(hvd):
-    model, reference = small_model(), small_model()
-    optimizer, plain = (
-        hvd.DistributedOptimizer(sgd(model.parameters())),
-        sgd(reference.parameters()),
-    )
-    for scaler in (
-        hvd.GradScaler(DEVICE.type, enabled=False),
-        torch.amp.GradScaler(DEVICE.type, enabled=False),
-    ):
-        scaler.scale(loss_of(model, batch_of(hvd.rank(), 0))).backward()
-        scaler.unscale_(optimizer)
-        hvd.clip_grad_norm_(optimizer, 0.1)
-        scaler.step(optimizer)
+    twins = Twins(hvd)
+    for scalers in (hvd, torch.amp):
+        scaler = scalers.GradScaler(DEVICE.type, enabled=False)
+        scaler.scale(twins.own_loss(0)).backward()
+        twins.backward_of_one_process(0)
+        scaler.unscale_(twins.optimizer)
+        twins.clip(0.1)
+        scaler.step(twins.optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        loss_of(reference, whole_batch(hvd, 0)).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        plain.step()
-        plain.zero_grad()
-    assert_close(model, reference)
+        twins.plain[0].step()
+        twins.optimizer.zero_grad()
+        twins.plain[0].zero_grad()
+    twins.check()
 
 
 def test_scalers_work_with_plain_optimizers(hvd):
@@ -332,26 +312,3 @@ def test_torchs_scaler_does_not_go_with_accumulation(hvd, call):
     with pytest.raises(UsageError, match=r"use hvd\.GradScaler") as caught:
         getattr(scaler, call)(optimizer)
     assert_raised_on_all_ranks(hvd, caught)
-
-
-# float16 is what GradScaler is for. On a CPU it has few kernels.
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])], ids=str
-)
-def test_with_autocast(hvd, dtype):
-    model = small_model(torch.float32)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05), accumulation_steps=2, compression="bf16"
-    )
-    scaler = hvd.GradScaler(DEVICE.type)
-    losses = []
-    for _ in range(20):
-        with torch.autocast(DEVICE.type, dtype=dtype):
-            loss = loss_of(model, batch_of(hvd.rank(), 0, torch.float32))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
-    assert losses[-1] < losses[0]
-    assert_same_on_all_ranks(hvd, model)

@@ -130,51 +130,6 @@ def test_bfloat16_is_sent_as_float32_if_horovod_lacks_it(hvd):
     assert torch.equal(model.weight.grad, expected)
 
 
-@pytest.mark.parametrize(
-    ("compression", "dtype"),
-    [
-        ("none", torch.bfloat16),
-        ("fp16", torch.bfloat16),
-        ("fp16", torch.float64),
-        ("bf16", torch.float16),
-    ],
-    ids=str,
-)
-def test_other_dtypes(hvd, compression, dtype):
-    parameter = nn.Parameter(torch.zeros(64, dtype=dtype, device=DEVICE))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([parameter], lr=0.0), compression=compression
-    )
-    n = hvd.size()
-    own = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}[dtype]
-    wire = {"none": 2**-53, "fp16": 2**-11, "bf16": 2**-8}[compression]
-    for step in range(3):
-        gradient = noise(hvd.rank(), step, 64).to(DEVICE, dtype)
-        everyone = hvd.allgather(gradient[None].double(), name="own gradients")
-        gradient_maker([parameter], [gradient]).backward()
-        optimizer.step()
-        assert parameter.grad.dtype == dtype
-        error = (parameter.grad.double() - everyone.mean(dim=0)).abs()
-        optimizer.zero_grad()
-        bound = (n + 2) * max(own, wire) * everyone.abs().mean(dim=0) + 2**-30
-        assert (error <= bound).all(), step
-
-
-def test_dtypes_that_are_not_compressed(hvd):
-    parameter = nn.Parameter(torch.zeros(16, dtype=torch.complex64, device=DEVICE))
-    gradient = torch.complex(*noise(hvd.rank(), 0, 32).float().view(2, 16)).to(DEVICE)
-    expected = hvd.allreduce(torch.view_as_real(gradient), name="complex")
-    for compression in ("none", "fp16", "bf16"):
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=0.0), compression=compression
-        )
-        (parameter * gradient.conj()).sum().real.backward()
-        optimizer.step()
-        got = torch.view_as_real(parameter.grad)
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-        optimizer.zero_grad()
-
-
 def test_horovods_compressors_are_ours(hvd):
     import horovod.torch
 

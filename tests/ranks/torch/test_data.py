@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from hvdkit.errors import UsageError
 from tests.logs import recorded
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 
 needs_torchdata = pytest.mark.skipif(
     importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed"

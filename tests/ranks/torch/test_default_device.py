@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import assert_same_on_all_ranks
 
 

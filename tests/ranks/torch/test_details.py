@@ -6,21 +6,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from hvdkit.agreement.consistency import RankMismatchError
-from tests.ranks.torch.oracle import (
-    assert_close,
-    batch_of,
-    loss_of,
-    sgd,
-    small_model,
-    whole_batch,
-)
-
-
-def wrapped(hvd, model, **options):
-    return hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options)
+from tests.ranks.torch.oracle import Twins, batch_of, loss_of, small_model, wrapped
 
 
 def two_groups(model):
@@ -55,59 +43,26 @@ def test_values_of_all_parameter_groups_are_compared(hvd):
     assert optimizer is not None
 
 
-@pytest.mark.parametrize("none", [False, True])
-def test_alternating_optimizers_where_a_rank_has_no_batch(hvd, none):
-    """The second pass of an iteration reaches both, so gradients are left of it."""
-    nets, references = (nn.ModuleList([small_model(), small_model()]) for _ in range(2))
-    optimizers = [wrapped(hvd, each) for each in nets]
-    plain = [sgd(each.parameters()) for each in references]
-
-    def loss(models, rank, step):
-        return sum(loss_of(each, batch_of(rank, step)) for each in models)
-
-    for step in range(3):
-        for k in range(2):
-            optimizers[k].zero_grad(set_to_none=none)
-            plain[k].zero_grad(set_to_none=none)
-            busy = [rank for rank in range(hvd.size()) if step != 1 or rank]
-            if hvd.rank() in busy:
-                loss(nets, hvd.rank(), 2 * step + k).backward()
-            for rank in busy:
-                (loss(references, rank, 2 * step + k) / hvd.size()).backward()
-            optimizers[k].step()
-            plain[k].step()
-    assert_close(nets, references)
-
-
 def test_autograd_grad_after_a_pass_without_communication(hvd):
-    model, reference = small_model(), small_model()
-    optimizer = wrapped(hvd, model)
+    twins = Twins(hvd)
     for step in range(2):
         # Gradients of the last step are left, and are reduced ones.
-        with hvd.no_sync(optimizer):
-            loss_of(model, batch_of(hvd.rank(), step)).backward()
-        torch.autograd.grad(loss_of(model, batch_of(hvd.rank(), 9)), list(model.parameters()))
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        for _ in range(2):
-            loss_of(reference, whole_batch(hvd, step)).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+        with hvd.no_sync(twins.optimizer):
+            twins.backward(step)
+        torch.autograd.grad(twins.own_loss(9), list(twins.model.parameters()))
+        twins.backward(step)
+        twins.check_gradients()
 
 
-@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_some_gradients_of_a_bucket_are_in_its_memory(hvd, op):
-    model, reference = small_model(), small_model()
-    optimizer = wrapped(hvd, model, op=hvd.Average if op == "average" else hvd.Sum)
-    factor = 1 if op == "average" else hvd.size()
+    twins = Twins(hvd, op=getattr(hvd, op), bucket_bytes=10**6)
     for step in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        reference.zero_grad()
-        for p in list(model.parameters())[::2]:
+        twins.zero_grad(set_to_none=False)
+        for p in list(twins.model.parameters())[::2]:
             p.grad = None
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        (factor * loss_of(reference, whole_batch(hvd, step))).backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
+        twins.backward(step)
+        twins.check_gradients()
 
 
 def test_a_scheduler_of_the_plain_optimizer_after_loading(hvd):
@@ -141,15 +96,12 @@ def test_a_rank_that_is_given_to_a_sampler(hvd):
 
 
 def test_the_optimizer_that_wraps_parameters_again_is_the_only_one_that_reduces(hvd):
-    model, reference = small_model(), small_model()
-    first = wrapped(hvd, model, op=hvd.Sum)
-    second = wrapped(hvd, model, op=hvd.Sum)
-    assert not first.gradients_wait()
-    loss_of(model, batch_of(hvd.rank(), 0)).backward()
-    (hvd.size() * loss_of(reference, whole_batch(hvd, 0))).backward()
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-    assert not first.gradients_wait()
+    twins = Twins(hvd, op=hvd.Sum)
+    second = wrapped(hvd, twins.model, op=hvd.Sum)
+    assert not twins.optimizer.gradients_wait()
+    twins.backward(0)
+    twins.check_gradients()
+    assert not twins.optimizer.gradients_wait()
     assert second.gradients_wait()
 
 

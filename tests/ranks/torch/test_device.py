@@ -29,6 +29,7 @@ from tests.ranks.torch.oracle import (
     sgd,
     small_model,
     whole_batch,
+    wrapped,
 )
 
 pytestmark = pytest.mark.device
@@ -101,9 +102,7 @@ def test_late_packing_and_unpacking_change_no_bit(hvd, compression):
 
 def train_beside_reference(hvd, model, reference, compression, backward, steps=5):
     """Train `model` on all ranks with `backward(x)`, and `reference` in one process; compare."""
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), compression=compression
-    )
+    optimizer = wrapped(hvd, model, compression=compression)
     plain = sgd(reference.parameters())
     for step in range(steps):
         backward(batch_of(hvd.rank(), step))
@@ -314,9 +313,7 @@ def test_memory_stays_flat(hvd, compression, steps):
     # Gradients of 200 KB: a buffer lost in each step is 6 MB in each third of the fewest steps.
     model = nn.Sequential(nn.Linear(5, 220), nn.Tanh(), nn.Linear(220, 220), nn.Linear(220, 2))
     model.to(DEVICE)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), compression=compression
-    )
+    optimizer = wrapped(hvd, model, compression=compression)
     x = batch_of(0, 0, torch.float32)
 
     def train(number):

@@ -23,16 +23,12 @@ from tests.ranks.torch.oracle import (
     on_all_ranks,
     sgd,
     small_model,
+    train_step,
+    wrapped,
 )
 
 #: After a few steps.
 NEAR = {"none": 1e-12, "fp16": 2e-3, "bf16": 2e-2}
-
-
-def step_with_own_data(hvd, model, optimizer, step):
-    optimizer.zero_grad()
-    loss_of(model, batch_of(hvd.rank(), step)).backward()
-    optimizer.step()
 
 
 # Groups, and the division of an average
@@ -75,10 +71,8 @@ def test_groups_are_buckets(hvd):
         ([first, last], [[[2, 6], [2]], [[6, 7], [6]], [[7, 5], [7]]]),
         (99, [[[2]], [[2, 6]], [[6]], [[6, 7]], [[7]], [[7, 5]]]),
     ):
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), groups=groups
-        )
-        step_with_own_data(hvd, model, optimizer, 0)
+        optimizer = wrapped(hvd, model, groups=groups)
+        train_step(hvd, model, optimizer, 0)
         assert buckets_of(optimizer) == expected, groups
 
 
@@ -93,9 +87,7 @@ def test_invalid_groups(hvd):
         ([[model[0].weight], [model[0].weight]], "'0.weight' twice"),
     ):
         with pytest.raises(UsageError, match=message):
-            hvd.DistributedOptimizer(
-                sgd(model.parameters()), model.named_parameters(), groups=groups
-            )
+            wrapped(hvd, model, groups=groups)
 
 
 # Process sets
@@ -127,9 +119,6 @@ def test_sparse_gradients_in_a_process_set(hvd, members):
         hvd.remove_process_set(process_set)
 
 
-# Ranks with different numbers of batches
-
-
 # find_unused_parameters
 
 
@@ -156,9 +145,6 @@ def test_unused_sparse_parameters(hvd, find, compression):
             assert model[1].weight.grad.is_sparse
             share = 1 / hvd.size()
             assert model[1].weight.grad.to_dense().tolist() == [[0, 0], [share] * 2, *[[0, 0]] * 2]
-
-
-# Frozen parameters
 
 
 # Ranks that differ
@@ -396,7 +382,7 @@ def test_a_frozen_parameter_that_has_a_gradient_on_some_ranks_is_an_error(hvd):
 def test_an_optimizer_that_is_deleted_is_freed(hvd):
     model = small_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
-    step_with_own_data(hvd, model, optimizer, 0)
+    train_step(hvd, model, optimizer, 0)
     reference = weakref.ref(optimizer)
     synchronizer = weakref.ref(optimizer.reducer.gradients.parts[0].synchronizer)
     del optimizer

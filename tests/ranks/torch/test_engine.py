@@ -69,41 +69,6 @@ def test_alltoall_of_more_elements_than_an_int_counts(hvd):
         assert not result[:-1:1009].any()
 
 
-def test_float16_average_and_scaling_round_as_float32_does(hvd):
-    rng = same_on_all_ranks(2)
-    numbers = (rng.integers(-500, 501, (hvd.size(), 1003)) * 2.0**-24).astype(np.float16)
-    own = torch.tensor(numbers[hvd.rank()])
-    total = numbers.astype(np.float32).sum(axis=0)
-    mean = hvd.allreduce(own, op=hvd.Average, name="mean of the smallest")
-    np.testing.assert_array_equal(mean.numpy(), (total / hvd.size()).astype(np.float16))
-    scaled = hvd.allreduce(
-        own, op=hvd.Sum, prescale_factor=4096.0, postscale_factor=0.125, name="scaled"
-    )
-    np.testing.assert_array_equal(scaled.numpy(), (total * 512).astype(np.float16))
-
-
-def test_float16_product_is_exact_where_float16_is(hvd):
-    rng = same_on_all_ranks(3)
-    numbers = rng.choice([-1, 1, 2, 3, 5], (hvd.size(), 1003)) * 2.0 ** rng.integers(
-        -5, 2, (hvd.size(), 1003)
-    )
-    own = torch.tensor(numbers[hvd.rank()]).half()
-    product = hvd.allreduce(own, op=hvd.Product, name="exact product")
-    np.testing.assert_array_equal(product.numpy(), numbers.prod(axis=0).astype(np.float16))
-
-
-@pytest.mark.parametrize("name", ["Min", "Max"])
-def test_float16_minimum_and_maximum(hvd, name):
-    # Any bits but NaN: subnormal numbers and infinities, too.
-    bits = same_on_all_ranks(4).integers(0, 65536, (hvd.size(), 1003), dtype=np.uint16)
-    bits[(bits & 0x7FFF) > 0x7C00] &= 0xFC00
-    bits[(bits & 0x7FFF) == 0] |= 1  # either zero would be right
-    numbers = bits.view(np.float16)
-    result = hvd.allreduce(torch.tensor(numbers[hvd.rank()]), op=getattr(hvd, name), name=name)
-    expected = {"Min": numbers.min(axis=0), "Max": numbers.max(axis=0)}[name]
-    np.testing.assert_array_equal(result.numpy(), expected)
-
-
 def test_float16_adasum_is_that_of_float32(hvd):
     if not hvd.mpi_enabled():
         pytest.skip("Horovod has Adasum for CPUs over MPI alone")
@@ -126,17 +91,13 @@ def bfloat16(numbers):
     return torch.tensor(np.asarray(numbers, dtype=np.float64)).bfloat16()
 
 
-def any_bfloat16s(seed, shape):
+def any_numbers(dtype, seed, shape):
     """The same random numbers on all ranks: of any kind except NaN, also subnormal and infinite."""
+    infinity = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}[dtype]
     bits = same_on_all_ranks(seed).integers(0, 65536, shape, dtype=np.uint16)
-    bits[(bits & 0x7FFF) > 0x7F80] &= 0xFF80
+    bits[(bits & 0x7FFF) > infinity] &= 0x8000 | infinity
     bits[(bits & 0x7FFF) == 0] |= 1  # of minimum and maximum either zero would be right
-    return torch.tensor(bits.view(np.int16)).view(torch.bfloat16)
-
-
-def small_bfloat16s(seed, shape):
-    """The same on all ranks: whole numbers, of which four ranks' sum and product are exact."""
-    return bfloat16(same_on_all_ranks(seed).choice([-3, -2, -1, 1, 2, 3], shape))
+    return torch.tensor(bits.view(np.int16)).view(dtype)
 
 
 def test_bfloat16_sum_is_exact_where_bfloat16_is(hvd):
@@ -150,69 +111,41 @@ def test_bfloat16_sum_is_exact_where_bfloat16_is(hvd):
 
 
 def test_bfloat16_sum_is_rounded_as_a_float32_sum_is(hvd):
-    numbers = any_bfloat16s(2, (2, 10007))
+    numbers = any_numbers(torch.bfloat16, 2, (2, 10007))
     numbers[numbers.isinf()] = 1
     own = numbers[hvd.rank()] if hvd.rank() < 2 else torch.zeros(10007, dtype=torch.bfloat16)
     total = hvd.allreduce(own, op=hvd.Sum, name="rounded bfloat16 sum")
     assert torch.equal(total, (numbers[0].float() + numbers[1].float()).bfloat16())
 
 
-def test_bfloat16_average_and_scaling_round_as_float32_does(hvd):
+@pytest.mark.parametrize(
+    ("dtype", "most", "exponents"),
+    [(torch.float16, 500, (-24, -23)), (torch.bfloat16, 60, (-133, 100))],
+)
+def test_averages_and_scaled_sums_round_as_float32_does(hvd, dtype, most, exponents):
     rng = same_on_all_ranks(3)
-    numbers = rng.integers(-60, 61, (hvd.size(), 1003)) * 2.0 ** rng.integers(-133, 100, 1003)
-    own, total = bfloat16(numbers[hvd.rank()]), torch.tensor(numbers.sum(axis=0)).float()
-    mean = hvd.allreduce(own, op=hvd.Average, name="bfloat16 mean")
-    assert torch.equal(mean, (total / hvd.size()).bfloat16())
+    scales = 2.0 ** rng.integers(*exponents, 1003)
+    numbers = rng.integers(-most, most + 1, (hvd.size(), 1003)) * scales
+    own = torch.tensor(numbers[hvd.rank()]).to(dtype)
+    total = torch.tensor(numbers.sum(axis=0)).float()
+    mean = hvd.allreduce(own, op=hvd.Average, name=f"mean {dtype}")
+    assert torch.equal(mean, (total / hvd.size()).to(dtype))
     scaled = hvd.allreduce(
-        own, op=hvd.Sum, prescale_factor=4.0, postscale_factor=1 / 3, name="scaled bfloat16"
+        own, op=hvd.Sum, prescale_factor=4.0, postscale_factor=1 / 3, name=f"scaled {dtype}"
     )
-    assert torch.equal(scaled, (total * 4 * torch.tensor(1 / 3)).bfloat16())
+    assert torch.equal(scaled, (total * 4 * torch.tensor(1 / 3)).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Min", "Max", "Product"])
-def test_bfloat16_minimum_maximum_and_product(hvd, name):
+def test_minimum_maximum_and_product_of_16_bits(hvd, name, dtype):
     shape = (hvd.size(), 1003)
-    numbers = small_bfloat16s(4, shape) if name == "Product" else any_bfloat16s(4, shape)
-    result = hvd.allreduce(numbers[hvd.rank()], op=getattr(hvd, name), name=f"bfloat16 {name}")
+    numbers = any_numbers(dtype, 4, shape)
+    if name == "Product":  # of four ranks it is exact
+        numbers = torch.tensor(same_on_all_ranks(4).choice([-3, -2, -1, 1, 2, 3], shape)).to(dtype)
+    result = hvd.allreduce(numbers[hvd.rank()], op=getattr(hvd, name), name=f"{dtype} {name}")
     reduced = {"Min": np.min, "Max": np.max, "Product": np.prod}[name]
     np.testing.assert_array_equal(result.float().numpy(), reduced(numbers.float().numpy(), axis=0))
-
-
-def test_bfloat16_in_place_and_grouped(hvd):
-    numbers = small_bfloat16s(5, (hvd.size(), 1003))
-    own, total = numbers[hvd.rank()], numbers.sum(dim=0)
-    in_place = own.clone()
-    assert hvd.allreduce_(in_place, op=hvd.Sum, name="bfloat16 in place") is in_place
-    assert torch.equal(in_place, total)
-    lengths = [1, 7, 8, 500]
-    summed = hvd.grouped_allreduce(
-        [own[:n] for n in lengths], op=hvd.Sum, name="bfloat16 group", prescale_factor=2.0
-    )
-    for n, result in zip(lengths, summed, strict=True):
-        assert torch.equal(result, total[:n] * 2)
-
-
-def test_many_small_bfloat16_tensors_at_once_beside_float16_ones(hvd):
-    numbers = small_bfloat16s(6, (hvd.size(), 40, 33))
-    kinds = (torch.bfloat16, torch.float16)
-    for step in range(3):  # later the names come from the ranks' cache
-        hvd.barrier()
-        handles = [
-            hvd.allreduce_async(x.to(kind), op=hvd.Sum, name=f"small {kind} {i}")
-            for i, x in enumerate(numbers[hvd.rank()])
-            for kind in kinds
-        ]
-        results = [hvd.synchronize(handle) for handle in handles]
-        expected = [x.to(kind) for x in numbers.sum(dim=0) for kind in kinds]
-        assert all(map(torch.equal, results, expected)), step
-
-
-def test_a_joined_rank_adds_nothing_to_a_bfloat16_sum(hvd):
-    numbers = small_bfloat16s(12, (hvd.size(), 1003))
-    for i in range(hvd.rank() + 1):
-        total = hvd.allreduce(numbers[hvd.rank()], op=hvd.Sum, name=f"bfloat16 batch {i}")
-        assert torch.equal(total, numbers[i:].sum(dim=0))
-    assert hvd.join() == hvd.size() - 1
 
 
 def test_bfloat16_adasum_is_refused(hvd):

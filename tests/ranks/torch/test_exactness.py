@@ -80,8 +80,7 @@ def test_muon(hvd):
     twins.train(*range(20))
     # It rounds the momentum to bfloat16, so a difference in the last bit of a float64 is mostly
     # none, but may become one of 2^-8.
-    moved = relative_distance(before, twins.reference)
-    assert relative_distance(model, twins.reference) < 2**-6 * moved
+    assert twins.distance(before) < 2**-6
     assert_same_on_all_ranks(hvd, model)
 
 
@@ -176,23 +175,4 @@ def test_sparse_and_dense_gradients_in_one_model(hvd, compression):
         twins.zero_grad()
     bound = {"none": 1e-12, "fp16": 2**-8, "bf16": 2**-5}[compression]
     assert twins.distance(TextModel()) <= bound
-    assert_same_on_all_ranks(hvd, twins.model)
-
-
-# Relative to how far the weights have moved. A wire of u = 2^-11 (float16) or 2^-8 (bfloat16)
-# changes no step by more than a few u of the ranks' mean magnitudes, which rank 1's larger
-# gradients dominate; test_compression.py has the bound for a single step.
-WIRES = {"none": 1e-12, "fp16": 2**-7, "bf16": 2**-4}
-
-
-@pytest.mark.parametrize(
-    ("compression", "dtype", "passes"),
-    [("fp16", torch.float32, 1), ("fp16", torch.float64, 3), ("bf16", torch.float32, 1)],
-    ids=str,
-)
-def test_wire_formats(hvd, compression, dtype, passes):
-    twins = Twins(hvd, model=small_model(dtype), accumulation_steps=passes, compression=compression)
-    twins.train(*range(20 * passes), clip=1.0)
-    bound = max(WIRES[compression], 1e-5 if dtype == torch.float32 else 0.0)
-    assert twins.distance(small_model(dtype)) < bound
     assert_same_on_all_ranks(hvd, twins.model)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ranks.collective_cases import Case, draw_case
+from tests.ranks.collective_cases import Case, search
 
 IN_PLACE = ("allreduce", "broadcast", "grouped_allreduce")
 
@@ -23,13 +23,7 @@ class Scaled(torch.autograd.Function):
 
 def call(hvd, case: Case, tensors, process_set):
     """Make the call of a case; return the list of its outputs."""
-    options = {"name": case.name, "process_set": process_set}
-    if case.op:
-        options |= {
-            "op": getattr(hvd, case.op),
-            "prescale_factor": case.prescale,
-            "postscale_factor": case.postscale,
-        }
+    options = {"name": case.name, "process_set": process_set} | case.options(hvd)
     function = getattr(hvd, case.collective)
     if case.collective in IN_PLACE and case.seed % 3 == 0:
         function = getattr(hvd, case.collective + "_")
@@ -125,32 +119,13 @@ def check(hvd, case: Case, process_set):
         torch.testing.assert_close(gradient, gradients[member][k])
 
 
-def search(hvd, seeds):
-    cases = [draw_case(seed, hvd.size()) for seed in seeds]
-    everyone = tuple(range(hvd.size()))
-    sets = {
-        members: hvd.add_process_set(list(members))
-        for members in sorted({tuple(case.members) for case in cases} - {everyone})
-    }
-    for case in cases:
-        if hvd.rank() in case.members:
-            process_set = sets.get(tuple(case.members), hvd.global_process_set)
-            try:
-                check(hvd, case, process_set)
-            except Exception as error:
-                error.add_note(str(case))
-                raise
-    for each in sets.values():
-        hvd.remove_process_set(each)
-
-
 def test_drawn_calls(hvd):
-    search(hvd, range(100))
+    search(hvd, range(100), check)
 
 
 @pytest.mark.long
 def test_many_drawn_calls(hvd):
-    search(hvd, range(1000, 2000))
+    search(hvd, range(1000, 2000), check)
 
 
 def test_a_residual_beside_a_reducescatter(hvd):

@@ -89,25 +89,6 @@ def test_a_number_that_is_not_finite_spreads_over_its_block_on_all_ranks(hvd, va
     assert torch.cat([mean[:512], mean[768:]]).eq(1).all()
 
 
-@pytest.mark.device(ranks=4)
-def test_a_process_set_reduces_by_alltoall(hvd):
-    if hvd.size() < 3:
-        pytest.skip("for more than 2 ranks")
-    some = hvd.add_process_set([0, 2])
-    try:
-        gradient = ADVERSARIES["ordinary"](hvd.rank(), 0, hvd.size()).float().to(DEVICE)
-        mean = reduced(hvd, gradient, process_set=some)
-        everyone = hvd.allgather(gradient[None], name="own")[[0, 2]]
-        if some.included():
-            error = (mean.double() - everyone.double().mean(0)).abs()
-            assert error.max() > 0
-            assert (error <= bound(everyone)).all()
-        else:
-            assert torch.equal(mean, gradient)
-    finally:
-        hvd.remove_process_set(some)
-
-
 def formats(optimizer):
     """Return the names of each bucket's parameters and of its wire format."""
     (part,) = optimizer.reducer.gradients.parts
@@ -145,24 +126,6 @@ def test_ranks_with_different_rules_get_an_error(hvd):
     assert "rank 1: gradient 0 is 'weight', float32 [5000], sent as bf16" in str(caught.value)
     assert_raised_on_all_ranks(hvd, caught)
     del optimizer
-
-
-@by_alltoall
-def test_sums_of_an_accumulation_window(hvd):
-    gradients = [ADVERSARIES["ordinary"](hvd.rank(), k, 1).float().to(DEVICE) for k in range(3)]
-    parameter = nn.Parameter(torch.zeros(LENGTH, device=DEVICE))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([parameter], lr=1.0),
-        compression=hvd.Int8(as_bf16=every_gradient),
-        accumulation_steps=3,
-    )
-    for gradient in gradients:
-        gradient_maker([parameter], [gradient]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    everyone = hvd.allgather(sum(gradients)[None] / 3, name="own")
-    error = (-parameter.detach().double() - everyone.double().mean(0)).abs()
-    assert (error <= bound(everyone)).all()
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the same on every device")

@@ -17,6 +17,8 @@ from hvdkit.errors import RESUMABLE, UsageError
 from tests.ranks.torch.oracle import (
     assert_raised_on_all_ranks,
     assert_same_on_all_ranks,
+    assert_trains_alike,
+    flat,
     on_all_ranks,
 )
 
@@ -163,22 +165,13 @@ def make_trainer(L, strategy, **arguments):
     return L.Trainer(**(quiet | defaults | arguments))
 
 
-def flat(module):
-    return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
-
-
 def check(hvd, setting):
     L, HvdkitStrategy = lightning()
     strategy = HvdkitStrategy(compression=setting.compression)
     model, before = train(L, setting, hvd.size(), hvd.rank(), strategy)
     alone, _ = train(L, setting, 1, 0, None)
     strategy.set_world_ranks()
-    got, expected = flat(model), flat(alone)
-    moved = (expected - before).norm()
-    assert moved > 0.01, "the training does not move the weights"
-    error = (got - expected).norm() / moved
-    assert error < setting.tolerance, f"{setting}: error {error}"
-    assert_same_on_all_ranks(hvd, model)
+    assert_trains_alike(hvd, model, alone, before, setting.tolerance)
     buffers = [buffer.tolist() for buffer in model.buffers()]
     assert all(each == buffers for each in on_all_ranks(hvd, buffers))
     if hvd.rank() == 0:
@@ -215,53 +208,6 @@ def one_layer(L, **methods):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     return type("Model", (Model,), methods)()
-
-
-@pytest.mark.long
-def test_a_gan_with_manual_optimization(hvd):
-    L, HvdkitStrategy = lightning()
-
-    class Gan(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
-            self.critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-
-        def training_step(self, batch, index):
-            noise, real = batch
-            of_generator, of_critic = self.optimizers()
-            for optimizer, loss in (
-                (of_generator, lambda: -self.critic(self.generator(noise)).mean()),
-                (
-                    of_critic,
-                    lambda: (
-                        (self.critic(self.generator(noise)) - self.critic(real)).square().mean()
-                    ),
-                ),
-            ):
-                self.toggle_optimizer(optimizer)
-                optimizer.zero_grad()
-                self.manual_backward(loss())
-                self.clip_gradients(optimizer, 0.5, "norm")
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-        def configure_optimizers(self):
-            return [
-                torch.optim.SGD(self.generator.parameters(), lr=0.1),
-                torch.optim.Adam(self.critic.parameters(), lr=0.02, eps=1e-2),
-            ]
-
-    data = torch.Generator().manual_seed(1)
-    dataset = TensorDataset(torch.randn(32, 2, generator=data), torch.randn(32, 2, generator=data))
-    models = []
-    for size, strategy in ((hvd.size(), HvdkitStrategy()), (1, None)):
-        torch.manual_seed(2)
-        models.append(Gan())
-        make_trainer(L, strategy, max_epochs=3).fit(models[-1], loader_of(dataset, size))
-    torch.testing.assert_close(flat(models[0]), flat(models[1]), rtol=1e-4, atol=1e-5)
-    assert_same_on_all_ranks(hvd, models[0])
 
 
 class Stream(IterableDataset):
@@ -641,10 +587,7 @@ def test_fabric_trains_like_one_process(hvd, seed):
     alone = L.Fabric(devices=1, **kind)
     reference, _ = train(1, 0, alone)
     together.strategy.set_world_ranks()
-    moved = (flat(reference) - before).norm()
-    assert moved > 0.01
-    assert (flat(model) - flat(reference)).norm() / moved < (0.1 if bf16 else 1e-4)
-    assert_same_on_all_ranks(hvd, model)
+    assert_trains_alike(hvd, model, reference, before, 0.1 if bf16 else 1e-4)
 
 
 def test_fabric_refuses_what_cannot_be_right(hvd):

@@ -1,6 +1,5 @@
 """The code of docs/migrating.md and of sections that it links, compared with DDP or one process."""
 
-import copy
 import functools
 import io
 import os
@@ -8,13 +7,13 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.ranks.folders import shared_folder
 from tests.ranks.rank_pool import REPOSITORY
 from tests.ranks.torch.oracle import (
     adamw,
@@ -25,6 +24,7 @@ from tests.ranks.torch.oracle import (
     sgd,
     small_model,
     whole_batch,
+    wrapped,
 )
 
 
@@ -53,10 +53,6 @@ def table():
     return [[re.findall("`([^`]+)`", cell) for cell in row.split("|")[1:3]] for row in rows]
 
 
-def wrapped(hvd, model, make=sgd, **options):
-    return hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **options)
-
-
 def test_every_line_of_the_table_runs(hvd):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
     names = {
@@ -79,24 +75,6 @@ def test_every_line_of_the_table_runs(hvd):
     hvd.barrier()
 
 
-def test_a_loss_of_all_ranks_rows(hvd):
-    """Each rank computes the loss of its own rows with those of all ranks, as in SimCLR."""
-    weight = torch.tensor([1.5, -0.5], dtype=torch.float64, requires_grad=True)
-    rows = torch.arange(4.0 * hvd.size(), dtype=torch.float64).reshape(-1, 2)
-
-    def loss_of_rank(rank, gathered, own):
-        return (own @ gathered.T).square().mean() * (rank + 1)
-
-    x = rows[2 * hvd.rank() :][:2] * weight
-    loss_of_rank(hvd.rank(), hvd.gather_for_loss(x), x).backward()
-    gradient = hvd.allreduce(weight.grad)
-    alone = weight.detach().requires_grad_()
-    parts = (rows * alone).split(2)
-    losses = [loss_of_rank(rank, rows * alone, part) for rank, part in enumerate(parts)]
-    (sum(losses) / hvd.size()).backward()
-    torch.testing.assert_close(gradient, alone.grad)
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -104,12 +82,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
-
-
-def shared_folder(hvd):
-    """Return a folder that all ranks see, and rank 0's object that removes it."""
-    made = tempfile.TemporaryDirectory() if hvd.rank() == 0 else None
-    return hvd.broadcast_object(made.name if made else None, root_rank=0), made
 
 
 def run_script(script, rank, **names):
@@ -166,17 +138,14 @@ def test_the_script_for_ddp_before_and_after(hvd):
     samples = torch.randn(8 * hvd.size() * 3 - 5, 7, generator=generator, dtype=torch.float64)
     dataset = torch.utils.data.TensorDataset(samples[:, :5], samples[:, 5:])
     before, after = scripts(1)
-    folder, made = shared_folder(hvd)
-    run_with_ddp(hvd, before, samples, f"{folder}/ddp")
-    model = run_script(after, hvd.rank(), dataset=dataset, path=f"{folder}/hvdkit")["model"]
-    assert_same_on_all_ranks(hvd, model)
-    hvd.barrier()
-    for name, value in torch.load(f"{folder}/ddp").items():
-        torch.testing.assert_close(torch.load(f"{folder}/hvdkit")[name], value)
-        torch.testing.assert_close(model.state_dict()[name], value)
-    hvd.barrier()
-    if made:
-        made.cleanup()
+    with shared_folder(hvd) as folder:
+        run_with_ddp(hvd, before, samples, f"{folder}/ddp")
+        model = run_script(after, hvd.rank(), dataset=dataset, path=f"{folder}/hvdkit")["model"]
+        assert_same_on_all_ranks(hvd, model)
+        hvd.barrier()
+        for name, value in torch.load(f"{folder}/ddp").items():
+            torch.testing.assert_close(torch.load(f"{folder}/hvdkit")[name], value)
+            torch.testing.assert_close(model.state_dict()[name], value)
 
 
 def test_the_script_for_horovod_before_and_after(hvd):
@@ -191,21 +160,6 @@ def test_the_script_for_horovod_before_and_after(hvd):
     ]
     assert_close(*models, 0)
     assert_same_on_all_ranks(hvd, models[1])
-
-
-def test_buffers(hvd):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    optimizer = wrapped(hvd, model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, batch_of(hvd.rank(), step)).backward()
-        optimizer.step()
-    own = copy.deepcopy(dict(model.named_buffers()))
-    hvd.broadcast_parameters(model.named_buffers(), root_rank=0)
-    assert_same_on_all_ranks(hvd, nn.ParameterList([model[1].running_mean, model[1].running_var]))
-    if hvd.rank() == 1:
-        assert not torch.equal(own["1.running_mean"], model[1].running_mean)
 
 
 def train_in_one_process(hvd, steps, make=sgd):
@@ -253,13 +207,6 @@ def test_uneven_data(hvd):
     ]
     assert_close(model, train_in_one_process(hvd, steps, adamw))
     assert_same_on_all_ranks(hvd, model)
-
-
-def test_a_sum_in_place(hvd):
-    totals = torch.ones(3)
-    assert hvd.allreduce_(totals, op=hvd.Sum, name="in place") is totals
-    assert totals.tolist() == [hvd.size()] * 3
-    hvd.barrier()
 
 
 def gan():

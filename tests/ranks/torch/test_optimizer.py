@@ -1,7 +1,5 @@
 """`DistributedOptimizer` on n ranks with a part of the batch each, compared with one process."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from hvdkit.errors import HvdkitError, UsageError
 from tests.ranks.torch.oracle import (
     DEVICE,
     OPTIMIZERS,
+    Twins,
     assert_same_on_all_ranks,
     batch_of,
     loss_of,
@@ -28,16 +27,13 @@ def test_tied_weights(hvd):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model.to(DEVICE, torch.float64)
     model[1].weight = model[0].weight
-    x = constant((1, 4), hvd.rank() + 1, torch.float64)
-    reference = copy.deepcopy(model)
-    for rank in range(hvd.size()):
-        (reference(torch.full_like(x, rank + 1.0)).sum() / hvd.size()).backward()
     names = list(model.named_parameters(remove_duplicate=False))
     assert len(names) == 2
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), names)
-    model(x).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
+    twins = Twins(hvd, model=model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    twins.optimizers = [hvd.DistributedOptimizer(plain, names)]
+    twins.backward(lambda m, rank: m(constant((1, 4), rank + 1, torch.float64)).sum())
+    twins.check_gradients()
 
 
 def test_the_result_is_an_instance_of_the_users_class(hvd):

@@ -11,8 +11,8 @@ import torch
 from hvdkit.agreement.consistency import RankMismatchError
 from hvdkit.errors import HvdkitError, UsageError
 from hvdkit.profiling import clocks, trace_file
-from tests.ranks.torch.checkpoints import shared_folder
-from tests.ranks.torch.oracle import batch_of, loss_of, sgd, small_model
+from tests.ranks.folders import shared_folder
+from tests.ranks.torch.oracle import batch_of, loss_of, sgd, small_model, wrapped
 from tests.ranks.traces import check
 
 #: Nanoseconds by which the clock of rank 1 is wrong in some tests.
@@ -22,9 +22,7 @@ SHIFT = 3_000_000_000
 def train(hvd, profile, steps, **options):
     """Train in a profile's context, in small buckets; rank 2 is slow."""
     model = small_model(torch.float32)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), bucket_bytes=200, **options
-    )
+    optimizer = wrapped(hvd, model, bucket_bytes=200, **options)
     hvd.broadcast_parameters(model.state_dict(), 0)
     with profile:
         for step in profile.batches(range(steps)):

@@ -77,19 +77,6 @@ def test_several_optimizers(hvd):
     assert_same_on_all_ranks(hvd, nn.Sequential(encoder, head))
 
 
-def test_join(hvd):
-    torch.manual_seed(hvd.rank())
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    batches = [torch.randn(8, 4) for _ in range(3 + 2 * hvd.rank())]
-    names, printed = follow("join", hvd, model=model, optimizer=optimizer, batches=batches)
-    assert names["last"] == hvd.size() - 1
-    assert printed.startswith(f"rank {hvd.rank()}: {len(batches)} batches, weight ")
-    assert_same_on_all_ranks(hvd, model)
-
-
 def test_a_contrastive_loss(hvd):
     n, rank = hvd.size(), hvd.rank()
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import random
 import re
 
 import numpy as np
@@ -10,12 +9,11 @@ import pytest
 import torch
 
 from hvdkit.agreement.consistency import RankMismatchError
-from hvdkit.agreement.differences import _compare
 from hvdkit.agreement.replicas import FOLDER
 from hvdkit.errors import UsageError
 from hvdkit.reduction.accumulation import PassesDiffer
 from tests.logs import recorded
-from tests.ranks.torch.checkpoints import shared_folder
+from tests.ranks.folders import shared_folder
 from tests.ranks.torch.oracle import (
     adamw,
     assert_close,
@@ -29,7 +27,6 @@ from tests.ranks.torch.oracle import (
 )
 
 INTERVAL = 3
-WIDTHS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def train(hvd, model, optimizer, steps, before=lambda step: None, dtype=torch.float64):
@@ -54,44 +51,8 @@ def text_of(log):
 def flip(tensor, element, bit):
     """Flip one bit, as a fault of memory does."""
     with torch.no_grad():
-        words = tensor.view(-1).view(WIDTHS[tensor.dtype])
+        words = tensor.view(-1).view(torch.int64)
         words[element] ^= torch.tensor(1, dtype=words.dtype) << bit
-
-
-@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-def test_a_flipped_bit_is_found_and_named(hvd, tmp_path, dtype):
-    with contextlib.chdir(tmp_path):
-        draw = random.Random(f"0 {dtype}")
-        model = small_model(dtype)
-        optimizer = wrapped(hvd, model, adamw)
-        name, parameter = draw.choice(list(model.named_parameters()))
-        key = draw.choice(["", "exp_avg", "exp_avg_sq"])
-        rank, step = draw.randrange(hvd.size()), draw.randrange(1, 6)
-        element = draw.randrange(parameter.numel())
-        # From the middle of the mantissa to the sign.
-        bit = draw.randrange(dtype.itemsize * 8 - 12, dtype.itemsize * 8)
-
-        def before(now):
-            if now == step and hvd.rank() == rank:
-                flip(optimizer.state[parameter][key] if key else parameter, element, bit)
-
-        found = INTERVAL if step <= INTERVAL else 2 * INTERVAL
-        where = f"{key} of '{name}'" if key else f"'{name}'"
-        blamed = 1 if hvd.size() == 2 else rank
-        with recorded("hvdkit") as log:
-            try:
-                train(hvd, model, optimizer, 8, before, dtype)
-            except RankMismatchError as error:
-                message = str(error)
-            else:
-                message = text_of(log) if hvd.rank() == 0 else None
-        # A flip of a low bit is as small as rounding, and only the first rank logs it.
-        if message is None:
-            return
-        assert f"after step {found}: " in message
-        assert where in message
-        assert f"on rank {blamed} (host " in message
-    assert ("No majority" in message) == (hvd.size() == 2)
 
 
 def test_both_versions_are_saved(hvd, tmp_path):
@@ -147,12 +108,6 @@ def test_optimizer_states_are_compared_after_each_join(hvd, tmp_path):
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
         train(hvd, model, optimizer, 4)
         assert_same_on_all_ranks(hvd, model)
-
-
-@pytest.mark.parametrize("own", [20_001.0, 20_000.5])
-def test_a_counter_differs_by_more_than_rounding(own):
-    is_far, _ = _compare(np.array([own]), np.array([20_000.0]), 0)
-    assert is_far == (own == 20_001.0)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,18 @@ ROWS = {
         [{"max_grad_norm": 0.02}, {"max_grad_norm": 1e9}, {"max_grad_norm": 0.02, "unused": True}],
         _CLIPPED_ROW,
     ),
+    "gradients that the script writes": (
+        [{}, {"average": False}],
+        [("write_before_a_pass", number) for number in range(4)],
+    ),
+    "passes of some ranks after a dropped pass": (
+        [{"window": "mean"}],
+        [(name, k) for k in (5, 4) for name in ("dropped_pass_in_window", _GAPS[0][0])],
+    ),
+    "optimizers that alternate": (
+        [{"several": True, "window": "mean"}],
+        [("alternating_optimizers", number) for number in (0, 1)],
+    ),
     "one norm of several optimizers": (
         [{"several": True}, {"several": True, "average": False, "unused": True}],
         _CLIPPED_TOGETHER,

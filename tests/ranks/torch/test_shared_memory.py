@@ -1,4 +1,4 @@
-"""Sums in the memory of one host: buckets in shared memory, tensors elsewhere, faults."""
+"""Sums in the memory of one host: its memory, and faults. The drawn collectives have the sums."""
 
 import gc
 import os
@@ -12,12 +12,6 @@ from horovod.torch import mpi_ops
 
 from hvdkit.ranks import RanksFailed
 from tests.ranks.rank_pool import Configuration, start_ranks_of
-
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
-
-# Elements. 1, 3 and 128 have at most 1 KiB in each dtype, which is sent inline. 1025 and 4099 are
-# odd. 700,001 have more than one chunk for each rank.
-SIZES = [1, 3, 128, 1025, 4099, 700_001]
 
 
 def open_arenas() -> list[Path]:
@@ -48,11 +42,6 @@ def is_shared(tensor):
     return begin <= tensor.data_ptr() < end
 
 
-def own_values(size, dtype, rank):
-    """Return whole numbers whose sum over 4 ranks is exact in each dtype."""
-    return ((torch.arange(size) * 7 + rank * 5) % 31).to(dtype)
-
-
 def reduce_all(tensor, name, op=mpi_ops.Sum):
     return mpi_ops.synchronize(mpi_ops.allreduce_async_(tensor, name=f"hvdkit.{name}", op=op))
 
@@ -62,42 +51,6 @@ def test_ranks_of_one_host_are_connected(hvd):
 
     assert runtime.host_collectives.flat_reason() == ""
     assert is_shared(empty(1000, torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        *(("shared", dtype) for dtype in DTYPES),
-        *(("ordinary", dtype) for dtype in (torch.float32, torch.bfloat16)),
-        *(("mixed", dtype) for dtype in (torch.float16, torch.int64)),
-        *(
-            pytest.param(place, dtype, marks=pytest.mark.long)
-            for place, few in [("ordinary", (0, 3)), ("mixed", (2, 5))]
-            for number, dtype in enumerate(DTYPES)
-            if number not in few
-        ),
-    ],
-    ids=str,
-)
-def test_sums_are_exact(hvd, dtype, place):
-    for size in SIZES:
-        expected = sum(own_values(size, dtype, r).double() for r in range(hvd.size()))
-        shared = place == "shared" or (place == "mixed" and hvd.rank() % 2)
-        new = empty if shared else torch.empty
-        tensor = new(size, dtype=dtype).copy_(own_values(size, dtype, hvd.rank()))
-        for _ in range(3):
-            reduce_all(tensor, f"{size}")
-            assert torch.equal(tensor.double(), expected)
-            tensor.copy_(own_values(size, dtype, hvd.rank()))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
-def test_mean(hvd, dtype):
-    tensor = empty(5000, dtype).copy_(own_values(5000, dtype, hvd.rank()))
-    reduce_all(tensor, "mean", hvd.Average)
-    exact = sum(own_values(5000, dtype, r).double() for r in range(hvd.size())) / hvd.size()
-    # Rounded once.
-    assert torch.equal(tensor, exact.to(dtype))
 
 
 def test_all_ranks_have_the_same_bits(hvd):
@@ -122,27 +75,14 @@ def test_parts_of_a_bucket_and_tensors_that_are_not_in_place(hvd):
     assert bucket.sum().item() == hvd.size() * len(part)
 
 
-def test_ranks_that_have_joined_count_as_zeros(hvd):
-    tensor = empty(3000, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_that_have_joined_count_as_zeros(hvd, dtype):
+    tensor = empty(3000, dtype)
     for number in range(hvd.rank() + 1):
         tensor.fill_(1.0)
-        reduce_all(tensor, f"joined {number}")
+        reduce_all(tensor, f"joined {number} {dtype}")
         assert tensor.eq(hvd.size() - number).all()
     hvd.join()
-
-
-def test_many_tensors_at_once(hvd):
-    tensors = [empty(300 * (k + 1), torch.float32) for k in range(50)]
-    for tensor in tensors:
-        tensor.fill_(hvd.rank())
-    # Each rank submits the tensors in another order.
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(hvd.rank())).tolist()
-    handles = [
-        mpi_ops.allreduce_async_(tensors[k], name=f"hvdkit.many.{k}", op=hvd.Sum) for k in order
-    ]
-    for handle in handles:
-        mpi_ops.synchronize(handle)
-    assert all(tensor.eq(sum(range(hvd.size()))).all() for tensor in tensors)
 
 
 def test_memory_is_returned(hvd):

@@ -7,7 +7,7 @@ import torch
 
 from hvdkit.training import stragglers
 from tests.logs import recorded
-from tests.ranks.torch.oracle import batch_of, loss_of, sgd, small_model
+from tests.ranks.torch.oracle import batch_of, loss_of, sgd, small_model, wrapped
 
 # Much longer than a step on a busy machine.
 SECONDS = 0.2
@@ -51,9 +51,7 @@ def barrier(hvd, loss):
 def test_a_slow_rank_is_named(hvd, where, collective):
     """`collective` is one that the script calls in each step, in which the other ranks wait."""
     model = small_model()
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), check_interval=10
-    )
+    optimizer = wrapped(hvd, model, check_interval=10)
     with pytest.MonkeyPatch.context() as patch, recorded("hvdkit") as log:
         patch.setattr(stragglers, "_PERSISTENT_SECONDS", 0.0)
         for step in range(45):

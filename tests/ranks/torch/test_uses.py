@@ -13,7 +13,6 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from hvdkit.errors import UsageError
+from tests.ranks.actions import Actions
 from tests.ranks.torch.oracle import (
     DEVICE,
     TOLERANCES,
@@ -70,14 +70,7 @@ class Training:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
 
-Use = Callable[[Training], None]
-USES: dict[str, Use] = {}
-
-
-def use(function: Use) -> Use:
-    """Make a function a use."""
-    USES[function.__name__] = function
-    return function
+USES = use = Actions()
 
 
 # Copies of the model
